@@ -1,0 +1,46 @@
+# Two commands on a fresh machine: `make train` and `make test`. Neither needs a GPU, root, a key or a download beyond
+# the packages. On a machine with a GPU, `make CONSTRAINTS= train` takes the newest torch that fits.
+PYTHON ?= python3
+CONSTRAINTS ?= -c constraints.txt
+BIN := .venv/bin
+
+.PHONY: train test test-slow lint format install clean
+
+train: .venv/.installed
+	$(BIN)/python train.py $(ARGS)
+
+test: .venv/.installed-dev lint
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-slow: .venv/.installed-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+install: .venv/.installed-dev
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "depthlm needs Python 3.11 or newer; this is $$($(PYTHON) --version). Give one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# torch goes first: DeepSpeed looks for it while it is built
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --upgrade $(CONSTRAINTS) setuptools wheel
+	$(BIN)/pip install --quiet $(CONSTRAINTS) torch
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --editable .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet $(CONSTRAINTS) --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv outputs data/tokens

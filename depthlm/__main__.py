@@ -1,0 +1,42 @@
+"""`python -m depthlm <command> [key=value ...]`: what one does around training."""
+
+import argparse
+import sys
+
+from depthlm.analysis.summary import print_summary
+from depthlm.config import compose
+from depthlm.config.command_line import guard
+
+
+def summary(arguments: list[str]) -> None:
+    """Parameters, FLOPs and memory of a configuration, without building it."""
+    parser = argparse.ArgumentParser(prog="python -m depthlm summary", description=summary.__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
+    parser.add_argument("--gpus", type=int, default=8, help="ranks that ZeRO shards over (default 8)")
+    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.gpus < 1:
+        parser.error(f"--gpus {parsed.gpus}: at least 1")
+    print_summary(compose(parsed.overrides, parsed.config_dir), parsed.gpus, parsed.json)
+
+
+COMMANDS = {"summary": summary}
+
+
+def main() -> None:
+    """Run one command; a user's mistake ends the process with 2."""
+    listed = "\n".join(f"  {name:10} {run.__doc__}" for name, run in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m depthlm",
+        description=f"commands:\n{listed}",
+        epilog="<command> --help tells more",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    command = parser.parse_args(sys.argv[1:2]).command
+    guard(lambda: COMMANDS[command](sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()

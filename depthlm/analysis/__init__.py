@@ -1,0 +1,8 @@
+"""Accounting: parameters, FLOPs, memory, and the pictures and tables made of them."""
+
+from depthlm.analysis.curve import plot_loss
+from depthlm.analysis.flops import flops_per_token
+from depthlm.analysis.memory import activation_memory, memory_per_gpu
+from depthlm.analysis.parameters import count_parameters
+
+__all__ = ["activation_memory", "count_parameters", "flops_per_token", "memory_per_gpu", "plot_loss"]

@@ -1,0 +1,34 @@
+"""The loss curve of a run as a picture."""
+
+import json
+from pathlib import Path
+
+
+def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
+    """Draw loss.png of a run directory from its metrics.jsonl: training and validation loss over tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    seen = [row for row in rows if row["loss"] is not None]
+    axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
+    names = sorted({name for row in rows for name in row if name.startswith("validation/")})
+    for name in names:
+        measured = [row for row in rows if name in row]
+        x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
+        axes.plot(x, y, "o-", ms=4, lw=1, label=name.removesuffix("/loss"))
+        axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(-8, 10), ha="right")
+    if unigram_entropy is not None:
+        axes.axhline(unigram_entropy, color="grey", ls=":", label="unigram entropy of the corpus")
+    axes.set(
+        xlabel="tokens (millions)", ylabel="loss (nats per token)", title=f"{directory.parent.name}/{directory.name}"
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    path = directory / "loss.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

@@ -1,0 +1,30 @@
+"""Parameters by part of the model."""
+
+from torch import nn
+
+from depthlm.model.layers import Embedding, Head, Norm
+from depthlm.model.parameters import Owned, owned_parameters
+
+PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Parameters by part, and their "total"; works on the meta device.
+
+    norms: those of the layers, of q and k, and the final one. attention: with what a mechanism adds to it.
+    connection: all that the connections own, norms included. head: 0 for a tied matrix, which counts as embedding.
+    """
+    counts = dict.fromkeys(PARTS, 0)
+    for owned in owned_parameters(model):
+        counts[_part(owned)] += owned.parameter.numel()
+    return counts | {"total": sum(counts.values())}
+
+
+def _part(owned: Owned) -> str:
+    if owned.name.startswith("connections."):
+        return "connection"
+    if isinstance(owned.owner, Norm):
+        return "norms"
+    if isinstance(owned.owner, Embedding | Head):
+        return "embedding" if isinstance(owned.owner, Embedding) else "head"
+    return "mlp" if ".mlp." in owned.name else "attention"

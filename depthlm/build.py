@@ -1,0 +1,23 @@
+"""From a configuration to a decoder with its starting weights."""
+
+import hydra
+import torch
+
+from depthlm.config import Config
+from depthlm.model import Decoder, initialize
+
+
+def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
+    """The decoder of a configuration: model(tokens[B, T]) -> logits[B, T, V].
+
+    On `meta` it has shapes but no weights. Elsewhere each parameter is drawn from its own generator, seeded by
+    (seed, its name), so that what two mechanisms share starts the same.
+    """
+    connection = hydra.utils.instantiate(config.model.connection, _partial_=True)
+    attention = hydra.utils.instantiate(config.model.attention, _partial_=True)
+    with torch.device("meta"):
+        model = Decoder(config.size, config.backbone, connection, attention)
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        initialize(model, config.seed, config.size.init_std)
+    return model

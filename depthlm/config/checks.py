@@ -1,0 +1,198 @@
+"""What a configuration must satisfy: each field alone, then the fields together. Every mistake is reported."""
+
+import importlib
+import inspect
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from depthlm import environment
+from depthlm.config.errors import listed, nearest
+from depthlm.config.keys import Key, keys, leaves, parse_count
+from depthlm.config.resolve import tokenizer_exists
+from depthlm.config.length import run_steps, warmup_steps
+from depthlm.config.schema import Config
+from depthlm.data import padded_vocab_size
+
+
+# the settings of a mechanism are its own: its code says which there are
+FREE_GROUPS = ("model.connection", "model.attention")
+
+
+def check_fields(raw: DictConfig) -> list[str]:
+    """Choices and bounds of every key, and the settings of the two mechanisms against what their code takes."""
+    known, errors = keys(), []
+    for name in leaves(raw):
+        if name not in known and not any(name.startswith(f"{group}.") for group in FREE_GROUPS):
+            errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
+    for key in known.values():
+        value = OmegaConf.select(raw, key.name, throw_on_missing=True)
+        if isinstance(value, DictConfig):
+            errors.extend(_check_target(key.name, OmegaConf.to_container(value, resolve=True)))
+        elif not _fits(key, value):
+            errors.append(f"{key.name}={value}: not {key.wanted}" + nearest(str(value), key.metadata["choices"]))
+    return errors
+
+
+def _fits(key: Key, value: Any) -> bool:
+    bounds = key.metadata
+    if value is None:
+        return key.optional
+    if bounds["count"]:
+        try:
+            value = parse_count(value)
+        except ValueError:
+            return False
+    if bounds["choices"]:
+        return value in bounds["choices"]
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return (
+        (bounds["minimum"] is None or value >= bounds["minimum"])
+        and (bounds["above"] is None or value > bounds["above"])
+        and (bounds["maximum"] is None or value <= bounds["maximum"])
+    )
+
+
+def _check_target(name: str, settings: Any) -> list[str]:
+    target = settings.get("_target_")
+    if not isinstance(target, str) or "." not in target:
+        return [f"{name}._target_={target}: not a class, as in depthlm.model.connections.residual.Residual"]
+    module, attribute = target.rsplit(".", 1)
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        return [f"{name}._target_={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
+    parameters = inspect.signature(found).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return []
+    # what the decoder itself passes to each of its parts
+    allowed = [p for p in parameters if p not in ("place", "size", "backbone")]
+    return [
+        f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}{nearest(setting, allowed)}"
+        for setting in settings
+        if not setting.startswith("_") and setting not in allowed
+    ]
+
+
+def check_together(config: Config, given: set[str]) -> list[str]:
+    """What spans fields: shapes that divide, settings that exclude each other, what this device can do.
+
+    given: the keys and groups named by the overrides.
+    """
+    return [
+        *_check_shape(config, given),
+        *_check_batch(config, given),
+        *_check_length(config),
+        *_check_optimizer(config),
+        *_check_device(config),
+        *_check_files(config),
+    ]
+
+
+def _check_shape(config: Config, given: set[str]) -> list[str]:
+    size, backbone, errors = config.size, config.backbone, []
+    if size.num_heads % size.num_kv_heads:
+        errors.append(
+            f"size.num_kv_heads={size.num_kv_heads}: must divide size.num_heads={size.num_heads}; "
+            f"allowed: {listed(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
+        )
+    if backbone.position == "rope" and size.head_size % 2:
+        errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
+    if backbone.position == "sinusoidal" and size.hidden_size % 2:
+        errors.append(f"size.hidden_size={size.hidden_size}: sinusoidal positions come in pairs; it must be even")
+    needed = padded_vocab_size(config.data) if tokenizer_exists(config) else 0
+    if "size.vocab_size" in given and size.vocab_size < needed:
+        errors.append(
+            f"size.vocab_size={size.vocab_size}: data.tokenizer={config.data.tokenizer} needs {needed} "
+            f"(padded to a multiple of {config.data.pad_vocab_multiple}); leave it out, or give a larger one"
+        )
+    return errors
+
+
+def _check_batch(config: Config, given: set[str]) -> list[str]:
+    training, ranks = config.training, environment.ranks().world_size
+    length = training.sequence_length
+    if training.batch_tokens is not None:
+        if "training.batch_size" in given:
+            return ["training.batch_size and training.batch_tokens: both given; give one"]
+        if training.batch_tokens % length:
+            return [f"training.batch_tokens={training.batch_tokens}: does not divide by sequence_length={length}"]
+    if training.batch_size % ranks:
+        return [f"training.batch_size={training.batch_size}: does not divide by the {ranks} ranks of this run"]
+    share = training.batch_size // ranks
+    if training.micro_batch_size is not None and share % training.micro_batch_size:
+        return [
+            f"training.micro_batch_size={training.micro_batch_size}: does not divide a rank's share of the batch, "
+            f"{training.batch_size} / {ranks} ranks = {share}; "
+            f"allowed: {listed(m for m in range(1, share + 1) if share % m == 0)}"
+        ]
+    return []
+
+
+def _check_length(config: Config) -> list[str]:
+    training, schedule, errors = config.training, config.schedule, []
+    if training.max_steps is not None and training.max_tokens is not None:
+        errors.append("training.max_steps and training.max_tokens: both given; give one")
+    if training.max_steps is None and training.max_tokens is None:
+        errors.append("training.max_steps: how long is the run? give training.max_steps or training.max_tokens")
+    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
+        errors.append("schedule.warmup_steps and schedule.warmup_ratio: both given; give one")
+    if schedule.warmup_steps is None and schedule.warmup_ratio is None:
+        errors.append("schedule.warmup_ratio: give it or schedule.warmup_steps; 0 is no warm-up")
+    if errors:
+        return errors
+    steps = run_steps(config)
+    warmup = warmup_steps(config)
+    if warmup > steps:
+        errors.append(f"schedule.warmup_steps={warmup}: longer than the run of {steps} steps; allowed: 0 to {steps}")
+    if schedule.name == "inverse_sqrt" and warmup == 0:
+        errors.append("schedule.name=inverse_sqrt: needs a warm-up; give schedule.warmup_steps, 1 or more")
+    if schedule.name == "wsd" and warmup + round(schedule.decay_ratio * steps) > steps:
+        errors.append(
+            f"schedule.decay_ratio={schedule.decay_ratio}: warm-up ({warmup} steps) and decay overlap in {steps} steps"
+        )
+    return errors
+
+
+def _check_optimizer(config: Config) -> list[str]:
+    errors = []
+    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        errors.append(f"optimizer.betas={config.optimizer.betas}: two numbers from 0 to below 1, as in [0.9,0.95]")
+    if config.optimizer.name == "muon" and config.deepspeed.stage > 0:
+        errors.append(
+            f"optimizer=muon with deepspeed.stage={config.deepspeed.stage}: Muon needs whole matrices, "
+            "which ZeRO 1 and above flatten; allowed: deepspeed=zero0"
+        )
+    return errors
+
+
+def _check_device(config: Config) -> list[str]:
+    errors, device = [], environment.device_type()
+    if config.precision.name == "fp16" and device == "cpu":
+        errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
+    elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
+        errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
+                      "use deepspeed=zero1")  # fmt: skip
+    if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        errors.append("training.compile=true: torch.compile on a CPU needs a C++ compiler, and there is no g++ here")
+    return errors
+
+
+def _check_files(config: Config) -> list[str]:
+    data, errors = config.data, []
+    if data.source is None and data.path is None and data.name != "stdlib":
+        errors.append(f"data.source: data={data.name} needs text; give data.source=<a folder, or a file>")
+    if data.source is not None and not Path(data.source).exists():
+        errors.append(f"data.source={data.source}: no such folder or file")
+    if not tokenizer_exists(config):
+        errors.append(f"data.tokenizer={data.tokenizer}: not bpe, not bytes, and no such tokenizer.json")
+    folder = Path(config.output_dir or ".").absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        errors.append(f"output_dir={config.output_dir}: {existing} is no folder that this user may write to")
+    return errors

@@ -1,0 +1,87 @@
+"""The command line of train.py before Hydra sees it: help, and every mistake at once."""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from depthlm import environment
+from depthlm.config.compose import compose
+from depthlm.config.errors import ConfigError
+from depthlm.config.help import print_help
+from depthlm.errors import UserError
+
+USER_MISTAKE = 2
+
+
+def prepare_arguments(arguments: Sequence[str]) -> list[str]:
+    """What is left for Hydra of a command line, once it has been found right; exits 0 after help, 2 on mistakes."""
+    # DeepSpeed's launcher adds --local_rank, which Hydra's parser refuses; the environment says the same.
+    kept = [argument for argument in arguments if not argument.startswith("--local_rank")]
+    if "--help" in kept or "-h" in kept:
+        print_help()
+        sys.exit(0)
+    # Hydra's own modes (--cfg, --info, ...) look at a configuration without running it.
+    parsed, unknown = get_args_parser().parse_known_args(kept)
+    if unknown:
+        fail(UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them"))
+    guard(lambda: _check(parsed.overrides, parsed.multirun, parsed.config_dir))
+    return kept
+
+
+def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None:
+    if not multirun:
+        compose(overrides, config_dir)
+        return
+    if environment.ranks().world_size > 1:
+        raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
+    points = sweep_points(overrides)
+    given_dir = [o for o in overrides if o.startswith("output_dir=")]
+    if len(points) > 1 and given_dir and "${" not in given_dir[-1]:
+        raise ConfigError([f"{given_dir[-1]}: every point of a sweep would write there; interpolate, as in "
+                           "output_dir='outputs/mine/${model.name}-${seed}'"])  # fmt: skip
+    errors: list[str] = []
+    for point in points:
+        try:
+            compose(point, config_dir)
+        except ConfigError as error:
+            errors.extend(error.errors)
+    if errors:
+        raise ConfigError(errors)
+
+
+def sweep_points(overrides: Sequence[str]) -> list[list[str]]:
+    """The product of all `key=a,b` overrides: one list of plain overrides a point, as Hydra's basic sweeper orders them."""
+    try:
+        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException:
+        return [list(overrides)]
+    axes = []
+    for override in parsed:
+        if override.is_sweep_override() and override.is_discrete_sweep():
+            name = override.get_key_element()
+            axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
+        else:
+            axes.append([override.input_line or ""])
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def guard(action: Callable[[], None]) -> None:
+    """Run it; a user's mistake is printed and ends the process with 2, without a traceback."""
+    try:
+        action()
+    except UserError as error:
+        fail(error)
+
+
+def fail(error: UserError) -> NoReturn:
+    """Print a user's mistake, on the first rank only, and exit with 2."""
+    if environment.ranks().rank == 0:
+        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+    sys.exit(USER_MISTAKE)

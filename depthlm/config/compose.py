@@ -1,0 +1,73 @@
+"""From command-line overrides to one checked, resolved `Config`. The only module that asks Hydra to compose."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.singleton import Singleton
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from depthlm.config.checks import check_fields, check_together
+from depthlm.config.errors import ConfigError
+from depthlm.config.explain import explain_overrides
+from depthlm.config.resolve import resolve
+from depthlm.config.schema import Config
+from depthlm.environment import REPOSITORY
+
+CONF = REPOSITORY / "conf"
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
+    """The configuration of `python train.py <overrides>`, checked and resolved.
+
+    config_dir: a folder searched for configuration files besides conf/, as `--config-dir` does.
+    Raises ConfigError with every mistake in the overrides, or else with every mistake across fields.
+    """
+    with hydra_at_conf():
+        try:
+            raw = compose_raw(overrides, config_dir)
+            mistaken = bool(check_fields(raw))
+        except (HydraException, OmegaConfBaseException):
+            mistaken = True
+        if mistaken:
+            raise ConfigError(explain_overrides(overrides, config_dir, compose_raw))
+    return finish(raw, overrides)
+
+
+def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    """What Hydra makes of the overrides, unchecked; inside `hydra_at_conf` only."""
+    search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
+    return hydra.compose("config", [*overrides, *search])
+
+
+def finish(raw: DictConfig, overrides: Sequence[str]) -> Config:
+    """What Hydra composed from these overrides: typed, resolved and checked across fields. Raises ConfigError."""
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
+    config = OmegaConf.to_object(raw)
+    assert isinstance(config, Config)
+    resolve(config, given, overrides)
+    errors = check_together(config, given)
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+@contextmanager
+def hydra_at_conf() -> Iterator[None]:
+    """Hydra's compose API over conf/. A caller's own Hydra application is put aside and comes back untouched."""
+    outer = Singleton._instances.pop(GlobalHydra, None)
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        Singleton._instances.pop(GlobalHydra, None)
+        if outer is not None:
+            Singleton._instances[GlobalHydra] = outer

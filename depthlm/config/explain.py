@@ -1,0 +1,123 @@
+"""Why overrides do not compose: every mistake of a command line at once, each with what is allowed."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from depthlm.config.checks import check_fields
+from depthlm.config.errors import listed, nearest
+from depthlm.config.keys import keys, leaves
+
+Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
+
+
+def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, compose: Compose) -> list[str]:
+    """One line a mistake. Groups are judged first; then each key alone, on top of the groups that are right."""
+    errors: list[str] = []
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except HydraException:
+            errors.append(f"{text}: not an override; write key=value, and quote a value that holds spaces or commas")
+    available = available_groups(config_dir)
+    groups: list[str] = []
+    values: list[Override] = []
+    for override in parsed:
+        name = override.key_or_group
+        given = override.input_line
+        if override.is_sweep_override():
+            errors.append(f"{given}: several values; add -m to train each, or write [a,b] for a list")
+        elif name in available and not override.is_delete():
+            options = available[name]
+            if override.value() in options or (override.value() is None and name == "experiment"):
+                groups.append(given)
+            else:
+                word = f"allowed: {listed(options)}" if options else "there are none yet"
+                errors.append(f"{given}: no such {name}; {word}{nearest(str(override.value()), options)}")
+        else:
+            values.append(override)
+    composed, failure = _try(compose, groups, config_dir)
+    if composed is None:
+        return [*errors, *failure]
+    base = set(check_fields(composed))
+    for override in values:
+        alone, failure = _try(compose, [*groups, override.input_line], config_dir)
+        if alone is None:
+            errors.append(_explain_value(override, composed, available, failure))
+        else:
+            errors.extend(error for error in check_fields(alone) if error not in base)
+    # what the groups themselves leave open, such as data.source of data=local, unless an override closes it
+    everything, failure = _try(compose, [*groups, *(v.input_line for v in values)], config_dir)
+    if everything is not None:
+        errors.extend(check_fields(everything))
+    elif not errors:
+        errors.extend(failure)
+    return errors
+
+
+def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
+    """Every configuration group with its options, those of config_dir included; inside a Hydra context only."""
+    loader = GlobalHydra.instance().config_loader()
+    found: dict[str, list[str]] = {}
+
+    def visit(group: str) -> None:
+        for name in loader.list_groups(group):
+            path = f"{group}/{name}" if group else name
+            if path == "hydra":
+                continue
+            options = [option for option in loader.get_group_options(path, ObjectType.CONFIG)]
+            if config_dir is not None:
+                options += [file.stem for file in Path(config_dir, path).glob("*.yaml")]
+            found[path] = sorted(set(options))
+            visit(path)
+
+    visit("")
+    found.setdefault("experiment", [])
+    return found
+
+
+def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) -> tuple[DictConfig | None, list[str]]:
+    try:
+        raw = compose(overrides, config_dir)
+        check_fields(raw)
+        return raw, []
+    except MissingMandatoryValue as error:
+        return None, [f"{error.full_key}: has no default; give {error.full_key}=..."]
+    except InterpolationResolutionError as error:
+        return None, [f"{error.full_key}: {str(error).splitlines()[0]}"]
+    except (HydraException, OmegaConfBaseException) as error:
+        return None, [_one_line(error)]
+
+
+def _one_line(error: BaseException) -> str:
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    key = getattr(cause, "full_key", None)
+    return (f"{key}: " if key else "") + (lines[0] if lines else type(cause).__name__)
+
+
+def _explain_value(override: Override, composed: DictConfig, groups: Iterable[str], failure: list[str]) -> str:
+    name, given = override.key_or_group, override.input_line
+    known = keys()
+    if name in known and not override.is_delete():
+        if "interpolation" in failure[0].lower():
+            return f"{given}: {failure[0].split(': ', 1)[-1]}"
+        return f"{given}: not {known[name].wanted}"
+    present = [*known, *leaves(composed), *groups]
+    if name in present or name.startswith("hydra"):
+        return f"{given}: {failure[0]}"
+    sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
+    if name in sections:
+        inside = [key for key in known if key.startswith(name + ".")]
+        return f"{given}: a group of keys; set one of {listed(inside)}"
+    return f"{given}: no such key{nearest(name, present)}"

@@ -1,0 +1,87 @@
+"""What a configuration leaves to be derived: counts, pairs of which one is given, precision, vocabulary, run directory."""
+
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from depthlm import environment
+from depthlm.config.keys import keys, parse_count
+from depthlm.config.schema import Config
+from depthlm.data import padded_vocab_size
+
+# the user gives one of each pair, and the other's default steps back
+PAIRS = (("training.max_steps", "training.max_tokens"), ("schedule.warmup_ratio", "schedule.warmup_steps"))
+
+# what does not change the result of a run: output, logging, checkpoints, stopping
+SILENT = {
+    "output_dir", "resume", "dry_run", "experiment", "tracker", "training.checkpoint_every", "training.keep_last",
+    "training.validate_every", "training.log_every", "training.stop_after", "training.profile", "training.sample",
+    "training.num_threads", "data.num_workers",
+}  # fmt: skip
+
+
+def resolve(config: Config, given: set[str], overrides: Sequence[str]) -> None:
+    """Fill in, in place, what follows from the overrides, the tokenizer and the device.
+
+    given: the keys and groups named by the overrides.
+    """
+    for pair in PAIRS:
+        named = [name for name in pair if name in given and _get(config, name) is not None]
+        if len(named) == 1:
+            _set(config, next(name for name in pair if name not in named), None)
+    for key in keys().values():
+        value = _get(config, key.name)
+        if key.metadata["count"] and value is not None:
+            _set(config, key.name, parse_count(value))
+    if config.precision.name == "auto":
+        config.precision.name = environment.fast_precision()
+    training = config.training
+    if training.batch_tokens is not None:
+        training.batch_size = max(1, training.batch_tokens // training.sequence_length)
+    if "size.vocab_size" not in given and tokenizer_exists(config):
+        config.size.vocab_size = max(config.size.vocab_size, padded_vocab_size(config.data))
+    if config.output_dir is None:
+        config.output_dir = str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
+
+
+def is_silent(name: str) -> bool:
+    """Whether a key (or group) does not change the result of a run."""
+    return name in SILENT or name.split(".")[0] in SILENT or name.split(".")[0].split("/")[0] == "hydra"
+
+
+def run_name(overrides: Sequence[str]) -> str:
+    """A folder name made from the overrides that change the result, whatever their order; `base` if there are none."""
+    last = {}
+    for override in overrides:
+        name, _, value = override.partition("=")
+        last[name.lstrip("+")] = value
+    parts = [f"{name}-{value}" for name, value in sorted(last.items()) if not is_silent(name)]
+    text = "__".join(parts) or "base"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
+    if plain == text:
+        return text
+    # a name that lost characters would clash with another's
+    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def experiment_of(overrides: Sequence[str]) -> str | None:
+    """The experiment among the overrides, if there is one."""
+    names = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == "experiment"]
+    return names[-1] if names and names[-1] != "null" else None
+
+
+def tokenizer_exists(config: Config) -> bool:
+    """Whether data.tokenizer names one of ours or a file that is there."""
+    return config.data.tokenizer in ("bpe", "bytes") or Path(config.data.tokenizer).is_file()
+
+
+def _get(config: Config, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def _set(config: Config, name: str, value: object) -> None:
+    *path, leaf = name.split(".")
+    setattr(functools.reduce(getattr, path, config), leaf, value)

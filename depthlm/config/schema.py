@@ -1,0 +1,159 @@
+"""The schema: every key a run can set, its type, its default, its bounds and what it means."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from depthlm.fields import key
+from depthlm.model.shape import Backbone, Size
+
+
+@dataclass
+class Model:
+    """The depth mechanism: a connection and an attention, each built from its `_target_`."""
+
+    name: str = key("", "name of the mechanism, for reports")
+    connection: dict[str, Any] = key({}, "how a sublayer reads from and writes to the depth stream")
+    attention: dict[str, Any] = key({}, "which keys and values of earlier layers an attention may use")
+
+
+@dataclass
+class Data:
+    """A corpus: raw text in, token files out."""
+
+    name: str = key("", "name of the corpus; also of its validation set")
+    source: Optional[str] = key(None, "folder or file of raw text; null: the corpus' own")
+    suffixes: list[str] = key([".txt", ".md", ".py"], "files read from a folder of text")
+    path: Optional[str] = key(None, "folder of the token files; null: data/tokens/<name>-<digest of the settings>")
+    tokenizer: str = key("bpe", "bpe: trained once on the corpus; bytes: 256 bytes; else a path to a tokenizer.json")
+    vocab_size: int = key(4096, "vocabulary of the tokenizer `bpe`, its special token included", minimum=260)
+    pad_vocab_multiple: int = key(
+        64, "the model's vocabulary is the tokenizer's, raised to a multiple of this", minimum=1
+    )
+    max_tokens: Optional[Any] = key(
+        None, "train on the first so many tokens of the corpus (10B parses); null: all", minimum=1, count=True
+    )
+    validation_fraction: float = key(
+        0.05, "share of the documents held out, chosen by a hash of their names", above=0, maximum=0.5
+    )
+    num_workers: int = key(0, "processes that read batches ahead; they do not change the order", minimum=0)
+
+
+@dataclass
+class Optimizer:
+    """One optimizer for all parameters; what takes no weight decay is said by each module."""
+
+    name: str = key("adamw", "muon: hidden matrices by Muon, everything else by AdamW", choices=("adamw", "muon"))
+    lr: float = key(1e-3, "peak learning rate", above=0)
+    weight_decay: float = key(0.1, "decoupled weight decay of the matrices", minimum=0)
+    betas: list[float] = key([0.9, 0.95], "decay rates of AdamW's two moments")
+    eps: float = key(1e-8, "epsilon of AdamW", above=0)
+    momentum: float = key(0.95, "momentum of Muon", minimum=0, maximum=1)
+    ns_steps: int = key(5, "Newton-Schulz iterations of Muon", minimum=1)
+
+
+@dataclass
+class Schedule:
+    """Learning rate over the run, as a multiple of optimizer.lr."""
+
+    name: str = key("cosine", "shape after the warm-up", choices=("cosine", "inverse_sqrt", "wsd", "constant"))
+    warmup_ratio: Optional[float] = key(None, "linear warm-up, as a share of the run", minimum=0, maximum=1)
+    warmup_steps: Optional[int] = key(None, "linear warm-up, in steps", minimum=0)
+    min_lr_ratio: float = key(0.1, "floor, as a share of the peak", minimum=0, maximum=1)
+    decay_ratio: float = key(0.2, "wsd: share of the run in its final linear decay", minimum=0, maximum=1)
+
+
+@dataclass
+class Training:
+    """The loop."""
+
+    max_steps: Optional[int] = key(None, "length of the run in steps; or max_tokens, not both", minimum=1)
+    max_tokens: Optional[Any] = key(
+        None, "length of the run in tokens (10B parses), rounded up to whole steps", minimum=1, count=True
+    )
+    batch_size: int = key(32, "sequences of one step, over all ranks", minimum=1)
+    batch_tokens: Optional[Any] = key(
+        None, "the batch in tokens instead of sequences; divides by sequence_length", minimum=1, count=True
+    )
+    micro_batch_size: Optional[int] = key(
+        None, "sequences of one forward pass on one rank; null: the rank's whole share", minimum=1
+    )
+    sequence_length: int = key(512, "tokens of a sequence", minimum=1)
+    gradient_clipping: float = key(1.0, "largest norm of the whole gradient; 0: no clipping", minimum=0)
+    z_loss: float = key(0.0, "weight of mean(logsumexp(logits)^2) in the loss", minimum=0)
+    activation_checkpointing: bool = key(False, "recompute each layer in the backward pass instead of storing it")
+    compile: bool = key(False, "torch.compile of each sublayer and of the loss")
+    num_threads: Optional[int] = key(
+        None, "CPU threads of one rank; null: the cores this process may use, shared by its ranks", minimum=1
+    )
+    max_skipped: int = key(
+        10, "batches left out for a loss or gradient that is not finite, before the run stops", minimum=0
+    )
+    checkpoint_every: int = key(100, "steps between checkpoints; the last step always has one", minimum=1)
+    keep_last: int = key(2, "checkpoints kept", minimum=1)
+    validate_every: Optional[int] = key(100, "steps between validations; null: at the end only", minimum=1)
+    validation_tokens: Optional[Any] = key(
+        None, "at most so many tokens of each validation set; null: all", minimum=1, count=True
+    )
+    log_every: int = key(10, "steps between rows of metrics.jsonl and of the log", minimum=1)
+    stop_after: Optional[int] = key(
+        None, "end after this step, with a checkpoint; schedule and name stay those of the whole run", minimum=1
+    )
+    profile: bool = key(False, "write a trace of steps 3 to 5 to profile/trace.json (open it in ui.perfetto.dev)")
+    sample: Optional[str] = key(None, "prompt of the sample text at the end; null: none")
+
+
+@dataclass
+class DeepSpeed:
+    """How the states are spread over ranks."""
+
+    stage: int = key(
+        0, "ZeRO stage: 0 replicates all, 1 shards the optimizer, 2 the gradients too", minimum=0, maximum=2
+    )
+
+
+@dataclass
+class Precision:
+    """Number format of the forward and backward pass."""
+
+    name: str = key(
+        "auto", "auto: bf16 where the device is fast at it, else fp32", choices=("auto", "fp32", "bf16", "fp16")
+    )
+    initial_scale_power: int = key(16, "fp16: the dynamic loss scale starts at two to this power", minimum=0)
+    loss_scale_window: int = key(1000, "fp16: steps without overflow before the scale doubles", minimum=1)
+
+
+@dataclass
+class Tracker:
+    """Where curves go besides metrics.jsonl."""
+
+    name: str = key("wandb", "service", choices=("wandb", "none"))
+    mode: str = key("auto", "auto: online with a key, else offline", choices=("auto", "online", "offline"))
+    project: str = key("depthlm", "W&B project")
+    entity: Optional[str] = key(None, "W&B team or user; null: the key's own")
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    seed: int = key(1, "seed of the weights and of the order of the data", minimum=0)
+    output_dir: Optional[str] = key(
+        None, "the run directory; null: outputs/<experiment or default>/<name made from the overrides>"
+    )
+    resume: str = key(
+        "auto",
+        "auto: go on from the newest whole checkpoint; never: refuse a directory that holds a run",
+        choices=("auto", "never"),
+    )
+    deterministic: bool = key(False, "allow only operations that give the same bits each time")
+    dry_run: bool = key(False, "check, print what is derived, take one full-size step, and stop")
+    model: Model = field(default_factory=Model)
+    backbone: Backbone = field(default_factory=Backbone)
+    size: Size = field(default_factory=Size)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    training: Training = field(default_factory=Training)
+    deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
+    precision: Precision = field(default_factory=Precision)
+    tracker: Tracker = field(default_factory=Tracker)

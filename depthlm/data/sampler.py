@@ -1,0 +1,115 @@
+"""Batches of training and of validation, each a pure function of its number."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from depthlm.data.errors import DataError
+from depthlm.data.permutation import key_of, permute
+from depthlm.data.token_files import TokenFiles
+
+# Target of a place that has none: torch's cross entropy leaves it out.
+IGNORED = -100
+
+
+def sample_windows(
+    seed: int, step: int, positions: NDArray[np.int64], batch_size: int, num_windows: int
+) -> NDArray[np.int64]:
+    """The window at each position, [any shape] of 0 .. batch_size-1, of the batch of this step, counted from 0.
+
+    Samples are numbered through all batches; each run of num_windows of them, an epoch, has every window once, in
+    an order of its own.
+    """
+    numbers = step * batch_size + np.asarray(positions, dtype=np.int64)
+    epochs = numbers // num_windows
+    windows = np.empty_like(numbers)
+    for epoch in np.unique(epochs):
+        now = epochs == epoch
+        windows[now] = permute(numbers[now] % num_windows, num_windows, key_of(seed, int(epoch)))
+    return windows
+
+
+class Batches(Dataset[torch.Tensor]):
+    """This rank's share of each global batch: batches[step] is [accumulation, micro_batch, sequence_length + 1].
+
+    Window w is tokens w*T to w*T + T, T = sequence_length: T inputs and the target of each, so that a token is a
+    target once in an epoch. Of batch_size positions rank r of R holds r*B/R to (r+1)*B/R, so the global batch is
+    the same for any R and micro_batch (sequences of one forward pass; None: the rank's whole share).
+
+    Raises DataError where the tokens are fewer than one window, or batch_size is no multiple of ranks * micro_batch.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFiles,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        micro_batch: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.tokens, self.sequence_length, self.batch_size, self.seed = tokens, sequence_length, batch_size, seed
+        self.micro_batch = micro_batch or max(1, batch_size // ranks)
+        if batch_size % (ranks * self.micro_batch):
+            what = f"a batch of {batch_size} sequences is no multiple of {ranks} ranks x {self.micro_batch} sequences"
+            raise DataError(what, "training.batch_size", "Change training.batch_size or training.micro_batch_size.")
+        self.num_windows = (len(tokens) - 1) // sequence_length
+        if self.num_windows < 1:
+            what = f"{len(tokens)} training tokens are fewer than one sequence of {sequence_length} and its target"
+            raise DataError(what, tokens.folder, "Give more text, or a smaller training.sequence_length.")
+        held = batch_size // ranks
+        self.positions = np.arange(rank * held, (rank + 1) * held)
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        windows = sample_windows(self.seed, step, self.positions, self.batch_size, self.num_windows)
+        length = self.sequence_length
+        samples = np.stack([self.tokens.read(int(window) * length, length + 1) for window in windows])
+        return torch.from_numpy(samples).view(-1, self.micro_batch, length + 1)
+
+
+def loader(
+    batches: Batches, first_step: int, last_step: int, *, num_workers: int = 0, pin_memory: bool = False
+) -> DataLoader[torch.Tensor]:
+    """The batches of steps first_step up to but without last_step, counted from 0, in order whatever the workers."""
+    steps = range(first_step, last_step)
+    return DataLoader(batches, sampler=steps, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def validation_batches(
+    tokens: TokenFiles,
+    sequence_length: int,
+    micro_batch: int,
+    max_tokens: int | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (inputs [b, T], targets [b, T]), b <= micro_batch, over the first max_tokens tokens, once, in order.
+
+    Every token but the first is a target once. The last window is filled up with inputs 0 and targets IGNORED.
+    Of several ranks each takes every ranks-th window; some may have a batch less.
+
+    Raises DataError where there are not two tokens.
+    """
+    total = min(len(tokens), max_tokens or len(tokens))
+    if total < 2:
+        remedy = "Give more text, or raise training.validation_tokens."
+        raise DataError(f"{total} validation tokens leave nothing to predict", tokens.folder, remedy)
+    starts = range(0, total - 1, sequence_length)[rank::ranks]
+    for first in range(0, len(starts), micro_batch):
+        windows = [_window(tokens, start, sequence_length, total) for start in starts[first : first + micro_batch]]
+        samples = torch.from_numpy(np.stack(windows))
+        inputs, targets = samples[:, :-1], samples[:, 1:]
+        yield inputs.clamp(min=0), targets.contiguous()
+
+
+def _window(tokens: TokenFiles, start: int, length: int, total: int) -> NDArray[np.int64]:
+    window = np.full(length + 1, IGNORED, dtype=np.int64)
+    found = tokens.read(start, min(length + 1, total - start))
+    window[: len(found)] = found
+    return window

@@ -1,0 +1,143 @@
+"""Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or a tokenizer.json."""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from depthlm.data.corpora import pieces, share
+from depthlm.data.errors import DataError
+from depthlm.data.manifest import Manifest
+
+if TYPE_CHECKING:
+    from depthlm.config.schema import Data
+
+# The library warns when a process forks after its threads ran, as a loader of batches does; `prepare` turns
+# them on for itself alone.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+FILE_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|padding|>"
+_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+# Text that the BPE is trained on: more of it changes few merges and costs time.
+BPE_BYTES = 2**25
+
+
+class Tokenizer:
+    """A tokenizer.json: special tokens are never made from text, and no token is added to it.
+
+    Attributes: vocab_size, one above the largest id; end_of_text, the id that follows each document;
+    fingerprint, the sha256 of the file. Raises DataError for a file that is no tokenizer or has no end of text.
+    """
+
+    def __init__(self, text: str, where: object = "tokenizer") -> None:
+        try:
+            self._encoder = Encoder.from_str(text)
+        except Exception as error:  # the library raises no narrower type
+            remedy = "Give a tokenizer.json of the `tokenizers` library, `bpe` or `bytes`."
+            raise DataError(f"not a tokenizer ({error})", where, remedy) from error
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        self._encoder.encode_special_tokens = True
+        vocabulary = self._encoder.get_vocab()
+        ends = [vocabulary[token] for token in _ENDS_OF_TEXT if token in vocabulary]
+        if not ends:
+            raise DataError("no end-of-text token", where, f"Add one of {', '.join(_ENDS_OF_TEXT)} to it.")
+        self._text = text
+        self.end_of_text = ends[0]
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """The tokenizer of this file, or of the folder that holds a tokenizer.json."""
+        file = Path(path, FILE_NAME) if Path(path).is_dir() else Path(path)
+        try:
+            return cls(file.read_bytes().decode("utf-8"), file)
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = "Set data.tokenizer to `bpe`, `bytes` or the path of a tokenizer.json."
+            raise DataError(f"cannot read a tokenizer ({error})", file, remedy) from error
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """The ids of each text, without special tokens."""
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text of these ids, special tokens by their names; bytes that are no UTF-8 become U+FFFD."""
+        return self._encoder.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write tokenizer.json into the folder; the file's path."""
+        file = Path(folder, FILE_NAME)
+        file.write_text(self._text, encoding="utf-8", newline="")
+        return file
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Byte b is token b; 256 is the end of text and 257 the padding."""
+    # A BPE without merges leaves each byte as it is. Its alphabet stands for byte b by this character: itself
+    # where it prints, else the next one above 255.
+    printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    encoder = _byte_level(models.BPE(vocab=alphabet, merges=[]), split_words=False)
+    encoder.add_special_tokens([END_OF_TEXT, PADDING])
+    return Tokenizer(encoder.to_str())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens, id 0 the end of text; fewer where the text is short."""
+    encoder = _byte_level(models.BPE(), split_words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    encoder.train_from_iterator(texts, trainer)
+    return Tokenizer(encoder.to_str())
+
+
+def sample(documents: Iterable[tuple[str, str]], total_bytes: int) -> Iterator[str]:
+    """About BPE_BYTES of the documents' text, in pieces chosen by a hash of the name and place."""
+    kept = BPE_BYTES / max(total_bytes, 1)
+    for name, text in documents:
+        for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
+            if kept >= 1 or share(f"{number}:{name}") < kept:
+                yield piece
+
+
+def vocab_size(data: "Data") -> int:
+    """Number of tokens, known before anything is prepared; for `bpe` the most there can be.
+
+    Token files that lie at data.path say it themselves. Raises DataError for a tokenizer that cannot be read.
+    """
+    if data.path and Manifest.exists(data.path):
+        return Manifest.read(data.path).vocab_size
+    if data.tokenizer == "bytes":
+        return 258
+    return data.vocab_size if data.tokenizer == "bpe" else Tokenizer.load(data.tokenizer).vocab_size
+
+
+def padded_vocab_size(data: "Data") -> int:
+    """`vocab_size`, raised to a multiple of data.pad_vocab_multiple."""
+    multiple = data.pad_vocab_multiple
+    return -(-vocab_size(data) // multiple) * multiple
+
+
+def _byte_level(model: models.Model, split_words: bool) -> Encoder:
+    encoder = Encoder(model)
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    encoder.decoder = decoders.ByteLevel()
+    return encoder

@@ -1,0 +1,116 @@
+"""What this process runs on: its rank, its device, its cores, its versions. The one place that reads the environment."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launcher: str
+
+
+def ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """The rank of this process as torchrun, deepspeed or srun told it; alone if nobody did."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        local_rank = int(environment.get("LOCAL_RANK", "0"))
+        world_size = int(environment["WORLD_SIZE"])
+        local_world_size = int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", "1")))
+        launcher = "torchrun or deepspeed" if world_size > 1 else "python"
+        return Ranks(int(environment["RANK"]), local_rank, world_size, local_world_size, launcher)
+    # A shell inside an allocation has SLURM_PROCID too; only a step that srun started has its own step id.
+    if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID", "").isdigit():
+        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+        # as in `4(x2),3`: this node's share is told for all nodes alike only by the largest
+        per_node = max(int(n.split("(")[0]) for n in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","))
+        local_rank = int(environment.get("SLURM_LOCALID", "0"))
+        return Ranks(int(environment["SLURM_PROCID"]), local_rank, tasks, per_node, "srun")
+    return Ranks(0, 0, 1, 1, "python")
+
+
+def device_type() -> str:
+    """`cuda` where torch sees a GPU, else `cpu`."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_name() -> str:
+    """The name of the accelerator, or of the processor."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fast_precision() -> str:
+    """bf16 where the device multiplies it faster than fp32, else fp32: without such units it can be 45 times slower."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    capabilities = torch.cpu.get_capabilities()
+    return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
+
+
+def describe() -> dict[str, Any]:
+    """What `environment.json` records: versions, git commit, command, device."""
+    packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    here = ranks()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "git": git_state(),
+        "command": sys.argv,
+        "device": device_name(),
+        "device_type": device_type(),
+        "cores": cores(),
+        "world_size": here.world_size,
+        "launcher": here.launcher,
+    }
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of this checkout and whether files differ from it; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,45 @@
+"""A trained run, back from its directory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from depthlm.build import build_model
+from depthlm.config import Config
+from depthlm.errors import UserError
+from depthlm.model import Decoder
+from depthlm.training.checkpoints import newest_checkpoint
+
+
+def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
+    """The model of a run directory with the weights of its newest whole checkpoint, in evaluation mode, and its config.
+
+    The configuration is read as data: it may build classes of depthlm, and of the modules named in `trust`, alone.
+    Raises UserError for a directory without a run or checkpoint, or a mechanism from elsewhere.
+    """
+    directory = Path(run)
+    config = load_config(directory)
+    for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
+        module = str(settings.get("_target_")).rpartition(".")[0]
+        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", *trust)):
+            raise UserError(f"{directory}: model.{part} is {module}'s; name that module in trust=[...] to build it")
+    found = newest_checkpoint(directory)
+    if found is None:
+        raise UserError(f"{directory}: no whole checkpoint in it; train it first, or name another run")
+    model = build_model(config, "meta").to_empty(device=device)
+    weights = load_file(found[0] / "model.safetensors", device=str(device))
+    model.load_state_dict(weights)
+    return model.eval(), config
+
+
+def load_config(directory: Path) -> Config:
+    """The resolved configuration of a run directory. Raises UserError where there is none."""
+    path = directory / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{directory}: no run in it (config.yaml is missing)")
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    assert isinstance(config, Config)
+    return config

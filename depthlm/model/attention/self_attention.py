@@ -1,0 +1,108 @@
+"""Causal self-attention with grouped queries, and the interface of every attention.
+
+Shapes: b batch, t new tokens, s tokens in the cache and new, d hidden size, h query heads, k key/value heads,
+n either of the two, e head size.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthlm.model.cache import causal_mask
+from depthlm.model.layers import Norm, Rope, apply_rope
+from depthlm.model.place import Place
+from depthlm.model.shape import Backbone, Size
+
+Depth = list[tuple[Tensor, ...]]
+Update = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245) over the tokens of its own layer.
+
+    inputs -> q_proj -> norm -> rope -> q --.
+           -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
+           -> v_proj -----------------> v --'    ^ `-> depth, for the layers above
+                                               depth, of the layers below
+
+    A layer calls, in this order, `project` and `output` (matrix products; compiled where compiling is on, so neither
+    may touch the depth list), and between them `attend`, where a mechanism does its work. `expose` follows the MLP's
+    norm. The depth list holds tuples of tensors of this forward pass, in the order in which layers appended them; it
+    is copied, never changed in place.
+    """
+
+    def __init__(self, place: Place, size: Size, backbone: Backbone):
+        super().__init__()
+        self.place = place
+        self.num_heads, self.num_kv_heads, self.head_size = size.num_heads, size.num_kv_heads, size.head_size
+        self.qk_norm = backbone.qk_norm
+        q_width, kv_width = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
+        self.q_proj = nn.Linear(size.hidden_size, q_width, bias=backbone.attention_bias)
+        self.k_proj = nn.Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
+        self.v_proj = nn.Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
+        self.o_proj = nn.Linear(q_width, size.hidden_size, bias=backbone.attention_bias)
+        if self.qk_norm != "none":
+            self.q_norm = Norm(size.head_size if self.qk_norm == "head" else q_width, backbone)
+            self.k_norm = Norm(size.head_size if self.qk_norm == "head" else kv_width, backbone)
+
+    def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+        """q_bhte, k_bkte, v_bkte, and what else `attend` of a mechanism needs.
+
+        q_in, k_in, v_in: x_btd, normed on a pre-norm backbone; mostly one tensor three times.
+        """
+        q = self.rotate(self.q_proj(q_in), self.q_norm if self.qk_norm != "none" else None, rope)
+        k = self.rotate(self.k_proj(k_in), self.k_norm if self.qk_norm != "none" else None, rope)
+        return q, k, self.heads(self.v_proj(v_in)).transpose(1, 2)
+
+    def attend(self, projected: tuple[Tensor, ...], depth: Depth, update: Update | None) -> tuple[Tensor, Depth]:
+        """context_bt(he) and the depth list for the layers above.
+
+        update: puts k_bkte and v_bkte in the cache and gives k_bkse and v_bkse; None when there is no cache.
+        """
+        q, k, v = projected
+        return causal_attention(q, k, v, update), depth
+
+    def output(self, context: Tensor) -> Tensor:
+        """output_btd of context_bt(he)."""
+        return self.o_proj(context)
+
+    def expose(self, mlp_input_btd: Tensor, rope: Rope | None, depth: Depth) -> Depth:
+        """The depth list after the MLP of this layer, given what that MLP sees."""
+        return depth
+
+    def heads(self, x: Tensor) -> Tensor:
+        """x_bt(ne) as x_btne."""
+        return x.unflatten(-1, (-1, self.head_size))
+
+    def rotate(self, x: Tensor, norm: Norm | None, rope: Rope | None) -> Tensor:
+        """x_bt(ne), normed and rotated, as x_bnte."""
+        if norm is not None and self.qk_norm == "full":
+            x = norm(x)
+        x = self.heads(x)
+        if norm is not None and self.qk_norm == "head":
+            x = norm(x)
+        if rope is not None:
+            x = apply_rope(x, rope)
+        return x.transpose(1, 2)
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        """FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, half of them when causal."""
+        return 4 * self.num_heads * self.head_size * length * (0.5 if causal else 1.0)
+
+
+def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, update: Update | None) -> Tensor:
+    """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included."""
+    k, v = update(k_bkte, v_bkte) if update else (k_bkte, v_bkte)
+    t, s = q_bhte.shape[2], k.shape[2]
+    mask = causal_mask(t, s, q_bhte.device) if 1 < t < s else None
+    grouped = q_bhte.shape[1] != k.shape[1]
+    context = F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=t == s, enable_gqa=grouped)
+    return context.transpose(1, 2).flatten(2)
+
+
+class AttentionFactory(Protocol):
+    """A class of attentions, with its own settings bound (`functools.partial`)."""
+
+    def __call__(self, place: Place, size: Size, backbone: Backbone) -> SelfAttention: ...

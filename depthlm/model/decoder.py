@@ -1,0 +1,135 @@
+"""The decoder: embedding, layers, head.
+
+Shapes: b batch, t tokens, d hidden size, v vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from depthlm.model.attention.self_attention import AttentionFactory, Depth
+from depthlm.model.cache import KVCache
+from depthlm.model.connections.connection import Connection, ConnectionFactory
+from depthlm.model.functions import cross_entropy
+from depthlm.model.layer import REGIONS, Layer, Regions
+from depthlm.model.layers import Embedding, Head, Norm, rope_tables
+from depthlm.model.place import Place
+from depthlm.model.shape import Backbone, Size
+
+
+class Loss(NamedTuple):
+    """Sums over the targets that count, so that a batch may be summed over micro-batches and ranks.
+
+    nll: -log p(target), in nats. z: logsumexp(logits)^2. tokens: how many targets count.
+    """
+
+    nll: Tensor
+    z: Tensor
+    tokens: Tensor
+
+
+class Decoder(nn.Module):
+    """A decoder language model whose layers reach across depth.
+
+    tokens_bt -> embedding -> open -> [layer] * L * loops -> close -> final_norm -> head -> logits_btv
+
+    connection, attention: factories, called with (place, size, backbone).
+    loops: passes through the same layers; each pass has connections of its own.
+    activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        backbone: Backbone,
+        connection: ConnectionFactory,
+        attention: AttentionFactory,
+        loops: int = 1,
+    ):
+        super().__init__()
+        self.size, self.backbone, self.loops = size, backbone, loops
+        self.activation_checkpointing = False
+        self.head_and_loss: Callable[[Decoder, Tensor, Tensor], Loss] = head_and_loss
+        depth = loops * size.num_layers
+        places = [Place(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
+        self.embedding = Embedding(size, backbone)
+        places.append(Place(depth, "final", depth))
+        connections = [connection(place, size, backbone) for place in places]
+        inputs = [c.num_inputs for c in connections]
+        layers = [
+            Layer(
+                attention(Place(i, "attention", size.num_layers), size, backbone),
+                size,
+                backbone,
+                (inputs[2 * i], inputs[2 * i + 1]),
+            )
+            for i in range(size.num_layers)
+        ]
+        self.connections = cast(Sequence[Connection], nn.ModuleList(connections))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(layers))
+        self.final_norm = Norm(size.hidden_size, backbone)
+        self.head = Head(size, backbone)
+
+    def forward(
+        self,
+        tokens_bt: Tensor,
+        targets_bt: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor | Loss:
+        """logits_btv; with targets (-100: does not count), the sums of the loss instead.
+
+        cache: keys and values of the tokens before these; it is extended by these.
+        """
+        hidden_btd = self.hidden(tokens_bt, cache)
+        if targets_bt is None:
+            return self.head(self.final_norm(hidden_btd), self.embedding.weight)
+        return self.head_and_loss(self, hidden_btd, targets_bt)
+
+    def hidden(self, tokens_bt: Tensor, cache: KVCache | None = None) -> Tensor:
+        """hidden_btd before the final norm."""
+        start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
+        positions_t = torch.arange(start, start + length, device=tokens_bt.device)
+        rope = None
+        if self.backbone.position == "rope":
+            rope = rope_tables(positions_t, self.size.head_size, self.backbone.rope_theta)
+
+        stream = self.connections[0].open(self.embedding(tokens_bt, positions_t))
+        depth: Depth = []
+        for position in range(self.loops * self.size.num_layers):
+            layer: Callable = self.layers[position % self.size.num_layers]
+            connections = self.connections[2 * position], self.connections[2 * position + 1]
+            update = partial(cache.update, position) if cache is not None else None
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                layer = partial(checkpoint, layer, use_reentrant=False)
+            stream, depth = layer(stream, depth, connections, rope, update)
+        if cache is not None:
+            cache.advance(length)
+        return self.connections[-1].close(stream)
+
+    def make_cache(self, max_length: int = 256) -> KVCache:
+        """An empty cache for this decoder, with room for max_length tokens at first."""
+        return KVCache(self.loops * self.size.num_layers, max_length)
+
+
+def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:
+    logits_btv = model.head(model.final_norm(hidden_btd), model.embedding.weight)
+    targets = targets_bt.flatten()
+    nll, logsumexp = cross_entropy(logits_btv.flatten(0, 1), targets)
+    counted = targets != -100
+    z = logsumexp.square()
+    return Loss(nll.where(counted, 0).sum(), z.where(counted, 0).sum(), counted.sum())
+
+
+def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
+    """Compiles, in place, the matrix products and norms of each sublayer, and final norm, head and loss.
+
+    One compilation serves all layers; what a mechanism does between them stays outside. Names in state_dict stay.
+    """
+    regions = Regions(*(torch.compile(region, backend=backend) for region in REGIONS))
+    for layer in model.layers:
+        layer.regions = regions
+    model.head_and_loss = torch.compile(head_and_loss, backend=backend)

@@ -1,0 +1,105 @@
+"""Norm, rotation and loss with backward passes written out: fewer passes over memory than PyTorch's in eager mode.
+
+Where torch.compile traces, and for RMSNorm on a GPU, PyTorch's own are as fast and are used instead.
+
+Shapes: d width of a norm, t tokens, n heads, e head size, r rows (tokens of all sequences), v vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 2**20  # logits in fp32 at a time: few enough to stay in a CPU's cache
+
+
+def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in fp32 or better, in the type of x (arXiv 1910.07467)."""
+    if x.is_cpu and not torch.compiler.is_compiling():
+        return RMSNorm.apply(x, weight_d, eps)
+    return F.rms_norm(x, weight_d.shape, weight_d.to(x.dtype), eps)
+
+
+def rotate(x_tne: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
+    """x with its pairs (i, i + e/2) rotated, in fp32, in the type of x. Any dimensions may come before t."""
+    return Rotation.apply(x_tne, cos_te[:, None], sin_te[:, None])
+
+
+def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
+    """nll_r and logsumexp_r in fp32. The nll of a target of -100 means nothing, and must get no gradient."""
+    if not torch.compiler.is_compiling():
+        return CrossEntropy.apply(logits_rv, targets_r)
+    logits_rv = upcast(logits_rv)
+    logsumexp_r = logits_rv.logsumexp(1)
+    return logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0], logsumexp_r
+
+
+def upcast(x: Tensor) -> Tensor:
+    """x in fp32, or as it is in fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+        x32 = upcast(x)
+        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_d, scale)
+        return (x32 * scale).mul_(weight_d).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_d, scale = ctx.saved_tensors
+        y = upcast(x) * scale
+        grad_weight = (grad * y).flatten(0, -2).sum(0).to(weight_d.dtype)
+        grad_y = grad * upcast(weight_d)
+        mean = torch.linalg.vecdot(grad_y, y).div_(-x.shape[-1])[..., None]
+        grad_x = grad_y.addcmul_(y, mean).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    x32 = upcast(x)
+    y = x32 * cos
+    y[..., :half].addcmul_(x32[..., half:], sin[..., :half], value=-sign)
+    y[..., half:].addcmul_(x32[..., :half], sin[..., half:], value=sign)
+    return y.to(x.dtype)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number per row; a row's softmax exists for a chunk of rows at a time only."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
+        rows = max(1, CHUNK // logits_rv.shape[1])
+        logsumexp_r = torch.cat([upcast(chunk).logsumexp(1) for chunk in logits_rv.split(rows)])
+        index_r1 = targets_r.clamp(min=0)[:, None]
+        ctx.save_for_backward(logits_rv, index_r1, logsumexp_r)
+        return logsumexp_r - logits_rv.gather(1, index_r1)[:, 0], logsumexp_r
+
+    @staticmethod
+    def backward(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor, None]:
+        logits_rv, index_r1, logsumexp_r = ctx.saved_tensors
+        rows = max(1, CHUNK // logits_rv.shape[1])
+        grad_rv = torch.empty_like(logits_rv)
+        scale_r = grad_nll_r + grad_logsumexp_r
+        for i in range(0, len(logits_rv), rows):
+            part = slice(i, i + rows)
+            softmax = (logits_rv[part] - logsumexp_r[part, None]).exp_()
+            grad = softmax.mul_(scale_r[part, None]).scatter_add_(1, index_r1[part], -grad_nll_r[part, None])
+            grad_rv[part] = grad
+        return grad_rv, None

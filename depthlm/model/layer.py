@@ -1,0 +1,94 @@
+"""One layer: an attention and an MLP between a read from the depth stream and a write to it.
+
+Shapes: b batch, t tokens, d hidden size, v vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from depthlm.model.attention.self_attention import Depth, SelfAttention, Update
+from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.layers import MLP, Norm, Rope
+from depthlm.model.shape import Backbone, Size
+
+
+class Layer(nn.Module):
+    """The same code for every mechanism.
+
+    stream --+-> read --> norm -> project -> attend --> output ---> write -+-> read --> norm -> MLP ---> write -> stream
+             |     `----------------------carry----------------------^     |     `--------carry-----------^
+             `---------------------------stream----------------------'     `-------------stream-----------'
+    With post-norm the norm follows `output` and the MLP instead.
+    """
+
+    def __init__(self, attention: SelfAttention, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
+        super().__init__()
+        self.pre_norm = backbone.norm_placement == "pre"
+        counts = num_inputs if self.pre_norm else (1, 1)
+        self.attention_norm = _norms(counts[0], size, backbone)
+        self.attention = attention
+        self.mlp_norm = _norms(counts[1], size, backbone)
+        self.mlp = MLP(size, backbone)
+        self.regions: Regions = REGIONS
+
+    def forward(
+        self,
+        stream: Stream,
+        depth: Depth,
+        connections: tuple[Connection, Connection],
+        rope: Rope | None,
+        update: Update | None,
+    ) -> tuple[Stream, Depth]:
+        for_attention, for_mlp = connections
+
+        inputs, carry = for_attention.read(stream)
+        projected = self.regions.project(self, inputs, rope)
+        context, depth = self.attention.attend(projected, depth, update)
+        stream = for_attention.write(stream, self.regions.output(self, context), carry)
+
+        inputs, carry = for_mlp.read(stream)
+        output_btd, seen_btd = self.regions.transform(self, inputs)
+        depth = self.attention.expose(seen_btd, rope, depth)
+        return for_mlp.write(stream, output_btd, carry), depth
+
+
+def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
+    if layer.pre_norm:
+        inputs = _normed(layer.attention_norm, inputs)
+    q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
+    return layer.attention.project(q_in, k_in, v_in, rope)
+
+
+def output(layer: Layer, context: Tensor) -> Tensor:
+    output_btd = layer.attention.output(context)
+    return output_btd if layer.pre_norm else layer.attention_norm(output_btd)
+
+
+def transform(layer: Layer, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    if layer.pre_norm:
+        inputs = _normed(layer.mlp_norm, inputs)
+    output_btd = layer.mlp(inputs[0])
+    return (output_btd if layer.pre_norm else layer.mlp_norm(output_btd)), inputs[0]
+
+
+class Regions(NamedTuple):
+    """What `torch.compile` sees: functions of the layer, so that all layers share one compilation."""
+
+    project: Any
+    output: Any
+    transform: Any
+
+
+REGIONS = Regions(project, output, transform)
+
+
+def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:
+    if count == 1:
+        return Norm(size.hidden_size, backbone)
+    return nn.ModuleList(Norm(size.hidden_size, backbone) for _ in range(count))
+
+
+def _normed(norm: nn.Module, inputs: Inputs) -> Inputs:
+    norms = norm if isinstance(norm, nn.ModuleList) else (norm,)
+    return tuple(one(x) for one, x in zip(norms, inputs, strict=True))

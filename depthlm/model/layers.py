@@ -1,0 +1,119 @@
+"""The parts of a layer that know nothing of depth: norm, MLP, positions, embedding and head.
+
+Shapes: b batch, t tokens, d hidden size, f width of the MLP, n heads, e head size, v vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthlm.model.functions import rms_norm, rotate
+from depthlm.model.shape import Backbone, Size
+
+Rope = tuple[Tensor, Tensor]
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv 1910.07467) or LayerNorm with bias (arXiv 1607.06450) over the last dimension, computed in fp32.
+
+    Under autocast the result is in autocast's type, so that the projections that share it need no cast each.
+    """
+
+    def __init__(self, width: int, backbone: Backbone):
+        super().__init__()
+        self.eps = backbone.norm_eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if backbone.norm == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            y = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        else:
+            y = rms_norm(x, self.weight, self.eps)
+        return y.to(compute_dtype(x))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202) or a two-matrix MLP with ReLU.
+
+    x_btd -> gate_proj -> silu ---(*)-> down_proj -> y_btd        x_btd -> up_proj -> relu -> down_proj -> y_btd
+       `---> up_proj ---------------'
+    """
+
+    def __init__(self, size: Size, backbone: Backbone):
+        super().__init__()
+        d, f, bias = size.hidden_size, size.intermediate_size, backbone.mlp_bias
+        self.gate_proj = nn.Linear(d, f, bias=bias) if backbone.mlp == "swiglu" else None
+        self.up_proj = nn.Linear(d, f, bias=bias)
+        self.down_proj = nn.Linear(f, d, bias=bias)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(F.relu(self.up_proj(x_btd)))
+        return self.down_proj(F.silu(self.gate_proj(x_btd)) * self.up_proj(x_btd))
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus sinusoidal positions where the backbone has them.
+
+    Beside sinusoids of amplitude 1 the embedding starts with standard deviation 1, as in Flax's LM1B example.
+    """
+
+    def __init__(self, size: Size, backbone: Backbone):
+        super().__init__()
+        self.sinusoidal = backbone.position == "sinusoidal"
+        self.weight = nn.Parameter(torch.empty(size.vocab_size, size.hidden_size))
+
+    def forward(self, tokens_bt: Tensor, positions_t: Tensor) -> Tensor:
+        x_btd = F.embedding(tokens_bt, self.weight)
+        if self.sinusoidal:
+            x_btd = x_btd + sinusoids(positions_t, x_btd.shape[-1]).to(x_btd.dtype)
+        return x_btd
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.normal_(0, 1.0 if self.sinusoidal else std, generator=generator)
+
+
+class Head(nn.Module):
+    """Hidden states to logits; a tied head owns no matrix and is given the embedding's."""
+
+    def __init__(self, size: Size, backbone: Backbone):
+        super().__init__()
+        tied = backbone.tie_embeddings
+        self.weight = None if tied else nn.Parameter(torch.empty(size.vocab_size, size.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(size.vocab_size)) if backbone.head_bias else None
+
+    def forward(self, hidden_btd: Tensor, embedding_vd: Tensor) -> Tensor:
+        return F.linear(hidden_btd, embedding_vd if self.weight is None else self.weight, self.bias)
+
+
+def rope_tables(positions_t: Tensor, head_size: int, theta: float) -> Rope:
+    """cos_te and sin_te in fp32, for `apply_rope` (RoFormer, arXiv 2104.09864, in the layout of transformers).
+
+    Computed from the positions in every forward: a buffer would lose its precision when a model is made bf16.
+    """
+    exponents = torch.arange(0, head_size, 2, device=positions_t.device, dtype=torch.float32) / head_size
+    angles_te = positions_t.float()[:, None] * (1.0 / theta**exponents).repeat(2)
+    return angles_te.cos(), angles_te.sin()
+
+
+def apply_rope(x_btne: Tensor, rope: Rope) -> Tensor:
+    """Rotates the pairs (i, i + e/2) of every head, in fp32, and returns the type of x."""
+    return rotate(x_btne, *rope)
+
+
+def sinusoids(positions_t: Tensor, width: int) -> Tensor:
+    """Sinusoidal positions p_td in fp32: sines, then cosines, wavelengths 2 pi to 2 pi * 10 000 (arXiv 1706.03762).
+
+    In the layout of Flax's LM1B example; an odd width ends in a zero.
+    """
+    half = width // 2
+    scales = torch.arange(half, device=positions_t.device, dtype=torch.float32) / max(half - 1, 1)
+    angles = positions_t.float()[:, None] * 10000.0**-scales
+    return F.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, width - 2 * half))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type matrix products of x run in: autocast's where it is on, else that of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -1,0 +1,76 @@
+"""Which parameters are what: their kind, and how the optimizer treats them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from depthlm.model.layers import Embedding, Head, Norm
+
+SETTINGS = ("weight_decay", "lr_scale")
+
+
+class Owned(NamedTuple):
+    """A parameter, its full name, the module that owns it, and its name there."""
+
+    name: str
+    parameter: nn.Parameter
+    owner: nn.Module
+    own_name: str
+
+
+def owned_parameters(model: nn.Module) -> Iterator[Owned]:
+    """Every parameter once, with its owner."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield Owned(f"{path}.{name}" if path else name, parameter, module, name)
+
+
+def kind_of(owned: Owned) -> str:
+    """embedding: of tokens, and the head's matrix. matrix: of a linear layer. vector: norms and biases.
+    mechanism: what a depth mechanism owns itself.
+    """
+    if isinstance(owned.owner, Embedding | Head | nn.Embedding):
+        return "embedding" if owned.own_name == "weight" else "vector"
+    if isinstance(owned.owner, nn.Linear):
+        return "matrix" if owned.own_name == "weight" else "vector"
+    return "vector" if isinstance(owned.owner, Norm) else "mechanism"
+
+
+def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Every parameter that is trained, in exactly one group: {params, names, weight_decay, lr_scale, kind}.
+
+    kind: see `kind_of`; "matrix" are the candidates for Muon. weight_decay: the given one for what has two dimensions
+    or more, else 0. lr_scale: 1. A module changes this for its parameters, its children's included, in an attribute:
+
+        optimizer_settings = {"query": {"weight_decay": 0.0}, "gate.weight": {"lr_scale": 0.1}}
+
+    Raises: ValueError when `optimizer_settings` names no parameter of that module, or an unknown setting.
+    """
+    settings = _declared(model)
+    groups: dict[tuple[str, float, float], dict[str, Any]] = {}
+    for owned in owned_parameters(model):
+        if not owned.parameter.requires_grad:
+            continue
+        own = settings.get(owned.name, {})
+        decay = own.get("weight_decay", weight_decay if owned.parameter.ndim >= 2 else 0.0)
+        key = kind_of(owned), decay, own.get("lr_scale", 1.0)
+        new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": key[2], "kind": key[0]}
+        group = groups.setdefault(key, new)
+        group["params"].append(owned.parameter)
+        group["names"].append(owned.name)
+    return list(groups.values())
+
+
+def _declared(model: nn.Module) -> dict[str, dict[str, float]]:
+    declared: dict[str, dict[str, float]] = {}
+    for path, module in model.named_modules():
+        names = dict(module.named_parameters())
+        for name, settings in getattr(module, "optimizer_settings", {}).items():
+            where = f"{type(module).__name__}.optimizer_settings[{name!r}]"
+            if name not in names:
+                raise ValueError(f"{where}: no such parameter; there are {', '.join(names) or 'none'}")
+            if unknown := set(settings) - set(SETTINGS):
+                raise ValueError(f"{where}: {', '.join(sorted(unknown))} not known; allowed: {', '.join(SETTINGS)}")
+            declared[f"{path}.{name}" if path else name] = settings
+    return declared

@@ -1,0 +1,46 @@
+"""What a decoder is made of, apart from its depth mechanism: its size and its backbone."""
+
+from dataclasses import dataclass
+
+from depthlm.fields import key
+
+
+@dataclass
+class Size:
+    """The widths and counts of a decoder, with the two settings a size was published with."""
+
+    name: str = key("", "name of the size, for reports")
+    hidden_size: int = key(0, "width D of the depth stream", minimum=1)
+    intermediate_size: int = key(0, "width of the MLP", minimum=1)
+    num_layers: int = key(0, "layers L, each one attention and one MLP", minimum=1)
+    num_heads: int = key(0, "query heads H; H times head_size need not be hidden_size", minimum=1)
+    num_kv_heads: int = key(0, "key/value heads K; divides num_heads", minimum=1)
+    head_size: int = key(0, "size d of one head; even, for RoPE", minimum=1)
+    vocab_size: int = key(0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2)
+    init_std: float = key(0.02, "standard deviation of every matrix at the start", above=0)
+    lr: float = key(1e-3, "peak learning rate of this size; the default of optimizer.lr", above=0)
+    sequence_length: int = key(2048, "tokens of a sequence; the default of training.sequence_length", minimum=1)
+
+
+@dataclass
+class Backbone:
+    """What every layer looks like, whatever its depth mechanism."""
+
+    name: str = key("", "name of the backbone, for reports")
+    norm: str = key("rmsnorm", "kind of every norm", choices=("rmsnorm", "layernorm"))
+    norm_placement: str = key(
+        "pre", "pre: f(norm(x)); post: norm(f(x)), added after the norm (OLMo2)", choices=("pre", "post")
+    )
+    norm_eps: float = key(1e-5, "epsilon of every norm", above=0)
+    qk_norm: str = key(
+        "head", "norm of q and k before RoPE: per head, over the full width, or none", choices=("head", "full", "none")
+    )
+    mlp: str = key("swiglu", "swiglu: down(silu(gate) * up); relu: down(relu(up))", choices=("swiglu", "relu"))
+    position: str = key(
+        "rope", "rope on q and k, or sinusoidal embeddings added to the tokens'", choices=("rope", "sinusoidal")
+    )
+    rope_theta: float = key(10000.0, "base of the RoPE frequencies", above=0)
+    attention_bias: bool = key(False, "biases on the q, k, v and output projections")
+    mlp_bias: bool = key(False, "biases on the MLP's matrices")
+    head_bias: bool = key(False, "a bias on the logits")
+    tie_embeddings: bool = key(False, "the head uses the embedding matrix")

@@ -1,0 +1,106 @@
+"""What a person sees of a run: derived numbers before step one, a progress bar on a terminal, plain lines elsewhere."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+log = logging.getLogger("depthlm")
+console = Console(highlight=False)
+
+
+def start_logging(file: Path | None, rank: int) -> None:
+    """Log to the screen, and to train.log; other ranks than the first only tell of trouble."""
+    log.handlers.clear()
+    log.propagate = False
+    log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    if console.is_terminal:
+        screen: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, log_time_format="%X")
+    else:
+        screen = logging.StreamHandler(sys.stdout)
+        screen.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
+    log.addHandler(screen)
+    if file is not None and rank == 0:
+        to_file = logging.FileHandler(file)
+        to_file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+        log.addHandler(to_file)
+
+
+def show_table(title: str, rows: dict[str, str], rank: int) -> None:
+    """Print names and values as a table, and log them to the file."""
+    if rank != 0:
+        return
+    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    for handler in log.handlers:
+        if isinstance(handler, logging.FileHandler):
+            for name, value in rows.items():
+                handler.emit(log.makeRecord(log.name, logging.INFO, "", 0, "%s: %s", (name, value), None))
+
+
+class Bar:
+    """Progress through the steps, with loss, tokens/s and remaining time; silent off a terminal."""
+
+    def __init__(self, first: int, last: int, rank: int) -> None:
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeElapsedColumn(),
+            TextColumn("remaining"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=rank != 0 or not console.is_terminal,
+        )
+        self.task = self.progress.add_task("train", total=last, completed=first, loss="-", speed="-")
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def step(self, step: int) -> None:
+        """One more step is done."""
+        self.progress.update(self.task, completed=step)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Show the newest loss and speed."""
+        self.progress.update(self.task, loss=_loss(row), speed=f"{row['tokens_per_second']:,.0f}")
+
+
+def _loss(row: dict[str, Any]) -> str:
+    return "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+
+
+def row_text(row: dict[str, Any], last: int) -> str:
+    """One logged step as a line."""
+    parts = [
+        f"step {row['step']}/{last}",
+        f"loss {_loss(row)}",
+        f"lr {row['learning_rate']:.2e}",
+        f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "left out",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+    ]
+    if row["mfu"] is not None:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+def count_text(number: float) -> str:
+    """1343800000 as `1.344B`."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= scale:
+            return f"{number / scale:.4g}{unit}"
+    return f"{number:g}"

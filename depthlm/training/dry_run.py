@@ -1,0 +1,33 @@
+"""Everything but training: one full-size step, for its peak memory and time."""
+
+import time
+from typing import Any
+
+import torch
+
+from depthlm.config import Config
+from depthlm.data import Batches
+from depthlm.training.display import show_table
+from depthlm.training.loop import train_step
+from depthlm.training.metrics import peak_memory_gib
+from depthlm.training.plan import Plan
+
+
+def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> int:
+    """Take one step of the whole batch, print what it needed, and write nothing. Returns the exit code 0."""
+    batch = batches[0].to(device)
+    seconds = []
+    # the second step is the one to time: the first makes the optimizer's states and compiles
+    for _ in range(2):
+        started = time.perf_counter()
+        nll = train_step(engine, batch, plan, config.training.z_loss)
+        loss = nll.item() / plan.tokens_per_step * plan.world_size
+        seconds.append(time.perf_counter() - started)
+    rows = {
+        "peak memory": f"{peak_memory_gib(device):.2f} GiB",
+        "step": f"{seconds[1]:.2f} s ({seconds[0]:.2f} s the first), {plan.tokens_per_step / seconds[1]:,.0f} tokens/s",
+        "whole run": f"about {seconds[1] * plan.max_steps / 3600:.2f} hours of steps",
+        "loss": f"{loss:.4f} after one step",
+    }
+    show_table("One full-size step", rows, torch.distributed.get_rank())
+    return 0

@@ -1,0 +1,87 @@
+"""The DeepSpeed engine: process group, generated configuration, start. No JSON of the user's reaches DeepSpeed."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthlm import environment
+from depthlm.config import Config
+from depthlm.environment import Ranks
+from depthlm.training.optimizers import build_optimizer, guard
+from depthlm.training.plan import Plan
+
+
+def start_distributed(ranks: Ranks) -> torch.device:
+    """Join the process group (once a process) and choose this rank's device."""
+    device_type = environment.device_type()
+    if device_type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        torch.cuda.set_device(ranks.local_rank)
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if device_type == "cpu" else "nccl"
+        if ranks.world_size == 1:
+            # no port is opened, so any number of runs can start on one machine at once
+            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        else:
+            torch.distributed.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+    # DeepSpeed looks for these even where the group exists, and for mpi4py where they are missing
+    for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
+        os.environ.setdefault(name, str(value))
+    return torch.device(device_type, ranks.local_rank) if device_type == "cuda" else torch.device("cpu")
+
+
+def build_engine(config: Config, plan: Plan, model: nn.Module) -> Any:
+    """A DeepSpeed engine that holds the model and its optimizer, at step 0."""
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    if environment.device_type() == "cpu":
+        # its shared-memory helper needs a compiler, and was seen to abort finished runs
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    optimizer = build_optimizer(model, config.optimizer)
+    if config.deepspeed.stage == 0:
+        guard(optimizer, config.training.gradient_clipping)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_settings(config, plan))
+    return engine
+
+
+def deepspeed_settings(config: Config, plan: Plan) -> dict[str, Any]:
+    """The JSON that DeepSpeed reads."""
+    stage, precision = config.deepspeed.stage, config.precision
+    settings: dict[str, Any] = {
+        "train_batch_size": plan.batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.accumulation,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        # at stage 0 the optimizer's guard clips, since DeepSpeed would not tell the norm
+        "gradient_clipping": config.training.gradient_clipping if stage else 0.0,
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    if precision.name == "bf16" and stage == 0:
+        # bf16 weights at stage 0 start with a wrong Adam step: fp32 weights under autocast instead
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif precision.name == "bf16":
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif precision.name == "fp16":
+        settings["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": precision.initial_scale_power,
+            "loss_scale_window": precision.loss_scale_window,
+        }
+    return settings
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """The number format in which the model computes outside the engine, as in validation."""
+    half = torch.float16 if config.precision.name == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=half, enabled=config.precision.name != "fp32")
+
+
+def loss_scale(engine: Any) -> float:
+    """The factor on the loss of the last step; 1 without fp16."""
+    return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else 1.0

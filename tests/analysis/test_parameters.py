@@ -1,0 +1,32 @@
+import pytest
+
+from depthlm.analysis.parameters import count_parameters
+
+# size, backbone, the digits known (papers' tables), in parameters
+KNOWN = [
+    ("360m", "qwen3", 360.67e6, 0.005e6),
+    ("500m", "qwen3", 498.17e6, 0.005e6),
+    ("710m", "qwen3", 716.07e6, 0.005e6),
+    ("1.5b", "qwen3", 1343.8e6, 0.05e6),
+    ("3b", "qwen3", 2748.0e6, 0.05e6),
+    ("moda_700m", "olmo2", 669.046e6, 0.0005e6),
+    ("moda_700m_38l", "olmo2", 700.510e6, 0.0005e6),
+    ("moda_layers_24", "moda_layers", 71.35e6, 0.005e6),
+    ("moda_layers_48", "moda_layers", 123.38e6, 0.005e6),
+    ("lm1b", "lm1b", 49_653_040, 0),
+]
+
+
+@pytest.mark.parametrize(("size", "backbone", "expected", "rounding"), KNOWN)
+def test_counts_are_those_of_the_papers(vanilla, size, backbone, expected, rounding):
+    assert abs(count_parameters(vanilla(size, backbone))["total"] - expected) <= rounding
+
+
+@pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "moda_layers", "lm1b"])
+def test_parts_add_up(vanilla, backbone):
+    model = vanilla("micro", backbone)
+    counts = count_parameters(model)
+    assert counts["total"] == sum(p.numel() for p in model.parameters())
+    assert counts["embedding"] == 512 * 64
+    assert counts["connection"] == 0
+    assert counts["head"] == {"qwen3": 512 * 64, "lm1b": 512 * 64 + 512}.get(backbone, 0)

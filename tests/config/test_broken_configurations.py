@@ -1,0 +1,149 @@
+"""Every mistake of a command line gets a line that says what was given, what is allowed, and what was meant."""
+
+import subprocess
+import sys
+
+import pytest
+
+from depthlm.config import ConfigError, compose
+from depthlm.config.command_line import prepare_arguments
+from depthlm.environment import REPOSITORY
+
+# overrides, and what the error must say
+BROKEN = [
+    # groups
+    (["size=1.6b"], ["size=1.6b", "360m", "did you mean `1.5b`?"]),
+    (["size=huge"], ["size=huge", "allowed: 1.5b"]),
+    (["model=vanila"], ["model=vanila", "did you mean `vanilla`?"]),
+    (["backbone=qwen"], ["backbone=qwen", "did you mean `qwen3`?"]),
+    (["data=stdlb"], ["data=stdlb", "did you mean `stdlib`?"]),
+    (["optimizer=adam"], ["optimizer=adam", "did you mean `adamw`?"]),
+    (["schedule=cosin"], ["schedule=cosin", "did you mean `cosine`?"]),
+    (["deepspeed=zero9"], ["deepspeed=zero9", "zero0, zero1, zero2"]),
+    (["precision=fp8"], ["precision=fp8", "fp16"]),
+    (["tracker=tensorboard"], ["tracker=tensorboard", "wandb"]),
+    (["model/connection=residul"], ["no such model/connection", "did you mean `residual`?"]),
+    (["model/attention=flash"], ["no such model/attention", "self_attention"]),
+    (["experiment=table1"], ["experiment=table1", "no such experiment"]),
+    # keys
+    (["optimzer.lr=3"], ["optimzer.lr=3", "no such key", "did you mean `optimizer.lr`?"]),
+    (["lr=3"], ["lr=3", "did you mean", "`optimizer.lr`"]),
+    (["training.max_stpes=3"], ["did you mean `training.max_steps`?"]),
+    (["seeds=1"], ["did you mean `seed`?"]),
+    (["foo=bar"], ["foo=bar", "no such key"]),
+    (["+foo=bar"], ["foo=bar", "no such key"]),
+    (["training=fast"], ["training=fast", "a group of keys", "training.max_steps"]),
+    (["model.connection.streams=4"], ["model.connection.streams=4", "no such key"]),
+    (["+model.connection.streams=4"], ["model.connection.streams", "no such setting"]),
+    (["size.hiden_size=4"], ["did you mean `size.hidden_size`?"]),
+    # types and values
+    (["training.max_steps=many"], ["training.max_steps=many", "an integer at least 1"]),
+    (["training.max_steps=1.5"], ["training.max_steps=1.5", "an integer"]),
+    (["training.max_steps=0"], ["training.max_steps=0", "at least 1"]),
+    (["training.max_tokens=10X"], ["training.max_tokens=10X", "10B"]),
+    (["training.max_tokens=-5"], ["training.max_tokens=-5", "at least 1"]),
+    (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number above 0"]),
+    (["optimizer.lr=0"], ["optimizer.lr=0", "above 0"]),
+    (["optimizer.lr=nan"], ["optimizer.lr=nan", "a number"]),
+    (["optimizer.betas=0.9"], ["optimizer.betas=0.9", "a list of numbers"]),
+    (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),
+    (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
+    (["seed=-1"], ["seed=-1", "at least 0"]),
+    (["seed=null"], ["seed=null", "an integer"]),
+    (["resume=maybe"], ["resume=maybe", "one of auto, never"]),
+    (["training.compile=perhaps"], ["training.compile=perhaps", "true or false"]),
+    (["schedule.name=cosines"], ["schedule.name=cosines", "did you mean `cosine`?"]),
+    (["schedule.warmup_ratio=2"], ["schedule.warmup_ratio=2", "at most 1"]),
+    (["backbone.norm=batchnorm"], ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),
+    (["backbone.qk_norm=heads"], ["backbone.qk_norm=heads", "did you mean `head`?"]),
+    (["data.validation_fraction=0"], ["data.validation_fraction=0", "above 0"]),
+    (["deepspeed.stage=7"], ["deepspeed.stage=7", "at most 2"]),
+    (["model.connection._target_=nowhere.Mixer"], ["cannot be imported", "PYTHONPATH"]),
+    (["model.attention._target_=depthlm.model.attention.Nothing"], ["cannot be imported"]),
+    (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
+    # the grammar
+    (["seed"], ["seed", "write key=value"]),
+    (["seed=1,2"], ["seed=1,2", "add -m"]),
+    (["training.sample='unclosed"], ["not an override"]),
+    (["data=local"], ["data.source", "needs text"]),
+    # across fields
+    (["size.num_kv_heads=3"], ["size.num_kv_heads=3", "must divide", "size.num_heads"]),
+    (["size.head_size=7"], ["size.head_size=7", "even"]),
+    (["backbone=lm1b", "size.hidden_size=771"], ["size.hidden_size=771", "even"]),
+    (["size.vocab_size=300"], ["size.vocab_size=300", "needs"]),
+    (["training.max_steps=5", "training.max_tokens=1M"], ["both given"]),
+    (["training.max_steps=null"], ["how long is the run"]),
+    (["training.batch_size=8", "training.batch_tokens=4096"], ["both given"]),
+    (["training.batch_tokens=1000"], ["training.batch_tokens=1000", "does not divide"]),
+    (["training.batch_size=8", "training.micro_batch_size=3"], ["training.micro_batch_size=3", "allowed: 1, 2, 4, 8"]),
+    (["training.max_steps=10", "schedule.warmup_steps=11"], ["longer than the run of 10 steps"]),
+    (["schedule.warmup_steps=5", "schedule.warmup_ratio=0.1"], ["both given"]),
+    (["schedule=inverse_sqrt", "schedule.warmup_steps=0"], ["needs a warm-up"]),
+    (["schedule=wsd", "schedule.decay_ratio=0.99"], ["overlap"]),
+    (["optimizer=muon", "deepspeed=zero1"], ["Muon needs whole matrices", "deepspeed=zero0"]),
+    (["precision=fp16"], ["precision=fp16"]),
+    (["data.source=/nowhere/at/all"], ["data.source=/nowhere/at/all", "no such folder"]),
+    (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
+    (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "no folder"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BROKEN, ids=lambda value: " ".join(value)[:60])
+def test_a_broken_configuration_is_refused_in_words(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    text = "\n".join(caught.value.errors)
+    for word in words:
+        assert word in text, text
+    assert len(caught.value.errors) == 1, text
+
+
+def test_all_override_errors_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"])
+    assert len(caught.value.errors) == 5
+
+
+def test_all_cross_field_errors_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(
+            ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"]
+        )
+    assert len(caught.value.errors) == 4
+
+
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+        compose(["training.batch_size=32"])
+
+
+def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("depthlm.environment.device_type", lambda: "cpu")
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        compose(["training.compile=true"])
+
+
+@pytest.mark.parametrize("arguments", [["--flag"], ["-m", "seed=1,2", "output_dir=x"], ["-m", "size=tiny,hug"]])
+def test_the_command_line_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        prepare_arguments(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train.py", "size=1.6b", "optimzer.lr=1"],
+        ["-m", "depthlm", "summary", "size=1.6b"],
+        ["train.py", "size.num_kv_heads=3"],
+    ],
+)
+def test_the_commands_end_with_2_and_no_traceback(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "did you mean" in done.stderr or "must divide" in done.stderr

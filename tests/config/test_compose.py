@@ -1,0 +1,140 @@
+"""What the overrides come to."""
+
+from pathlib import Path
+
+import hydra
+import pytest
+
+import depthlm
+from depthlm.config import run_steps, warmup_steps
+from depthlm.config.command_line import prepare_arguments, sweep_points
+from depthlm.config.keys import keys, parse_count
+from depthlm.config.resolve import run_name
+from depthlm.environment import REPOSITORY, ranks
+
+
+def test_the_default_is_vanilla_tiny_on_the_standard_library() -> None:
+    config = depthlm.compose()
+    assert (config.model.name, config.size.name, config.data.name) == ("vanilla", "tiny", "stdlib")
+    assert config.output_dir == "outputs/default/base"
+    assert config.precision.name in ("fp32", "bf16")
+
+
+def test_every_option_of_every_group_composes() -> None:
+    for group in ("model", "backbone", "size", "optimizer", "schedule", "deepspeed", "tracker"):
+        for file in (REPOSITORY / "conf" / group).glob("*.yaml"):
+            stage = ["schedule.warmup_steps=3"] if group == "schedule" else []
+            config = depthlm.compose([f"{group}={file.stem}", *stage])
+            if group != "deepspeed":
+                assert getattr(config, group).name == file.stem.replace("lm1b_", "lm1b_")
+
+
+def test_every_key_is_documented() -> None:
+    assert [key.name for key in keys().values() if not key.metadata["doc"]] == []
+
+
+def test_the_vocabulary_is_the_larger_of_size_and_tokenizer() -> None:
+    assert depthlm.compose(["size=1.5b"]).size.vocab_size == 50304
+    assert depthlm.compose(["size=micro", "data.vocab_size=5000"]).size.vocab_size == 5056
+    assert depthlm.compose(["size=micro", "data.tokenizer=bytes"]).size.vocab_size == 512
+    assert depthlm.compose(["size.vocab_size=60000"]).size.vocab_size == 60000
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("10", 10), (10, 10), ("10B", 10**10), ("1.5M", 1_500_000), ("2_000", 2000), ("3k", 3000)]
+)
+def test_counts_parse(text: str | int, number: int) -> None:
+    assert parse_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "B", "1.5", True, "ten", "1.5.5M"])
+def test_other_counts_do_not(text: str | bool) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        parse_count(text)
+
+
+def test_the_length_given_replaces_the_default_of_its_pair() -> None:
+    config = depthlm.compose(["training.max_tokens=1M", "training.batch_size=4", "training.sequence_length=100"])
+    assert config.training.max_steps is None
+    assert run_steps(config) == 2500
+    config = depthlm.compose(["schedule.warmup_steps=7"])
+    assert config.schedule.warmup_ratio is None
+    assert warmup_steps(config) == 7
+
+
+def test_a_batch_in_tokens_becomes_sequences() -> None:
+    assert depthlm.compose(["training.batch_tokens=4096", "training.sequence_length=128"]).training.batch_size == 32
+
+
+def test_the_name_of_a_run_leaves_out_what_does_not_change_its_result() -> None:
+    silent = [
+        "output_dir=x",
+        "training.log_every=3",
+        "tracker=none",
+        "training.stop_after=4",
+        "training.checkpoint_every=9",
+    ]
+    assert run_name(["size=micro", *silent]) == "size-micro"
+    assert run_name(["seed=2", "size=micro"]) == run_name(["size=micro", "seed=2"]) == "seed-2__size-micro"
+    assert run_name([]) == "base"
+
+
+def test_names_that_lose_characters_stay_different() -> None:
+    names = {run_name([f"optimizer.betas=[0.9,{beta}]"]) for beta in (0.9, 0.95, 0.99)}
+    assert len(names) == 3
+    assert all("/" not in name and "," not in name for name in names)
+    assert run_name([f"data.source={'a' * 300}b"]) != run_name([f"data.source={'a' * 300}c"])
+
+
+def test_sweep_points_are_the_product_in_order() -> None:
+    points = sweep_points(["model=vanilla", "seed=1,2", "size=micro,tiny"])
+    assert points == [
+        ["model=vanilla", f"seed={seed}", f"size={size}"] for seed in (1, 2) for size in ("micro", "tiny")
+    ]
+
+
+def test_arguments_of_launchers_are_dropped() -> None:
+    assert prepare_arguments(["--local_rank=0", "size=micro"]) == ["size=micro"]
+
+
+def test_a_mechanism_from_a_folder_outside_composes(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(
+        "defaults: [connection: residual, attention: self_attention, _self_]\nname: mine\n"
+    )
+    assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "mine"
+
+
+def test_composing_inside_a_hydra_application_leaves_it_as_it_was() -> None:
+    with hydra.initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        depthlm.compose(["size=micro"])
+        assert hydra.compose("config", ["seed=5"]).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 0, 1, 1)),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (3, 1, 4, 2)),
+        (
+            {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8",
+             "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            (5, 1, 8, 4),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (0, 0, 1, 1)),
+    ],
+)  # fmt: skip
+def test_ranks_come_from_any_launcher(environment: dict[str, str], expected: tuple[int, ...]) -> None:
+    found = ranks(environment)
+    assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == expected
+
+
+def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        prepare_arguments(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in keys())
+    assert "zero1" in text
+    assert "size=360m" in text

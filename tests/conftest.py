@@ -1,0 +1,65 @@
+"""What the tests share: one thread, no network, a small corpus, and short runs on it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch.set_num_threads(1)
+
+Compose = Callable[..., "depthlm.Config"]  # type: ignore[name-defined]  # noqa: F821
+
+TEXT = "the depth of a stream is read by every layer and written once more before the head reads it"
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 40 small text files, the same in every session."""
+    folder = tmp_path_factory.mktemp("corpus")
+    vocabulary = TEXT.split()
+    for number in range(40):
+        words = [vocabulary[(number * 7 + i * i) % len(vocabulary)] for i in range(120)]
+        (folder / f"text-{number:02d}.txt").write_text(" ".join(words) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the token files of that corpus lie, prepared once a session."""
+    return tmp_path_factory.mktemp("tokens") / "bytes"
+
+
+@pytest.fixture
+def small_run(corpus_folder: Path, token_folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Overrides of a short run on the small corpus, in a directory of this test; later ones win."""
+
+    def overrides(*more: str, name: str = "run") -> list[str]:
+        settings = {
+            "size": "micro",
+            "data": "local",
+            "data.source": str(corpus_folder),
+            "data.path": str(token_folder),
+            "data.tokenizer": "bytes",
+            "data.validation_fraction": "0.1",
+            "tracker": "none",
+            "precision": "fp32",
+            "training.sequence_length": "32",
+            "training.batch_size": "4",
+            "training.max_steps": "20",
+            "training.log_every": "1",
+            "training.validate_every": "null",
+            "training.checkpoint_every": "10",
+            "training.num_threads": "1",
+            "training.sample": "null",
+            "output_dir": str(tmp_path / name),
+        }
+        for override in more:
+            key, _, value = override.partition("=")
+            settings[key] = value
+        return [f"{key}={value}" for key, value in settings.items()]
+
+    return overrides

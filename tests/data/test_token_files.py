@@ -1,0 +1,149 @@
+import hashlib
+import json
+import math
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthlm.config.schema import Data
+from depthlm.data import DataError, Manifest, TokenFiles, documents, is_validation, open_corpus, prepare, verify
+from depthlm.data.token_files import SplitWriter
+
+Local = Callable[..., Data]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.lists(st.integers(0, 99), max_size=30), min_size=1, max_size=8),
+    shard_tokens=st.integers(1, 40),
+    dtype=st.sampled_from(["uint16", "uint32"]),
+    data=st.data(),
+)
+def test_any_range_reads_back_across_files(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[int]], shard_tokens: int, dtype: str, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("tokens")
+    writer = SplitWriter(folder, "train", dtype, 100, shard_tokens)
+    for part in parts:
+        writer.add(np.array(part, dtype=np.int64), 1, 1)
+    split, whole = writer.finish(), [token for part in parts for token in part]
+    assert split.tokens == len(whole) == sum(shard.tokens for shard in split.files)
+    assert all(shard.tokens == shard_tokens for shard in split.files[:-1])
+    tokens = TokenFiles(folder, split.files, dtype)
+    start = data.draw(st.integers(0, len(whole)))
+    count = data.draw(st.integers(0, len(whole) - start))
+    for files in (tokens, pickle.loads(pickle.dumps(tokens))):
+        found = files.read(start, count)
+        assert found.dtype == np.int64
+        assert found.tolist() == whole[start : start + count]
+    with pytest.raises(IndexError):
+        tokens.read(start, len(whole) - start + 1)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local: Local, tokenizer: str) -> None:
+    data = local(tokenizer=tokenizer)
+    prepare(data)
+    corpus = open_corpus(data)
+    splits = {False: (corpus.train, corpus.manifest.train)}
+    splits[True] = corpus.validation["local"], corpus.manifest.validation["local"]
+    for held_out, (tokens, split) in splits.items():
+        texts = [text for name, text in documents(data) if is_validation(name, 0.2) == held_out]
+        ids = tokens.read(0, len(tokens))
+        ends = np.flatnonzero(ids == corpus.tokenizer.end_of_text)
+        starts = [0, *(ends[:-1] + 1)]
+        assert [corpus.tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)] == texts
+        assert (split.tokens, split.documents) == (len(tokens), len(texts))
+        assert ends[-1] == len(ids) - 1
+        assert split.bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_the_digests_are_those_of_the_files(local: Local) -> None:
+    folder = prepare(local())
+    manifest = Manifest.read(folder)
+    listed = {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
+    listed |= {"tokenizer.json": manifest.tokenizer}
+    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    found.pop("manifest.json")
+    assert listed == found
+    verify(folder)
+
+
+def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
+    prepare(local())
+    corpus = open_corpus(local())
+    counts = Counter(corpus.train.read(0, len(corpus.train)).tolist())
+    total = sum(counts.values())
+    expected = -sum(count / total * math.log(count / total) for count in counts.values())
+    assert corpus.manifest.train.unigram_entropy == pytest.approx(expected, rel=1e-12)
+
+
+def test_max_tokens_cuts_the_train_split_alone(local: Local) -> None:
+    prepare(local())
+    whole, cut = open_corpus(local()), open_corpus(local(max_tokens=10))
+    assert len(cut.train) == 10
+    assert cut.train.read(0, 10).tolist() == whole.train.read(0, 10).tolist()
+    assert len(cut.validation["local"]) == len(whole.validation["local"])
+    assert len(open_corpus(local(max_tokens=10**9)).train) == len(whole.train)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "train-00000.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+def _flip(folder: Path) -> None:
+    file = folder / "validation-local-00000.bin"
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.write_bytes(content)
+
+
+def _other_version(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
+
+
+def _other_tokenizer(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, "bytes where the manifest says"),
+        (lambda folder: (folder / "train-00000.bin").unlink(), "is missing"),
+        (lambda folder: (folder / "manifest.json").write_text('{"version": 1'), "not a manifest"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "not a manifest"),
+        (lambda folder: (folder / "manifest.json").unlink(), "no token files"),
+        (_other_version, "version 0"),
+        (_other_tokenizer, "not the one"),
+    ],
+)
+def test_damaged_token_files_are_not_opened(local: Local, damage: Callable[[Path], object], words: str) -> None:
+    folder = prepare(local())
+    damage(folder)
+    with pytest.raises(DataError, match=words) as caught:
+        open_corpus(local())
+    assert str(folder) in str(caught.value)
+
+
+def test_verify_finds_one_flipped_bit(local: Local) -> None:
+    folder = prepare(local())
+    _flip(folder)
+    with pytest.raises(DataError, match="validation-local-00000"):
+        verify(folder)
+
+
+def test_a_vocabulary_above_16_bits_is_stored_in_32(local: Local) -> None:
+    data = local(vocab_size=70_000)
+    assert Manifest.read(prepare(data)).dtype == "uint32"
+    corpus = open_corpus(data)
+    assert corpus.train.read(0, 5).max() < corpus.tokenizer.vocab_size

@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+from depthlm.model.cache import KVCache
+
+
+def test_update_appends_and_grows():
+    cache = KVCache(slots=2, max_length=2)
+    k, v = torch.randn(2, 3, 4, 7, 8)
+    for start, end in ((0, 2), (2, 3), (3, 7)):
+        for slot in range(2):
+            all_k, all_v = cache.update(slot, k[:, :, start:end] + slot, v[:, :, start:end])
+            assert torch.equal(all_k, k[:, :, :end] + slot)
+            assert torch.equal(all_v, v[:, :, :end])
+        cache.advance(end - start)
+    assert cache.length == 7
+    assert cache.bytes() == 2 * 2 * 3 * 4 * 7 * 8 * 4
+
+
+@pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "lm1b"])
+@pytest.mark.parametrize("loops", [1, 2])
+def test_pieces_through_the_cache_equal_the_whole(make_decoder, backbone, loops):
+    model = make_decoder(backbone, num_heads=4, num_kv_heads=2, loops=loops)
+    tokens = torch.randint(0, 512, (2, 13), generator=torch.Generator().manual_seed(0))
+    cache = model.make_cache(4)
+    with torch.no_grad():
+        pieces = [model(piece, cache=cache) for piece in tokens.split([5, 1, 4, 1, 2], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-4, rtol=1e-4)
+    assert cache.length == 13
+    assert cache.bytes() == 2 * 13 * loops * model.size.num_layers * 2 * model.size.num_kv_heads * 32 * 4

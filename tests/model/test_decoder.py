@@ -1,0 +1,139 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from depthlm.model.decoder import compile_sublayers
+
+BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
+
+
+def batch(length=16, vocabulary=512, seed=0):
+    tokens = torch.randint(0, vocabulary, (2, length + 1), generator=torch.Generator().manual_seed(seed))
+    targets = tokens[:, 1:].clone()
+    targets[0, :3] = -100
+    return tokens[:, :-1], targets
+
+
+def gradients(model, tokens, targets):
+    model.zero_grad()
+    sums = model(tokens, targets)
+    (sums.nll / sums.tokens + 1e-3 * sums.z / sums.tokens).backward()
+    return sums, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(model, other, tolerance):
+    """Loss and gradients of two models; tolerance relative to each parameter's largest gradient."""
+    (expected, expected_grads), (sums, grads) = (gradients(m, *batch()) for m in (model, other))
+    for a, b in zip(sums, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).abs().max() <= tolerance * expected_grads[name].abs().max(), name
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_a_token_sees_only_those_before_it(make_decoder, backbone):
+    model = make_decoder(backbone)
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 512
+    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:9].max() == 0
+    assert difference[9:].min() > 0
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_sums_of_the_loss(make_decoder, backbone):
+    model = make_decoder(backbone)
+    tokens, targets = batch()
+    logits = model(tokens)
+    sums = model(tokens, targets)
+    assert sums.tokens == (targets != -100).sum()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(sums.nll, expected)
+    torch.testing.assert_close(sums.z, logits.logsumexp(-1)[targets != -100].square().sum())
+    expected.backward()
+    expected_grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(tokens, targets).nll.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected_grads[name], atol=2e-4, rtol=1e-4, msg=name)
+
+
+def test_sums_add_up_over_micro_batches(make_decoder):
+    model = make_decoder()
+    tokens, targets = batch()
+    whole, parts = model(tokens, targets), [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(2)]
+    for i in range(3):
+        torch.testing.assert_close(whole[i], parts[0][i] + parts[1][i])
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_activation_checkpointing_changes_nothing(make_decoder, backbone):
+    model = make_decoder(backbone)
+    other = copy.deepcopy(model)
+    other.activation_checkpointing = True
+    assert_same(model, other, 0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_compile_changes_nothing(make_decoder, backbone, checkpointing):
+    torch.compiler.reset()
+    model = make_decoder(backbone)
+    other = copy.deepcopy(model)
+    other.activation_checkpointing = checkpointing
+    compile_sublayers(other, backend="aot_eager")
+    assert other.state_dict().keys() == model.state_dict().keys()
+    assert_same(model, other, 1e-4)
+
+
+def test_compile_with_inductor_compiles_each_region_once_for_all_layers(make_decoder):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make_decoder(num_layers=4)
+    other = copy.deepcopy(model)
+    compile_sublayers(other)
+    assert_same(model, other, 1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_a_copy_of_a_compiled_model_is_its_own(make_decoder):
+    torch.compiler.reset()
+    model = make_decoder()
+    compile_sublayers(model, backend="aot_eager")
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.embedding.weight)
+    tokens, targets = batch()
+    assert other(tokens, targets).nll != model(tokens, targets).nll
+
+
+def test_tied_embeddings_are_held_once(make_decoder):
+    assert "head.weight" not in make_decoder(tie=True).state_dict()
+    assert "head.weight" in make_decoder(tie=False).state_dict()
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_loops_pass_through_the_same_layers_again(make_decoder, backbone):
+    model, looped = make_decoder(backbone, num_layers=4), make_decoder(backbone, loops=2)
+    for i in range(4):
+        model.layers[i].load_state_dict(looped.layers[i % 2].state_dict())
+    tokens, _ = batch()
+    torch.testing.assert_close(looped(tokens), model(tokens))
+
+
+def test_bf16_autocast_is_near_fp32(make_decoder):
+    model = make_decoder()
+    expected, expected_grads = gradients(model, *batch(64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums, grads = gradients(model, *batch(64))
+    torch.testing.assert_close(sums.nll, expected.nll, rtol=1e-2, atol=0)
+    for name, grad in grads.items():
+        assert F.cosine_similarity(grad.flatten(), expected_grads[name].flatten(), dim=0) > 0.98, name
+
+
+def test_odd_widths(make_decoder):
+    """The C4 models of DeepCrossAttention have hidden sizes 771 and 1111."""
+    model = make_decoder("lm1b", hidden_size=77)
+    assert model(batch()[0]).shape == (2, 16, 512)

@@ -1,0 +1,52 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from depthlm.model.functions import cross_entropy, rms_norm, rotate
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_rms_norm_equals_pytorch():
+    x, weight, grad = random(3, 5, 8), random(8, seed=1), random(3, 5, 8, seed=2)
+    assert torch.autograd.gradcheck(rms_norm, (x.requires_grad_(), weight.requires_grad_(), 1e-5))
+    results = []
+    for function in (rms_norm, lambda x, w, eps: F.rms_norm(x, (8,), w, eps)):
+        inputs = [t.detach().float().requires_grad_() for t in (x, weight)]
+        y = function(*inputs, 1e-5)
+        results.append((y, *torch.autograd.grad(y, inputs, grad.float())))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rms_norm_computes_in_fp32():
+    x, weight = random(64, 256).bfloat16(), torch.ones(256)
+    expected = F.rms_norm(x.float(), (256,), weight, 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.bfloat16(), rtol=2**-8, atol=0)
+
+
+def test_rotate_equals_its_definition_and_turns_back():
+    x, angles, grad = random(2, 6, 3, 8), random(6, 4, seed=1), random(2, 6, 3, 8, seed=2)
+    angles = angles.repeat(1, 2).float()
+    x, grad = x.float().requires_grad_(), grad.float()
+    y = rotate(x, angles.cos(), angles.sin())
+    first, second = x.chunk(2, dim=-1)
+    expected = x * angles.cos()[:, None] + torch.cat((-second, first), -1) * angles.sin()[:, None]
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
+    torch.testing.assert_close(rotate(y, angles.cos(), -angles.sin()), x)
+
+
+@pytest.mark.parametrize("chunk", [1, 30, 2**20])
+def test_cross_entropy_equals_pytorch(monkeypatch, chunk):
+    monkeypatch.setattr("depthlm.model.functions.CHUNK", chunk)
+    logits, targets = (5 * random(7, 11)).float().requires_grad_(), torch.randint(0, 11, (7,))
+    nll, logsumexp = cross_entropy(logits, targets)
+    torch.testing.assert_close(nll, F.cross_entropy(logits, targets, reduction="none"))
+    torch.testing.assert_close(logsumexp, logits.logsumexp(1))
+    weights = random(2, 7, seed=3).float()
+    (grad,) = torch.autograd.grad((weights[0] * nll + weights[1] * logsumexp.square()).sum(), logits)
+    expected = weights[0] * F.cross_entropy(logits, targets, reduction="none") + weights[1] * logits.logsumexp(1) ** 2
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), logits)[0])

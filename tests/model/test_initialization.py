@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch import nn
+
+from depthlm.model.decoder import Decoder
+from depthlm.model.initialization import initialize
+
+
+def test_a_parameter_depends_on_seed_and_name_alone():
+    class Two(nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(8, 8))
+
+    a, b = Two(["first", "second"]), Two(["second", "other", "first"])
+    initialize(a, seed=3, std=0.1)
+    initialize(b, seed=3, std=0.1)
+    assert torch.equal(a.first.weight, b.first.weight)
+    assert torch.equal(a.second.weight, b.second.weight)
+    assert not torch.equal(a.first.weight, a.second.weight)
+    initialize(b, seed=4, std=0.1)
+    assert not torch.equal(a.first.weight, b.first.weight)
+
+
+def test_distributions(make_decoder):
+    model = make_decoder("moda_layers")
+    initialize(model, seed=1, std=0.02)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:
+            assert 0.018 < parameter.std() < 0.022, name
+            assert abs(parameter.mean()) < 0.002, name
+
+
+def test_from_meta_and_in_bf16(make_decoder):
+    model = make_decoder()
+    initialize(model, seed=5, std=0.02)
+    with torch.device("meta"):
+        other = Decoder(model.size, model.backbone, type(model.connections[0]), type(model.layers[0].attention))
+    other = other.bfloat16().to_empty(device="cpu")
+    initialize(other, seed=5, std=0.02)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter.bfloat16()), name
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(other(tokens).float(), model(tokens), atol=0.05, rtol=0)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(3))
+
+
+def test_another_module_says_how_it_starts():
+    class Says(Gate):
+        def init_parameter(self, name, tensor, generator, std):
+            tensor.fill_(7.0)
+
+    module = Says()
+    initialize(module, seed=0, std=0.02)
+    assert module.gate.tolist() == [7.0] * 3
+    with pytest.raises(TypeError, match=r"0\.gate: Gate owns this parameter and has no init_parameter"):
+        initialize(nn.Sequential(Gate()), seed=0, std=0.02)

@@ -1,0 +1,29 @@
+import torch
+
+from depthlm.model.layers import apply_rope, rope_tables, sinusoids
+
+
+def test_rope_depends_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+
+    def score(i, j):
+        at = [rope_tables(torch.tensor([p]), 64, 10000.0) for p in (i, j)]
+        return (apply_rope(q, at[0]) * apply_rope(k, at[1])).sum()
+
+    torch.testing.assert_close(score(9, 4), score(109, 104), rtol=1e-3, atol=1e-3)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-2
+
+
+def test_rope_is_precise_in_bf16():
+    x = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tables = rope_tables(torch.arange(4000, 4004), 64, 10000.0)
+    assert tables[0].dtype == torch.float32
+    assert torch.equal(apply_rope(x, tables), apply_rope(x.float(), tables).bfloat16())
+
+
+def test_sinusoids():
+    table = sinusoids(torch.arange(5), 7)
+    assert table.shape == (5, 7)
+    torch.testing.assert_close(table[:, 0], torch.arange(5.0).sin())
+    torch.testing.assert_close(table[:, 5], (torch.arange(5.0) * 1e-4).cos())
+    assert (table[:, 6] == 0).all()

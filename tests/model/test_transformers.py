@@ -1,0 +1,81 @@
+"""The backbones equal transformers' models with the same weights."""
+
+import pytest
+import torch
+from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+KINDS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
+RENAMED = {
+    "model.": "",
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "self_attn": "attention",
+    "post_feedforward_layernorm": "mlp_norm",
+}
+
+
+def our_name(backbone: str, name: str) -> str:
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    if backbone == "olmo2":
+        norms = {"post_attention_layernorm": "attention_norm"}
+    for old, new in (RENAMED | norms).items():
+        name = name.replace(old, new)
+    return "final_" + name if name.startswith("norm.") else name
+
+
+def pair(make_decoder, backbone, tie, kv_heads):
+    ours = make_decoder(backbone, tie=tie, num_heads=4, num_kv_heads=kv_heads, num_layers=3)
+    size = ours.size
+    config, cls = KINDS[backbone]
+    theirs = cls(
+        config(
+            vocab_size=size.vocab_size,
+            hidden_size=size.hidden_size,
+            intermediate_size=size.intermediate_size,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_kv_heads,
+            head_dim=size.head_size,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=tie,
+            attn_implementation="eager",
+        )
+    )
+    named = {our_name(backbone, name): parameter for name, parameter in theirs.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in ours.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+    ours_named = dict(ours.named_parameters())
+    assert named.keys() == ours_named.keys()
+    for name, parameter in named.items():
+        parameter.data.copy_(ours_named[name].data)
+    return ours, theirs, named
+
+
+@pytest.mark.parametrize("backbone", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_logits_and_three_steps_of_training(make_decoder, backbone, tie, kv_heads):
+    ours, theirs, named = pair(make_decoder, backbone, tie, kv_heads)
+    generator = torch.Generator().manual_seed(1)
+    for length in (1, 7, 40):
+        tokens = torch.randint(0, 512, (2, length), generator=generator)
+        with torch.no_grad():
+            assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+
+    # a larger epsilon, as the step of a gradient near zero is all rounding
+    steps = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5) for model in (ours, theirs)]
+    for _ in range(3):
+        tokens = torch.randint(0, 512, (2, 24), generator=generator)
+        sums = ours(tokens[:, :-1], tokens[:, 1:])
+        loss = sums.nll / sums.tokens
+        expected = theirs(tokens, labels=tokens).loss
+        assert abs(loss - expected) < 1e-4
+        loss.backward()
+        expected.backward()
+        for step in steps:
+            step.step()
+            step.zero_grad()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, named[name], atol=1e-4, rtol=1e-4, msg=name)

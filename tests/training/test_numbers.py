@@ -1,0 +1,155 @@
+"""The numbers of a step: accumulation, stages, precisions, bad gradients, and a golden curve."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.config import Config
+from depthlm.environment import ranks
+from depthlm.model import optimizer_groups
+from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.loop import Progress, next_learning_rate, train_step
+from depthlm.training.optimizers import set_learning_rate
+from depthlm.training.plan import make_plan
+
+GOLDEN = Path(__file__).parent / "golden_vanilla.json"
+
+
+def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
+    """[steps, batch, T + 1] tokens with something to learn, the same on every machine."""
+    shape = (steps, config.training.batch_size, config.training.sequence_length + 1)
+    noise = torch.randint(7, shape, generator=torch.Generator().manual_seed(0))
+    return (torch.arange(shape[-1]) * 3 + noise) % config.size.vocab_size
+
+
+def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]:
+    """The curve of `steps` updates on synthetic tokens."""
+    torch.set_num_threads(1)
+    config = depthlm.compose(overrides)
+    start_distributed(ranks())
+    plan = make_plan(config, ranks())
+    engine = build_engine(config, plan, depthlm.build_model(config))
+    curve, progress = [], Progress()
+    for tokens in synthetic_tokens(config, steps):
+        set_learning_rate(engine.optimizer, next_learning_rate(config, plan, progress))
+        batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
+        curve.append(float(train_step(engine, batch, plan, z_loss)) / plan.tokens_per_step)
+        progress.step += 1
+    return curve
+
+
+def test_the_golden_curve_of_vanilla(small_run: Callable[..., list[str]]) -> None:
+    curve = losses(small_run(), 20)
+    assert curve[-1] < curve[0] - 0.5
+    golden = json.loads(GOLDEN.read_text())
+    torch.testing.assert_close(curve, golden, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_accumulation_gives_the_whole_batch(small_run: Callable[..., list[str]], precision: str) -> None:
+    whole = losses(small_run(f"precision={precision}"), 5)
+    split = losses(small_run(f"precision={precision}", "training.micro_batch_size=1"), 5)
+    torch.testing.assert_close(whole, split, rtol=1e-5 if precision == "fp32" else 3e-3, atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_zero_stage_gives_the_same_curve(small_run: Callable[..., list[str]], stage: int) -> None:
+    torch.testing.assert_close(
+        losses(small_run(f"deepspeed=zero{stage}"), 6), losses(small_run(), 6), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize(("stage", "precision", "rtol"), [(0, "fp32", 1e-6), (0, "bf16", 1e-6), (1, "fp32", 1e-6),
+                                                         (2, "fp32", 1e-6), (1, "bf16", 2e-3), (2, "bf16", 2e-3)])  # fmt: skip
+def test_updates_equal_plain_pytorch(
+    small_run: Callable[..., list[str]], stage: int, precision: str, rtol: float
+) -> None:
+    overrides = small_run(f"deepspeed=zero{stage}", f"precision={precision}", "schedule=constant")
+    config = depthlm.compose(overrides)
+    model = depthlm.build_model(config)
+    if stage and precision == "bf16":
+        model.bfloat16()
+    master = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    groups = [
+        {"params": [master[names.index(name)] for name in group["names"]], "weight_decay": group["weight_decay"]}
+        for group in optimizer_groups(model, config.optimizer.weight_decay)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=(0.9, 0.95), eps=config.optimizer.eps)
+    plan, expected = make_plan(config, ranks()), []
+    for step, tokens in enumerate(synthetic_tokens(config, 4)):
+        for group in optimizer.param_groups:
+            group["lr"] = next_learning_rate(config, plan, Progress(step=step))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and stage == 0):
+            sums = model(tokens[:, :-1], tokens[:, 1:])
+        (sums.nll / plan.tokens_per_step).backward()
+        expected.append(float(sums.nll) / plan.tokens_per_step)
+        for copy, parameter in zip(master, model.parameters(), strict=True):
+            copy.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(master, config.training.gradient_clipping)
+        optimizer.step()
+        with torch.no_grad():
+            for copy, parameter in zip(master, model.parameters(), strict=True):
+                parameter.copy_(copy)
+    torch.testing.assert_close(losses(overrides, 4), expected, rtol=rtol, atol=0)
+
+
+def test_z_loss_pulls_the_normaliser_down(small_run: Callable[..., list[str]]) -> None:
+    def normaliser(z_loss: float) -> float:
+        config = depthlm.compose(small_run())
+        engine = build_engine(config, make_plan(config, ranks()), model := depthlm.build_model(config))
+        start_distributed(ranks())
+        tokens = synthetic_tokens(config, 1)
+        for _ in range(10):
+            train_step(engine, tokens, make_plan(config, ranks()), z_loss)
+        return float(model(tokens[0, :, :-1], tokens[0, :, 1:]).z)
+
+    start_distributed(ranks())
+    assert normaliser(0.1) < normaliser(0.0)
+
+
+@pytest.mark.parametrize("kind", [["deepspeed=zero0"], ["deepspeed=zero1"], ["deepspeed=zero1", "precision=bf16"],
+                                  ["optimizer=muon"]], ids=" ".join)  # fmt: skip
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
+    small_run: Callable[..., list[str]], kind: list[str]
+) -> None:
+    config = depthlm.compose(small_run(*kind))
+    start_distributed(ranks())
+    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
+    engine = build_engine(config, plan, model)
+    batch = synthetic_tokens(config, 1)
+    train_step(engine, batch, plan, 0.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    poison = model.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    train_step(engine, batch, plan, 0.0)
+    assert not engine.was_step_applied()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    poison.remove()
+    train_step(engine, batch, plan, 0.0)
+    assert engine.was_step_applied()
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+    assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_gradient_norm_is_told_and_clipped(small_run: Callable[..., list[str]], stage: int) -> None:
+    def norms(clipping: float) -> list[float]:
+        config = depthlm.compose(small_run(f"deepspeed=zero{stage}", f"training.gradient_clipping={clipping}"))
+        start_distributed(ranks())
+        plan = make_plan(config, ranks())
+        engine = build_engine(config, plan, depthlm.build_model(config))
+        found: list[Any] = []
+        for tokens in synthetic_tokens(config, 2):
+            train_step(engine, tokens[None], plan, 0.0)
+            found.append(float(engine.get_global_grad_norm()))
+        return found
+
+    free, clipped = norms(0.0), norms(1e-8)
+    assert free[0] == pytest.approx(clipped[0], rel=1e-4)
+    assert free[0] > 0.1
+    assert free[1] != pytest.approx(clipped[1], rel=1e-5)

@@ -1,0 +1,169 @@
+"""A run that stops and goes on is the run that never stopped, bit for bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import depthlm
+from depthlm.errors import UserError
+from depthlm.training import train
+from depthlm.training.metrics import read_metrics
+
+CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
+
+
+def curve(directory: Path) -> list[tuple[Any, ...]]:
+    return [tuple(row[name] for name in CURVE) for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def tensors(value: Any, path: str = "") -> dict[str, Any]:
+    """Every tensor and number inside nested state, by its path."""
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)  # type: ignore[assignment]
+    else:
+        return {path: value}
+    return {name: leaf for key, inner in items for name, leaf in tensors(inner, f"{path}/{key}").items()}
+
+
+def optimizer_state(directory: Path) -> dict[str, Any]:
+    folder = directory / "checkpoints" / "step-00000020" / "deepspeed"
+    found: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.pt")):
+        state = torch.load(file, weights_only=False)
+        state = state.get("optimizer_state_dict") or state.get("optimizer")
+        found.update(tensors(state, file.name))
+    return {name: value for name, value in found.items() if isinstance(value, (torch.Tensor, float, int))}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["precision=fp32"],
+        ["precision=bf16"],
+        ["precision=fp32", "deepspeed=zero1"],
+        ["precision=bf16", "deepspeed=zero1"],
+        ["precision=bf16", "deepspeed=zero2"],
+        ["precision=fp32", "optimizer=muon"],
+    ],
+    ids=" ".join,
+)
+def test_straight_equals_resumed_bit_for_bit(
+    small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]
+) -> None:
+    assert train(depthlm.compose(small_run(*kind, name="straight"))) == 0
+    assert train(depthlm.compose(small_run(*kind, "training.stop_after=10", name="resumed"))) == 0
+    assert len(curve(tmp_path / "resumed")) == 10
+    assert train(depthlm.compose(small_run(*kind, name="resumed"))) == 0
+    assert curve(tmp_path / "straight") == curve(tmp_path / "resumed")
+    weights = [
+        load_file(tmp_path / name / "checkpoints/step-00000020/model.safetensors") for name in ("straight", "resumed")
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    states = [optimizer_state(tmp_path / name) for name in ("straight", "resumed")]
+    assert states[0].keys() == states[1].keys()
+    assert sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in states[0].values()) >= 2
+    for name, value in states[0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][name])), name
+
+
+def test_a_complete_run_says_so_and_changes_nothing(
+    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = small_run("training.max_steps=2")
+    assert train(depthlm.compose(overrides)) == 0
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    capsys.readouterr()
+    assert train(depthlm.compose(overrides)) == 0
+    assert "This run is complete" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+def test_another_configuration_in_the_directory_is_refused_with_the_differences(
+    small_run: Callable[..., list[str]],
+) -> None:
+    assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
+    with pytest.raises(UserError) as caught:
+        train(depthlm.compose(small_run("optimizer.lr=0.5", "seed=9", "training.log_every=7")))
+    text = str(caught.value)
+    assert "optimizer.lr: the run has 0.00" in text
+    assert "seed: the run has 1, this command gives 9" in text
+    assert "log_every" not in text
+
+
+def test_resume_never_refuses_a_directory_that_holds_a_run(small_run: Callable[..., list[str]]) -> None:
+    assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
+    with pytest.raises(UserError, match="output_dir="):
+        train(depthlm.compose(small_run("resume=never")))
+
+
+def test_rows_after_the_checkpoint_and_torn_lines_are_cut_off(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert train(depthlm.compose(small_run("training.stop_after=10"))) == 0
+    file = tmp_path / "run" / "metrics.jsonl"
+    rows = curve(tmp_path / "run")
+    with file.open("a") as stream:
+        stream.write(json.dumps({"step": 11, "loss": 0}) + '\n{"step": 12, "lo')
+    assert train(depthlm.compose(small_run("training.stop_after=12"))) == 0
+    assert curve(tmp_path / "run")[:10] == rows
+    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 13))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(depthlm.compose(small_run("training.checkpoint_every=5", "training.stop_after=10"))) == 0
+    weights = tmp_path / "run/checkpoints/step-00000010/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert train(depthlm.compose(small_run("training.stop_after=11"))) == 0
+    output = capsys.readouterr().out
+    assert "model.safetensors is not what was saved" in output
+    assert "5 steps done" in output
+
+
+def test_a_validation_that_a_kill_prevented_is_made_up_for(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    overrides = small_run("training.max_steps=4")
+    with monkeypatch.context() as patch:
+        patch.setattr("depthlm.training.run.mean_loss", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(depthlm.compose(overrides))
+    assert not (tmp_path / "run/summary.json").exists()
+    assert train(depthlm.compose(overrides)) == 0
+    assert train(depthlm.compose(small_run("training.max_steps=4", name="undisturbed"))) == 0
+    losses = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
+    assert losses[0]["validation_loss"] == losses[1]["validation_loss"]
+
+
+def test_load_gives_the_trained_model_back(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=3"))) == 0
+    model, config = depthlm.load(tmp_path / "run")
+    assert config.training.max_steps == 3
+    start = depthlm.build_model(config)
+    tokens = torch.arange(8)[None]
+    assert model(tokens).shape == (1, 8, config.size.vocab_size)
+    assert not torch.equal(model(tokens), start(tokens))
+    with pytest.raises(UserError, match="no run in it"):
+        depthlm.load(tmp_path / "nowhere")
+
+
+def test_load_builds_nothing_foreign(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+    file = tmp_path / "run/config.yaml"
+    file.write_text(file.read_text().replace("depthlm.model.connections.residual.Residual", "os.system"))
+    with pytest.raises(UserError, match="name that module in trust"):
+        depthlm.load(tmp_path / "run")
