@@ -11,9 +11,11 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
-Compose = Callable[..., "depthlm.Config"]  # type: ignore[name-defined]  # noqa: F821
-
 TEXT = "the depth of a stream is read by every layer and written once more before the head reads it"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden values anew instead of comparing")
 
 
 @pytest.fixture(scope="session")

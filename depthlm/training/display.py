@@ -17,7 +17,9 @@ console = Console(highlight=False)
 
 def start_logging(file: Path | None, rank: int) -> None:
     """Log to the screen, and to train.log; other ranks than the first only tell of trouble."""
-    log.handlers.clear()
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
     log.propagate = False
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if console.is_terminal:

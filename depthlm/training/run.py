@@ -43,6 +43,7 @@ def train(config: Config) -> int:
     first = ranks.rank == 0
     torch.set_num_threads(config.training.num_threads or max(1, environment.cores() // ranks.local_world_size))
     torch.use_deterministic_algorithms(config.deterministic)
+    start_logging(None, ranks.rank)
     directory = check_run_directory(config)
     summary = finished(directory)
     if summary is not None and not config.dry_run:
@@ -51,7 +52,7 @@ def train(config: Config) -> int:
     device = start_distributed(ranks)
     if first and not config.dry_run:
         open_run_directory(config)
-    start_logging(None if config.dry_run else directory / "train.log", ranks.rank)
+        start_logging(directory / "train.log", ranks.rank)
     if first:
         prepare(config.data)
     torch.distributed.barrier()

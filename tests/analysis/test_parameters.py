@@ -1,6 +1,13 @@
+import dataclasses
+from pathlib import Path
+
 import pytest
+import yaml
 
 from depthlm.analysis.parameters import count_parameters
+from depthlm.model.shape import Backbone, Size
+
+CONF = Path(__file__).parents[2] / "conf"
 
 # size, backbone, the digits known (papers' tables), in parameters
 KNOWN = [
@@ -30,3 +37,15 @@ def test_parts_add_up(vanilla, backbone):
     assert counts["embedding"] == 512 * 64
     assert counts["connection"] == 0
     assert counts["head"] == {"qwen3": 512 * 64, "lm1b": 512 * 64 + 512}.get(backbone, 0)
+
+
+def test_every_size_and_backbone_gives_every_field():
+    for folder, shape in (("size", Size), ("backbone", Backbone)):
+        paths = sorted((CONF / folder).glob("*.yaml"))
+        assert paths
+        for path in paths:
+            settings = yaml.safe_load(path.read_text())
+            assert settings.keys() == {field.name for field in dataclasses.fields(shape)}, path
+            assert settings["name"] == path.stem
+            for field in dataclasses.fields(shape):
+                assert isinstance(settings[field.name], field.type), (path, field.name)

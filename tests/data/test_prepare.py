@@ -36,7 +36,8 @@ def ready(source: Path) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    if process.stdout.readline() != "ready\n":
+        pytest.fail(process.communicate()[1])
     return process
 
 

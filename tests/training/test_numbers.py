@@ -43,9 +43,11 @@ def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]
     return curve
 
 
-def test_the_golden_curve_of_vanilla(small_run: Callable[..., list[str]]) -> None:
+def test_the_golden_curve_of_vanilla(small_run: Callable[..., list[str]], request: pytest.FixtureRequest) -> None:
     curve = losses(small_run(), 20)
     assert curve[-1] < curve[0] - 0.5
+    if request.config.getoption("--update-golden"):
+        GOLDEN.write_text(json.dumps(curve, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
     torch.testing.assert_close(curve, golden, rtol=1e-4, atol=0)
 
@@ -64,8 +66,8 @@ def test_every_zero_stage_gives_the_same_curve(small_run: Callable[..., list[str
     )
 
 
-@pytest.mark.parametrize(("stage", "precision", "rtol"), [(0, "fp32", 1e-6), (0, "bf16", 1e-6), (1, "fp32", 1e-6),
-                                                         (2, "fp32", 1e-6), (1, "bf16", 2e-3), (2, "bf16", 2e-3)])  # fmt: skip
+@pytest.mark.parametrize(("stage", "precision", "rtol"), [(0, "fp32", 1e-6), (0, "bf16", 1e-4), (1, "fp32", 1e-6),
+                                                         (2, "fp32", 1e-6), (1, "bf16", 1e-3), (2, "bf16", 1e-3)])  # fmt: skip
 def test_updates_equal_plain_pytorch(
     small_run: Callable[..., list[str]], stage: int, precision: str, rtol: float
 ) -> None:
@@ -88,7 +90,7 @@ def test_updates_equal_plain_pytorch(
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and stage == 0):
             sums = model(tokens[:, :-1], tokens[:, 1:])
         (sums.nll / plan.tokens_per_step).backward()
-        expected.append(float(sums.nll) / plan.tokens_per_step)
+        expected.append(sums.nll.item() / plan.tokens_per_step)
         for copy, parameter in zip(master, model.parameters(), strict=True):
             copy.grad, parameter.grad = parameter.grad.float(), None
         torch.nn.utils.clip_grad_norm_(master, config.training.gradient_clipping)
@@ -107,7 +109,7 @@ def test_z_loss_pulls_the_normaliser_down(small_run: Callable[..., list[str]]) -
         tokens = synthetic_tokens(config, 1)
         for _ in range(10):
             train_step(engine, tokens, make_plan(config, ranks()), z_loss)
-        return float(model(tokens[0, :, :-1], tokens[0, :, 1:]).z)
+        return model(tokens[0, :, :-1], tokens[0, :, 1:]).z.item()
 
     start_distributed(ranks())
     assert normaliser(0.1) < normaliser(0.0)

@@ -1,0 +1,26 @@
+"""The two commands of the README, with nothing but their defaults."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from depthlm.environment import REPOSITORY
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_make_train_learns_well_below_the_unigram_entropy(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        ["make", "train", f"ARGS=output_dir={tmp_path}/run"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(f"{time.monotonic() - started:.0f} s")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["validation_loss"] < summary["unigram_entropy"] - 1.5
+    assert f"{summary['validation_loss']:.4f}" in done.stdout
+    assert f"{summary['unigram_entropy']:.3f}" in done.stdout
+    assert (tmp_path / "run/loss.png").stat().st_size > 10_000

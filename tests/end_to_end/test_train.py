@@ -1,0 +1,152 @@
+"""The main job as a user starts it: trained, interrupted, killed, repeated, swept, on one rank and on two."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from depthlm.environment import REPOSITORY
+from depthlm.training.metrics import read_metrics
+
+TRAIN = [sys.executable, "train.py"]
+Overrides = Callable[..., list[str]]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, env={**os.environ, **environment}
+    )
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def curve(directory: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(directory / "metrics.jsonl")}
+
+
+def wait_for_step(directory: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while max(curve(directory), default=0) < step:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_leaves_what_the_documents_promise(small_run: Overrides, tmp_path: Path) -> None:
+    command = [*TRAIN, *small_run("training.validate_every=10", "training.sample='the depth'")]
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"traceback|error|warning", done.stderr, re.IGNORECASE), done.stderr
+    directory = tmp_path / "run"
+    for name in ("config.yaml", "environment.json", "metrics.jsonl", "train.log", "summary.json", "loss.png"):
+        assert (directory / name).stat().st_size > 0
+    assert (directory / "checkpoints/latest").read_text() == "step-00000020\n"
+    rows = list(read_metrics(directory / "metrics.jsonl"))
+    names = {"step", "tokens", "loss", "learning_rate", "grad_norm", "loss_scale", "tokens_per_second", "mfu",
+             "peak_memory_gib"}  # fmt: skip
+    assert all(names <= row.keys() for row in rows)
+    assert [row["step"] for row in rows if "validation/local/loss" in row] == [10, 20]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert {"parameters", "tokens", "validation_loss", "validation_perplexity", "tokens_per_second", "mfu",
+            "wall_seconds", "peak_memory_gib"} <= summary.keys()  # fmt: skip
+    assert summary["tokens"] == 20 * 4 * 32
+    assert "the depth" in done.stdout.split("a sample:")[1]
+    again = run(command)
+    assert again.returncode == 0
+    assert "This run is complete" in again.stdout
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(small_run: Overrides, tmp_path: Path) -> None:
+    overrides = small_run("training.max_steps=400", "training.checkpoint_every=1000")
+    process = start([*TRAIN, *overrides])
+    wait_for_step(tmp_path / "run", 5, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "the same command goes on from there" in output
+    stopped_at = max(curve(tmp_path / "run"))
+    assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+    assert run([*TRAIN, *overrides]).returncode == 0
+    assert run([*TRAIN, *small_run(*overrides, name="undisturbed"), f"output_dir={tmp_path}/undisturbed"]).returncode == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+
+
+def test_make_train_killed_at_random_moments_and_repeated_gives_the_undisturbed_run(
+    small_run: Overrides, tmp_path: Path
+) -> None:
+    overrides = small_run("training.max_steps=120", "training.checkpoint_every=5")
+    command = ["make", "train", f"ARGS={' '.join(overrides)}"]
+    chance = random.Random(0)
+    for _ in range(3):
+        process = start(command)
+        reached = max(curve(tmp_path / "run"), default=0)
+        wait_for_step(tmp_path / "run", min(110, reached + chance.randint(1, 25)), process)
+        time.sleep(chance.random() * 0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    done = run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from" in done.stdout
+    assert run([*TRAIN, *overrides, f"output_dir={tmp_path}/undisturbed"]).returncode == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
+    assert summaries[0]["validation_loss"] == summaries[1]["validation_loss"]
+
+
+def test_a_sweep_trains_each_point_once(small_run: Overrides, tmp_path: Path) -> None:
+    interpolated = f"output_dir={tmp_path}/sweep/seed-${{seed}}"
+    command = [*TRAIN, "-m", *small_run("training.max_steps=3"), "seed=1,2", interpolated]
+    done = run([argument for argument in command if argument != f"output_dir={tmp_path}/run"])
+    assert done.returncode == 0, done.stderr
+    curves = [curve(tmp_path / "sweep" / f"seed-{seed}") for seed in (1, 2)]
+    assert curves[0].keys() == curves[1].keys() == {1, 2, 3}
+    assert curves[0] != curves[1]
+    again = run([argument for argument in command if argument != f"output_dir={tmp_path}/run"])
+    assert again.returncode == 0
+    assert again.stdout.count("This run is complete") == 2
+
+
+def test_a_dry_run_takes_one_step_and_writes_nothing(small_run: Overrides, tmp_path: Path) -> None:
+    done = run([*TRAIN, *small_run("dry_run=true")])
+    assert done.returncode == 0, done.stderr
+    assert "peak memory" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_is_a_trace_that_a_browser_opens(small_run: Overrides, tmp_path: Path) -> None:
+    done = run([*TRAIN, *small_run("training.max_steps=6", "training.profile=true")])
+    assert done.returncode == 0, done.stderr
+    trace = json.loads((tmp_path / "run/profile/trace.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert any("scaled_dot_product" in str(name) for name in names)
+
+
+def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) -> None:
+    alone = run([*TRAIN, *small_run("training.max_steps=8", name="one")])
+    assert alone.returncode == 0, alone.stderr
+    for stage in (0, 1):
+        overrides = small_run("training.max_steps=8", f"deepspeed=zero{stage}", name=f"two-{stage}")
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "train.py"]
+        both = run([*launch, *overrides], OMP_NUM_THREADS="1")
+        assert both.returncode == 0, both.stderr
+        assert curve(tmp_path / f"two-{stage}") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+
+
+def test_wandb_offline_holds_the_run_and_the_run_id_is_in_the_checkpoint(small_run: Overrides, tmp_path: Path) -> None:
+    done = run([*TRAIN, *small_run("training.max_steps=3", "tracker=wandb")], WANDB_API_KEY="", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000003/manifest.json").read_text())
+    assert list((tmp_path / "run/wandb").glob(f"offline-run-*-{manifest['wandb_id']}"))
+    assert "wandb sync" in done.stdout
