@@ -33,6 +33,13 @@ def start_distributed(ranks: Ranks) -> torch.device:
     return torch.device(device_type, ranks.local_rank) if device_type == "cuda" else torch.device("cpu")
 
 
+def leave_distributed() -> None:
+    """Part from the other ranks: gloo's threads abort a process that ends without it. Alone, the group stays for the next run."""
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def build_engine(config: Config, plan: Plan, model: nn.Module) -> Any:
     """A DeepSpeed engine that holds the model and its optimizer, at step 0."""
     import deepspeed

@@ -21,7 +21,7 @@ from depthlm.training.checkpoints import load_engine, newest_checkpoint
 from depthlm.training.describe import derived, show_summary
 from depthlm.training.display import show_table, start_logging
 from depthlm.training.dry_run import dry_run
-from depthlm.training.engine import autocast, build_engine, start_distributed
+from depthlm.training.engine import autocast, build_engine, leave_distributed, start_distributed
 from depthlm.training.loop import DivergedError, Progress, Run, train_steps
 from depthlm.training.metrics import MetricsFile, peak_flops, peak_memory_gib, read_metrics
 from depthlm.training.plan import Plan, make_plan
@@ -44,7 +44,8 @@ def train(config: Config) -> int:
     torch.set_num_threads(config.training.num_threads or max(1, environment.cores() // ranks.local_world_size))
     torch.use_deterministic_algorithms(config.deterministic)
     start_logging(None, ranks.rank)
-    directory = check_run_directory(config)
+    # the first rank alone: another may look after it has begun to write there
+    directory = check_run_directory(config) if first else Path(config.output_dir or "")
     summary = finished(directory)
     if summary is not None and not config.dry_run:
         show_summary("This run is complete", directory, summary, ranks.rank)
@@ -106,9 +107,11 @@ def train(config: Config) -> int:
             summary = finish(run, progress, model, corpus)
     except DivergedError as error:
         log.error("%s", error)
+        leave_distributed()
         return FAILED
     finally:
         tracker.close(summary)
+    leave_distributed()
     if not whole:
         log.info("stopped by a signal after step %d; the same command goes on from there", progress.step)
         return STOPPED

@@ -138,7 +138,7 @@ def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) ->
     assert alone.returncode == 0, alone.stderr
     for stage in (0, 1):
         overrides = small_run("training.max_steps=8", f"deepspeed=zero{stage}", name=f"two-{stage}")
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "train.py"]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py"]
         both = run([*launch, *overrides], OMP_NUM_THREADS="1")
         assert both.returncode == 0, both.stderr
         assert curve(tmp_path / f"two-{stage}") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)

@@ -1,0 +1,62 @@
+"""Rows, clocks and utilisation."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from depthlm.training.metrics import MetricsFile, Stopwatch, peak_flops, read_metrics
+
+
+def test_rows_are_appended_amended_and_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 0)
+    metrics.write({"step": 1, "loss": 2.0})
+    metrics.write({"step": 2, "loss": 1.5})
+    assert not metrics.validated
+    metrics.amend({"validation/set/loss": 1.25})
+    assert metrics.validated
+    metrics.write({"step": 3, "loss": None})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == list(read_metrics(path))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1]["validation/set/loss"] == 1.25
+    again = MetricsFile(path, 2)
+    assert again.validated
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_a_rank_without_a_file_still_knows_its_newest_row() -> None:
+    metrics = MetricsFile(None, 0)
+    metrics.write({"step": 1})
+    metrics.amend({"validation/set/loss": 1.0})
+    assert metrics.last == {"step": 1, "validation/set/loss": 1.0}
+
+
+def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    watch = Stopwatch(seconds_before=100.0)
+    watch.start()
+    passes(3)
+    assert watch.take_lap() == 3
+    passes(2)
+    watch.pause()
+    passes(50)
+    watch.start()
+    passes(1)
+    assert watch.take_lap() == 3
+    assert watch.total == 106
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_flops("AMD EPYC", "bf16") is None
+    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
