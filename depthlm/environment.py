@@ -1,4 +1,4 @@
-"""What this process runs on: its rank, its device, its cores, its versions. The one place that reads the environment."""
+"""What this process runs on: its rank, device, cores, versions. The one place that reads the environment."""
 
 import importlib.metadata
 import os
@@ -80,7 +80,7 @@ def fast_precision() -> str:
 def describe() -> dict[str, Any]:
     """What `environment.json` records: versions, git commit, command, device."""
     packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -13,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from depthlm import environment
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import Key, keys, leaves, parse_count
-from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.length import run_steps, warmup_steps
+from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.data import padded_vocab_size
-
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -73,7 +72,8 @@ def _check_target(name: str, settings: Any) -> list[str]:
     # what the decoder itself passes to each of its parts
     allowed = [p for p in parameters if p not in ("place", "size", "backbone")]
     return [
-        f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}{nearest(setting, allowed)}"
+        f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
+        + nearest(setting, allowed)
         for setting in settings
         if not setting.startswith("_") and setting not in allowed
     ]

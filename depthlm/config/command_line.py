@@ -57,7 +57,7 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
 
 
 def sweep_points(overrides: Sequence[str]) -> list[list[str]]:
-    """The product of all `key=a,b` overrides: one list of plain overrides a point, as Hydra's basic sweeper orders them."""
+    """The product of all `key=a,b` overrides: one list of plain overrides a point, in Hydra's order."""
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException:

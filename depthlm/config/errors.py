@@ -25,6 +25,6 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
 
 
-def listed(allowed: Iterable[str]) -> str:
+def listed(allowed: Iterable[object]) -> str:
     """`a, b, c` in the order given."""
     return ", ".join(str(name) for name in allowed)

@@ -29,10 +29,10 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
             errors.append(f"{text}: not an override; write key=value, and quote a value that holds spaces or commas")
     available = available_groups(config_dir)
     groups: list[str] = []
-    values: list[Override] = []
+    values: dict[str, Override] = {}
     for override in parsed:
         name = override.key_or_group
-        given = override.input_line
+        given = override.input_line or name
         if override.is_sweep_override():
             errors.append(f"{given}: several values; add -m to train each, or write [a,b] for a list")
         elif name in available and not override.is_delete():
@@ -43,19 +43,19 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
                 word = f"allowed: {listed(options)}" if options else "there are none yet"
                 errors.append(f"{given}: no such {name}; {word}{nearest(str(override.value()), options)}")
         else:
-            values.append(override)
+            values[given] = override
     composed, failure = _try(compose, groups, config_dir)
     if composed is None:
         return [*errors, *failure]
     base = set(check_fields(composed))
-    for override in values:
-        alone, failure = _try(compose, [*groups, override.input_line], config_dir)
+    for given, override in values.items():
+        alone, failure = _try(compose, [*groups, given], config_dir)
         if alone is None:
             errors.append(_explain_value(override, composed, available, failure))
         else:
             errors.extend(error for error in check_fields(alone) if error not in base)
     # what the groups themselves leave open, such as data.source of data=local, unless an override closes it
-    everything, failure = _try(compose, [*groups, *(v.input_line for v in values)], config_dir)
+    everything, failure = _try(compose, [*groups, *values], config_dir)
     if everything is not None:
         errors.extend(check_fields(everything))
     elif not errors:
@@ -73,7 +73,7 @@ def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
             path = f"{group}/{name}" if group else name
             if path == "hydra":
                 continue
-            options = [option for option in loader.get_group_options(path, ObjectType.CONFIG)]
+            options = list(loader.get_group_options(path, ObjectType.CONFIG))
             if config_dir is not None:
                 options += [file.stem for file in Path(config_dir, path).glob("*.yaml")]
             found[path] = sorted(set(options))

@@ -12,7 +12,7 @@ from depthlm.config.explain import available_groups
 from depthlm.config.keys import keys
 
 USAGE = r"""\
-[bold]python train.py \[key=value ...][/bold]        train; the same command again resumes, or says that the run is complete
+[bold]python train.py \[key=value ...][/bold]        train; again: resume, or say that the run is complete
 [bold]python train.py -m \[key=a,b ...][/bold]       train each point of a sweep, one after the other
 [bold]python train.py dry_run=true ...[/bold]       check everything, print what is derived, take one full-size step
 [bold]python train.py --cfg job ...[/bold]          print the composed configuration

@@ -10,6 +10,7 @@ def run_steps(config: Config) -> int:
     training = config.training
     if training.max_steps is not None:
         return training.max_steps
+    assert training.max_tokens is not None
     return math.ceil(training.max_tokens / (training.batch_size * training.sequence_length))
 
 

@@ -1,4 +1,4 @@
-"""What a configuration leaves to be derived: counts, pairs of which one is given, precision, vocabulary, run directory."""
+"""What a configuration leaves to be derived: counts, pairs, precision, vocabulary, run directory."""
 
 import functools
 import hashlib

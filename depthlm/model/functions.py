@@ -1,8 +1,8 @@
-"""Norm, rotation and loss with backward passes written out: fewer passes over memory than PyTorch's in eager mode.
+"""Norm and loss with backward passes written out: fewer passes over memory than PyTorch's in eager mode.
 
 Where torch.compile traces, and for RMSNorm on a GPU, PyTorch's own are as fast and are used instead.
 
-Shapes: d width of a norm, t tokens, n heads, e head size, r rows (tokens of all sequences), v vocabulary.
+Shapes: d width of a norm, r rows (tokens of all sequences), v vocabulary.
 """
 
 from typing import Any
@@ -19,11 +19,6 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     if x.is_cpu and not torch.compiler.is_compiling():
         return RMSNorm.apply(x, weight_d, eps)
     return F.rms_norm(x, weight_d.shape, weight_d.to(x.dtype), eps)
-
-
-def rotate(x_tne: Tensor, cos_te: Tensor, sin_te: Tensor) -> Tensor:
-    """x with its pairs (i, i + e/2) rotated, in fp32, in the type of x. Any dimensions may come before t."""
-    return Rotation.apply(x_tne, cos_te[:, None], sin_te[:, None])
 
 
 def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,27 +52,6 @@ class RMSNorm(torch.autograd.Function):
         mean = torch.linalg.vecdot(grad_y, y).div_(-x.shape[-1])[..., None]
         grad_x = grad_y.addcmul_(y, mean).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
-
-
-class Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    half = x.shape[-1] // 2
-    x32 = upcast(x)
-    y = x32 * cos
-    y[..., :half].addcmul_(x32[..., half:], sin[..., :half], value=-sign)
-    y[..., half:].addcmul_(x32[..., :half], sin[..., half:], value=sign)
-    return y.to(x.dtype)
 
 
 class CrossEntropy(torch.autograd.Function):

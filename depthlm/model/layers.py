@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.model.functions import rms_norm, rotate
+from depthlm.model.functions import rms_norm, upcast
 from depthlm.model.shape import Backbone, Size
 
 Rope = tuple[Tensor, Tensor]
@@ -99,7 +99,10 @@ def rope_tables(positions_t: Tensor, head_size: int, theta: float) -> Rope:
 
 def apply_rope(x_btne: Tensor, rope: Rope) -> Tensor:
     """Rotates the pairs (i, i + e/2) of every head, in fp32, and returns the type of x."""
-    return rotate(x_btne, *rope)
+    cos_t1e, sin_t1e = (table_te[:, None] for table_te in rope)
+    x = upcast(x_btne)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos_t1e + torch.cat((-second, first), dim=-1) * sin_t1e).to(x_btne.dtype)
 
 
 def sinusoids(positions_t: Tensor, width: int) -> Tensor:

@@ -34,7 +34,10 @@ def start_distributed(ranks: Ranks) -> torch.device:
 
 
 def leave_distributed() -> None:
-    """Part from the other ranks: gloo's threads abort a process that ends without it. Alone, the group stays for the next run."""
+    """Part from the other ranks: gloo's threads abort a process that ends without it.
+
+    A rank alone keeps its group for the next run of the same process.
+    """
     if torch.distributed.get_world_size() > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

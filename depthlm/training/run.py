@@ -24,7 +24,7 @@ from depthlm.training.dry_run import dry_run
 from depthlm.training.engine import autocast, build_engine, leave_distributed, start_distributed
 from depthlm.training.loop import DivergedError, Progress, Run, train_steps
 from depthlm.training.metrics import MetricsFile, peak_flops, peak_memory_gib, read_metrics
-from depthlm.training.plan import Plan, make_plan
+from depthlm.training.plan import make_plan
 from depthlm.training.run_directory import check_run_directory, finished, open_run_directory
 from depthlm.training.signals import stop_on_signal
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
@@ -35,7 +35,9 @@ COMPLETE, FAILED, STOPPED = 0, 1, 75
 
 
 def train(config: Config) -> int:
-    """Train a checked configuration, or go on with it. Returns the exit code: 0 complete, 75 stopped by a signal, 1 diverged.
+    """Train a checked configuration, or go on with it. Returns the exit code.
+
+    0 complete, 75 stopped by a signal with everything saved, 1 diverged.
 
     Raises UserError for what only the user can mend: another run in the directory, data that is missing.
     """

@@ -79,7 +79,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(small_run: Overrides, tmp_path: Path
     stopped_at = max(curve(tmp_path / "run"))
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     assert run([*TRAIN, *overrides]).returncode == 0
-    assert run([*TRAIN, *small_run(*overrides, name="undisturbed"), f"output_dir={tmp_path}/undisturbed"]).returncode == 0
+    assert (
+        run([*TRAIN, *small_run(*overrides, name="undisturbed"), f"output_dir={tmp_path}/undisturbed"]).returncode == 0
+    )
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
 
 

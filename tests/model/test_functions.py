@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthlm.model.functions import cross_entropy, rms_norm, rotate
+from depthlm.model.functions import cross_entropy, rms_norm
 
 
 def random(*shape, seed=0):
@@ -25,18 +25,6 @@ def test_rms_norm_computes_in_fp32():
     x, weight = random(64, 256).bfloat16(), torch.ones(256)
     expected = F.rms_norm(x.float(), (256,), weight, 1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.bfloat16(), rtol=2**-7, atol=0)
-
-
-def test_rotate_equals_its_definition_and_turns_back():
-    x, angles, grad = random(2, 6, 3, 8), random(6, 4, seed=1), random(2, 6, 3, 8, seed=2)
-    angles = angles.repeat(1, 2).float()
-    x, grad = x.float().requires_grad_(), grad.float()
-    y = rotate(x, angles.cos(), angles.sin())
-    first, second = x.chunk(2, dim=-1)
-    expected = x * angles.cos()[:, None] + torch.cat((-second, first), -1) * angles.sin()[:, None]
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])
-    torch.testing.assert_close(rotate(y, angles.cos(), -angles.sin()), x)
 
 
 @pytest.mark.parametrize("chunk", [1, 30, 2**20])

@@ -62,7 +62,12 @@ def test_bad_batches_in_a_row_end_the_run(
 def test_rows_come_every_log_every_steps_with_the_first_the_last_and_the_saved(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    overrides = ("training.max_steps=11", "training.log_every=4", "training.checkpoint_every=7", "training.validate_every=5")
+    overrides = (
+        "training.max_steps=11",
+        "training.log_every=4",
+        "training.checkpoint_every=7",
+        "training.validate_every=5",
+    )
     assert train(depthlm.compose(small_run(*overrides))) == 0
     rows = list(read_metrics(tmp_path / "run/metrics.jsonl"))
     assert [row["step"] for row in rows] == [1, 4, 5, 7, 8, 10, 11]
@@ -86,5 +91,7 @@ def test_a_deterministic_run_gives_the_same_bits_twice(small_run: Callable[..., 
             assert train(depthlm.compose(small_run("training.max_steps=4", "deterministic=true", name=name))) == 0
     finally:
         torch.use_deterministic_algorithms(False)
-    weights = [(tmp_path / name / "checkpoints/step-00000004/model.safetensors").read_bytes() for name in ("one", "two")]
+    weights = [
+        (tmp_path / name / "checkpoints/step-00000004/model.safetensors").read_bytes() for name in ("one", "two")
+    ]
     assert weights[0] == weights[1]

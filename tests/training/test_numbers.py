@@ -66,8 +66,10 @@ def test_every_zero_stage_gives_the_same_curve(small_run: Callable[..., list[str
     )
 
 
-@pytest.mark.parametrize(("stage", "precision", "rtol"), [(0, "fp32", 1e-6), (0, "bf16", 1e-4), (1, "fp32", 1e-6),
-                                                         (2, "fp32", 1e-6), (1, "bf16", 1e-3), (2, "bf16", 1e-3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stage", "precision", "rtol"),
+    [(0, "fp32", 1e-6), (1, "fp32", 1e-6), (2, "fp32", 1e-6), (0, "bf16", 1e-4), (1, "bf16", 1e-3), (2, "bf16", 1e-3)],
+)
 def test_updates_equal_plain_pytorch(
     small_run: Callable[..., list[str]], stage: int, precision: str, rtol: float
 ) -> None:

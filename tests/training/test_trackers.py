@@ -15,7 +15,13 @@ class Run:
     """What W&B gives, as far as it is used; it fails when told to."""
 
     def __init__(self, fails: bool = False, **settings: Any) -> None:
-        self.id, self.url, self.settings, self.rows, self.fails = settings.get("id") or "new", "url", settings, [], fails
+        self.id, self.url, self.settings, self.rows, self.fails = (
+            settings.get("id") or "new",
+            "url",
+            settings,
+            [],
+            fails,
+        )
         self.summary: dict[str, Any] = {}
 
     def log(self, row: dict[str, Any], step: int) -> None:

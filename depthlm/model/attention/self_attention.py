@@ -10,7 +10,6 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.model.attention.cpu_attention import CausalAttention
 from depthlm.model.cache import causal_mask
 from depthlm.model.layers import Norm, Rope, apply_rope
 from depthlm.model.place import Place
@@ -97,8 +96,6 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, update: Upd
     """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included."""
     k, v = update(k_bkte, v_bkte) if update else (k_bkte, v_bkte)
     t, s = q_bhte.shape[2], k.shape[2]
-    if q_bhte.is_cpu and 1 < t == s:
-        return CausalAttention.apply(q_bhte, k, v)
     mask = causal_mask(t, s, q_bhte.device) if 1 < t < s else None
     grouped = q_bhte.shape[1] != k.shape[1]
     context = F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=t == s, enable_gqa=grouped)

@@ -1,0 +1,241 @@
+"""Training speed: ours against `transformers`' Qwen3 in a plain PyTorch loop, same weights, batch, precision, AdamW.
+
+    python benchmarks/throughput.py [--rounds 8] [--steps 2] [--output benchmarks/results/throughput-<machine>.json]
+
+Contenders: `depthlm` is what train.py runs (DeepSpeed, ZeRO 0); `plain` is our model in a plain loop; `zero1` is ZeRO
+1; `transformers` is the peer. A contender named `... again` is the same code twice: the spread of their ratio is the
+resolution of the machine.
+"""
+
+import argparse
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import Step, measure, ratio, spread, write_json
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import depthlm
+from depthlm import environment
+from depthlm.config import Config
+from depthlm.model import compile_sublayers
+from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.loop import train_step
+from depthlm.training.plan import make_plan
+
+SHAPE = ["size.hidden_size=256", "size.intermediate_size=704", "size.num_layers=8", "size.num_heads=4",
+         "size.num_kv_heads=2", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",
+         "training.batch_size=8"]  # fmt: skip
+# mode of a run: precision, and whether torch.compile is on
+MODES = {"fp32": ("fp32", False), "bf16": ("bf16", False), "bf16 compiled": ("bf16", True)}
+KINDS = ("transformers", "transformers again", "depthlm", "plain", "zero1")
+# (ours, theirs, mode of ours, mode of theirs, the least ratio wanted)
+PAIRS = [
+    ("depthlm", "transformers", "fp32", "fp32", 0.97),
+    ("depthlm", "transformers", "bf16", "bf16", 1.1),
+    ("depthlm", "transformers", "bf16 compiled", "bf16", 1.3),
+    ("depthlm", "transformers", "bf16 compiled", "bf16 compiled", None),
+    ("depthlm", "plain", "fp32", "fp32", 0.95),
+    ("depthlm", "plain", "bf16", "bf16", 0.95),
+    ("zero1", "plain", "fp32", "fp32", None),
+    ("zero1", "plain", "bf16", "bf16", None),
+]
+
+
+def configuration(kind: str, mode: str) -> Config:
+    """The same run, but for the stage."""
+    stage = 1 if kind == "zero1" else 0
+    return depthlm.compose([*SHAPE, f"precision={MODES[mode][0]}", f"deepspeed=zero{stage}", "tracker=none"])
+
+
+def make_batch(config: Config) -> torch.Tensor:
+    """[1, batch, T + 1] tokens."""
+    shape = (1, config.training.batch_size, config.training.sequence_length + 1)
+    return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float]]:
+    """(one training step, the loss on the batch before any step)."""
+    config = configuration(kind, mode)
+    batch = make_batch(config).to(device)
+    compiled = MODES[mode][1]
+    if kind in ("depthlm", "zero1"):
+        plan = make_plan(config, environment.ranks())
+        model = depthlm.build_model(config, device)
+        if compiled:
+            compile_sublayers(model)
+        engine = build_engine(config, plan, model)
+        inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
+        first = float(engine(inputs, targets).nll.detach()) / targets.numel()
+        return (lambda: float(train_step(engine, batch, plan, 0.0)) and None), lambda: first
+    ours = depthlm.build_model(config, device)
+    tokens = config.training.batch_size * config.training.sequence_length
+    if kind == "plain":
+        model: nn.Module = ours
+        if compiled:
+            compile_sublayers(ours)
+    else:
+        model = peer(config).to(device)
+        model.load_state_dict(translate(ours.state_dict()))
+        if compiled:
+            model = torch.compile(model)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
+
+    def forward() -> torch.Tensor:
+        inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
+        with torch.autocast(device.type, torch.bfloat16, enabled=MODES[mode][0] == "bf16"):
+            if kind == "plain":
+                return model(inputs, targets).nll / tokens
+            logits = model(input_ids=inputs, use_cache=False).logits
+            return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def step() -> None:
+        loss = forward()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step, lambda: forward().item()
+
+
+def peer(config: Config) -> nn.Module:
+    """transformers' Qwen3 of this shape."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    size = config.size
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=size.vocab_size,
+            hidden_size=size.hidden_size,
+            intermediate_size=size.intermediate_size,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_kv_heads,
+            head_dim=size.head_size,
+            rms_norm_eps=config.backbone.norm_eps,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": config.backbone.rope_theta},
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def translate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our weights under transformers' names."""
+    renamed = {
+        ".attention.": ".self_attn.",
+        ".attention_norm.": ".input_layernorm.",
+        ".mlp_norm.": ".post_attention_layernorm.",
+        "final_norm.": "model.norm.",
+        "embedding.": "model.embed_tokens.",
+        "head.": "lm_head.",
+        "layers.": "model.layers.",
+    }
+    result = {}
+    for name, tensor in weights.items():
+        for ours, theirs in renamed.items():
+            if ours.startswith("."):
+                name = name.replace(ours, theirs)
+            elif name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+        result[name] = tensor
+    return result
+
+
+def peak_memory_gib(kind: str, mode: str) -> float:
+    """Of two steps in a process of their own."""
+    command = [sys.executable, __file__, "--memory-of", kind, mode]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def print_peak_memory(kind: str, mode: str, device: torch.device) -> None:
+    step, _ = contender(kind, mode, device)
+    step()
+    step()
+    if device.type == "cuda":
+        print(torch.cuda.max_memory_allocated() / 2**30)
+    else:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--memory-of", nargs=2, metavar=("KIND", "MODE"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(environment.cores())
+    device = start_distributed(environment.ranks())
+    if arguments.memory_of:
+        print_peak_memory(*arguments.memory_of, device)
+        return
+    console = Console(highlight=False)
+    seconds: dict[str, dict[str, list[float]]] = {}
+    kinds = {mode: [kind for kind in KINDS if not (kind == "zero1" and MODES[mode][1])] for mode in MODES}
+    # first, while this process is small: on Linux a child's peak begins at that of its parent
+    memory = {
+        mode: {kind: peak_memory_gib(kind, mode) for kind in kinds[mode] if kind != "transformers again"}
+        for mode in MODES
+    }
+    for mode in MODES:
+        built = {kind: contender(kind, mode, device) for kind in kinds[mode]}
+        losses = {kind: loss() for kind, (_, loss) in built.items()}
+        for kind, loss in losses.items():
+            # bf16 weights of ZeRO 1 round at the start; all else computes the same function
+            if abs(loss - losses["transformers"]) > 2e-3:
+                raise SystemExit(
+                    f"{mode}: {kind} has loss {loss}, transformers {losses['transformers']}: not the same model"
+                )
+        seconds[mode] = measure({kind: step for kind, (step, _) in built.items()}, arguments.rounds, arguments.steps)
+    results = report(console, seconds, memory)
+    name = platform.node() if device.type == "cpu" else torch.cuda.get_device_name().replace(" ", "-").lower()
+    output = arguments.output or Path(__file__).parent / "results" / f"throughput-{name}.json"
+    write_json(output, results)
+    console.print(f"written to {output}")
+
+
+def report(
+    console: Console, seconds: dict[str, dict[str, list[float]]], memory: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    """Print the tables; return them as data."""
+    tokens = 8 * 512
+    table = Table("mode", "contender", "tokens/s (best)", "tokens/s (median)", "peak memory (GiB)")
+    speeds: dict[str, Any] = {}
+    for mode, turns in seconds.items():
+        speeds[mode] = {}
+        for kind, times in turns.items():
+            median = sorted(times)[len(times) // 2]
+            speeds[mode][kind] = {"best": tokens / min(times), "median": tokens / median, "seconds": times}
+            gib = memory[mode].get(kind)
+            table.add_row(
+                mode, kind, f"{tokens / min(times):,.0f}", f"{tokens / median:,.0f}", f"{gib:.2f}" if gib else ""
+            )
+    console.print(table)
+    pairs = []
+    table = Table("ours", "theirs", "ratio (paired median)", "wanted")
+    for ours, theirs, our_mode, their_mode, wanted in PAIRS:
+        both = {"ours": seconds[our_mode][ours], "theirs": seconds[their_mode][theirs]}
+        value = ratio(both, "ours", "theirs")
+        pairs.append(
+            {"ours": f"{ours}, {our_mode}", "theirs": f"{theirs}, {their_mode}", "ratio": value, "wanted": wanted}
+        )
+        mark = "" if wanted is None else f"{wanted} {'reached' if value >= wanted else 'MISSED'}"
+        table.add_row(f"{ours}, {our_mode}", f"{theirs}, {their_mode}", f"{value:.3f}", mark)
+    console.print(table)
+    spreads = {mode: spread(turns, "transformers", "transformers again") for mode, turns in seconds.items()}
+    console.print("A/A spread: " + ", ".join(f"{mode} {value:.1%}" for mode, value in spreads.items()))
+    return {"shape": SHAPE, "speeds": speeds, "pairs": pairs, "spread": spreads, "peak_memory_gib": memory}
+
+
+if __name__ == "__main__":
+    main()
