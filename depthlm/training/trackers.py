@@ -1,6 +1,7 @@
 """Weights & Biases beside metrics.jsonl: online with a key, offline without, and never a reason to stop."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ class WandbTracker:
             return
         try:
             self.run.summary.update(summary or {})
-            self.run.finish(quiet=True)
+            self.run.finish()
         except Exception as error:
             log.warning("W&B did not finish (%s); metrics.jsonl is whole", error)
 
@@ -70,7 +71,7 @@ def start_tracker(
     import wandb
 
     modes = ["offline"] if config.mode == "offline" else ["online", "offline"]
-    if config.mode == "auto" and not has_key():
+    if config.mode == "auto" and (os.environ.get("WANDB_MODE") == "offline" or not has_key()):
         modes = ["offline"]
     for mode in modes:
         try:
@@ -98,6 +99,6 @@ def has_key() -> bool:
     import wandb
 
     try:
-        return bool(wandb.api.api_key)
+        return bool(wandb.login(prompt=False))
     except Exception:
         return False

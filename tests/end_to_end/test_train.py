@@ -152,3 +152,5 @@ def test_wandb_offline_holds_the_run_and_the_run_id_is_in_the_checkpoint(small_r
     manifest = json.loads((tmp_path / "run/checkpoints/step-00000003/manifest.json").read_text())
     assert list((tmp_path / "run/wandb").glob(f"offline-run-*-{manifest['wandb_id']}"))
     assert "wandb sync" in done.stdout
+    assert "W&B did not" not in done.stdout
+    assert "Traceback" not in done.stderr

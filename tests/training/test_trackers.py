@@ -29,7 +29,7 @@ class Run:
             raise OSError("No space left on device")
         self.rows.append((step, row))
 
-    def finish(self, quiet: bool) -> None:
+    def finish(self) -> None:
         if self.fails:
             raise OSError("No space left on device")
 
