@@ -12,14 +12,14 @@ from rich.table import Table
 # The package lies beside this folder, also where it is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import depthlm
+from depthlm.config import compose
+from depthlm.config.command_line import guard
 from depthlm.data import Manifest, prepare, verify
 
 
 def main() -> None:
     """Prepare, check the digests of every file, and print what lies where."""
-    cfg = depthlm.compose(sys.argv[1:])
-    folder = prepare(cfg.data)
+    folder = prepare(compose(sys.argv[1:]).data)
     verify(folder)
     Console().print(table(folder, Manifest.read(folder)))
 
@@ -39,4 +39,4 @@ def table(folder: Path, manifest: Manifest) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    guard(main)

@@ -11,7 +11,7 @@ from depthlm.config.compose import hydra_at_conf
 from depthlm.config.explain import available_groups
 from depthlm.config.keys import keys
 
-USAGE = r"""\
+USAGE = r"""
 [bold]python train.py \[key=value ...][/bold]        train; again: resume, or say that the run is complete
 [bold]python train.py -m \[key=a,b ...][/bold]       train each point of a sweep, one after the other
 [bold]python train.py dry_run=true ...[/bold]       check everything, print what is derived, take one full-size step
@@ -30,7 +30,7 @@ def print_help() -> None:
         raw = hydra.compose("config", return_hydra_config=True)
     chosen = raw.hydra.runtime.choices
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
-    console.print(USAGE)
+    console.print(USAGE.strip() + "\n")
     console.print("[bold]Groups: group=option[/bold]")
     table = Table("group", "options, the default first", box=box.SIMPLE)
     for name, options in groups.items():

@@ -13,8 +13,8 @@ from depthlm.training.metrics import peak_memory_gib
 from depthlm.training.plan import Plan
 
 
-def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> int:
-    """Take one step of the whole batch, print what it needed, and write nothing. Returns the exit code 0."""
+def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> None:
+    """Take one step of the whole batch, print what it needed, and write nothing."""
     batch = batches[0].to(device)
     seconds = []
     # the second step is the one to time: the first makes the optimizer's states and compiles
@@ -30,4 +30,3 @@ def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: t
         "loss": f"{loss:.4f} after one step",
     }
     show_table("One full-size step", rows, torch.distributed.get_rank())
-    return 0

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from depthlm.training.dry_run import dry_run
 from depthlm.training.engine import autocast, build_engine, leave_distributed, start_distributed
 from depthlm.training.loop import DivergedError, Progress, Run, train_steps
 from depthlm.training.metrics import MetricsFile, peak_flops, peak_memory_gib, read_metrics
-from depthlm.training.plan import make_plan
+from depthlm.training.plan import Plan, make_plan
 from depthlm.training.run_directory import check_run_directory, finished, open_run_directory
 from depthlm.training.signals import stop_on_signal
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
@@ -47,17 +48,17 @@ def train(config: Config) -> int:
     torch.use_deterministic_algorithms(config.deterministic)
     start_logging(None, ranks.rank)
     # the first rank alone: another may look after it has begun to write there
-    directory = check_run_directory(config) if first else Path(config.output_dir or "")
+    directory = check_run_directory(config) if first and not config.dry_run else Path(config.output_dir or "")
     summary = finished(directory)
     if summary is not None and not config.dry_run:
         show_summary("This run is complete", directory, summary, ranks.rank)
         return COMPLETE
     device = start_distributed(ranks)
+    if first:
+        prepare(config.data)
     if first and not config.dry_run:
         open_run_directory(config)
         start_logging(directory / "train.log", ranks.rank)
-    if first:
-        prepare(config.data)
     torch.distributed.barrier()
     plan = make_plan(config, ranks)
     corpus = open_corpus(config.data)
@@ -78,7 +79,9 @@ def train(config: Config) -> int:
         compile_sublayers(model)
     engine = build_engine(config, plan, model)
     if config.dry_run:
-        return dry_run(config, plan, batches, engine, device)
+        dry_run(config, plan, batches, engine, device)
+        leave_distributed()
+        return COMPLETE
     progress = resume(directory, engine)
     metrics = MetricsFile(directory / "metrics.jsonl" if first else None, progress.step)
     tracker: Tracker = NoTracker()
@@ -88,19 +91,19 @@ def train(config: Config) -> int:
     steps = loader(
         batches, progress.step, plan.last_step, num_workers=config.data.num_workers, pin_memory=device.type == "cuda"
     )
-
-    def validate() -> dict[str, float]:
-        with autocast(config, device):
-            return {name: mean_loss(model, _validation(name), device) for name in corpus.validation}
-
-    def _validation(name: str) -> Any:
-        return validation_batches(
-            corpus.validation[name], plan.sequence_length, plan.micro_batch_size, config.training.validation_tokens,
-            rank=ranks.rank, ranks=ranks.world_size,
-        )  # fmt: skip
-
-    peak = peak_flops(environment.device_name(), config.precision.name)
-    run = Run(config, plan, directory, engine, device, iter(steps), validate, flops, peak, metrics, tracker)
+    run = Run(
+        config=config,
+        plan=plan,
+        directory=directory,
+        engine=engine,
+        device=device,
+        batches=iter(steps),
+        validate=validator(config, plan, corpus, model, device),
+        flops_per_token=flops,
+        peak_flops=peak_flops(environment.device_name(), config.precision.name),
+        metrics=metrics,
+        tracker=tracker,
+    )
     summary = None
     try:
         with stop_on_signal() as request:
@@ -120,6 +123,29 @@ def train(config: Config) -> int:
     if progress.step < plan.max_steps:
         log.info("stopped after step %d of %d, as training.stop_after says", progress.step, plan.max_steps)
     return COMPLETE
+
+
+def validator(
+    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
+) -> Callable[[], dict[str, float]]:
+    """A function that measures the mean loss (nats per token) on each validation set; collective."""
+
+    def losses() -> dict[str, float]:
+        measured = {}
+        for name, tokens in corpus.validation.items():
+            batches = validation_batches(
+                tokens,
+                plan.sequence_length,
+                plan.micro_batch_size,
+                config.training.validation_tokens,
+                rank=torch.distributed.get_rank(),
+                ranks=plan.world_size,
+            )
+            with autocast(config, device):
+                measured[name] = mean_loss(model, batches, device)
+        return measured
+
+    return losses
 
 
 def resume(directory: Path, engine: Any) -> Progress:

@@ -1,7 +1,9 @@
 """Weights & Biases beside metrics.jsonl: online with a key, offline without, and never a reason to stop."""
 
 import logging
+import netrc
 import os
+import urllib.parse
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,10 +97,11 @@ def start_tracker(
 
 
 def has_key() -> bool:
-    """Whether a W&B key is set, by WANDB_API_KEY or `wandb login`."""
-    import wandb
-
+    """Whether a W&B key is set, by WANDB_API_KEY or by `wandb login` (in netrc); W&B's own check asks its server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     try:
-        return bool(wandb.login(prompt=False))
-    except Exception:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
         return False

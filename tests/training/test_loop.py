@@ -95,3 +95,13 @@ def test_a_deterministic_run_gives_the_same_bits_twice(small_run: Callable[..., 
         (tmp_path / name / "checkpoints/step-00000004/model.safetensors").read_bytes() for name in ("one", "two")
     ]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_compiling_does_not_change_the_curve(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=5", name="eager"))) == 0
+    assert train(depthlm.compose(small_run("training.max_steps=5", "training.compile=true", name="compiled"))) == 0
+    curves = [
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("eager", "compiled")
+    ]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)

@@ -58,6 +58,7 @@ def test_online_falls_back_to_offline(
     modes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, key: bool, expected: list[str]
 ) -> None:
     monkeypatch.setattr(trackers, "has_key", lambda: key)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     tracker = start_tracker(Tracker(mode=mode), tmp_path, "name", {}, "kept")
     assert modes == expected
     assert tracker.id == "kept"
@@ -92,7 +93,17 @@ def test_rows_arrive_by_step() -> None:
     assert run.summary == {"validation_loss": 0.5}
 
 
-def test_no_key_is_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert not trackers.has_key()
+    file = tmp_path / ".netrc"
+    file.write_text("machine example.org login user password secret\n")
+    file.chmod(0o600)
+    assert not trackers.has_key()
+    file.write_text("machine api.wandb.ai login user password secret\n")
+    assert trackers.has_key()
+    file.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert trackers.has_key()

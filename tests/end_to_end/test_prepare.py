@@ -1,0 +1,28 @@
+"""The command that prepares a corpus beforehand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from depthlm.environment import REPOSITORY
+
+
+def prepare(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "data/prepare.py", *overrides]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def test_a_corpus_is_prepared_once_and_shown(corpus_folder: Path, tmp_path: Path) -> None:
+    overrides = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", f"data.path={tmp_path}/tokens"]
+    for _ in range(2):
+        done = prepare(*overrides)
+        assert done.returncode == 0, done.stderr
+        assert "validation/local" in done.stdout
+    assert (tmp_path / "tokens/manifest.json").exists()
+
+
+def test_a_users_mistake_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
+    for overrides in (["data=local"], ["data=local", f"data.source={tmp_path}"], ["data=locl"]):
+        done = prepare(*overrides)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
