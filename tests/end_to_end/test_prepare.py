@@ -17,7 +17,7 @@ def test_a_corpus_is_prepared_once_and_shown(corpus_folder: Path, tmp_path: Path
     for _ in range(2):
         done = prepare(*overrides)
         assert done.returncode == 0, done.stderr
-        assert "validation/local" in done.stdout
+        assert "21,012" in done.stdout
     assert (tmp_path / "tokens/manifest.json").exists()
 
 
