@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make train` and `make test`. Neither needs a GPU, root, a key or a download beyond
-# the packages. On a machine with a GPU, `make CONSTRAINTS= train` takes the newest torch that fits.
+# the packages. `make CONSTRAINTS= train` takes the newest versions that fit instead of the pinned ones.
 PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
