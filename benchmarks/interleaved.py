@@ -45,7 +45,7 @@ def spread(seconds: dict[str, list[float]], one: str, twin: str) -> float:
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
     """Write results with the machine they were measured on."""
-    machine = environment.describe()
+    machine = environment.describe(environment.ranks())
     machine.pop("command")
     machine["threads"] = torch.get_num_threads()
     machine["load_average"] = os.getloadavg()

@@ -3,6 +3,7 @@
 Takes the overrides of train.py and prepares what they would train on; does nothing where it is there and whole.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -13,13 +14,15 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from depthlm.config import compose
-from depthlm.config.command_line import guard
+from depthlm.config.command_line import exit_on_mistake
 from depthlm.data import Manifest, prepare, verify
 
 
 def main() -> None:
     """Prepare, check the digests of every file, and print what lies where."""
-    folder = prepare(compose(sys.argv[1:]).data)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
+    folder = prepare(compose(parser.parse_args().overrides).data)
     verify(folder)
     Console().print(table(folder, Manifest.read(folder)))
 
@@ -39,4 +42,4 @@ def table(folder: Path, manifest: Manifest) -> Table:
 
 
 if __name__ == "__main__":
-    guard(main)
+    exit_on_mistake("prepare.py", main)

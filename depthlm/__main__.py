@@ -5,7 +5,7 @@ import sys
 
 from depthlm.analysis.summary import print_summary
 from depthlm.config import compose
-from depthlm.config.command_line import guard
+from depthlm.config.command_line import exit_on_mistake
 
 
 def summary(arguments: list[str]) -> None:
@@ -18,7 +18,7 @@ def summary(arguments: list[str]) -> None:
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: at least 1")
-    print_summary(compose(parsed.overrides, parsed.config_dir), parsed.gpus, parsed.json)
+    print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
 
 
 COMMANDS = {"summary": summary}
@@ -35,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command")
     command = parser.parse_args(sys.argv[1:2]).command
-    guard(lambda: COMMANDS[command](sys.argv[2:]))
+    exit_on_mistake(f"depthlm {command}", lambda: COMMANDS[command](sys.argv[2:]))
 
 
 if __name__ == "__main__":

@@ -67,6 +67,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(ranks: Ranks) -> int:
+    """CPU threads for this rank: all its cores where the launcher bound it to some, else its share of the node's."""
+    bound = cores() < (os.cpu_count() or 1)
+    return cores() if bound else max(1, cores() // ranks.local_world_size)
+
+
 def fast_precision() -> str:
     """bf16 where the device multiplies it faster than fp32, else fp32: without such units it can be 45 times slower."""
     import torch
@@ -77,7 +83,7 @@ def fast_precision() -> str:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def describe() -> dict[str, Any]:
+def describe(here: Ranks) -> dict[str, Any]:
     """What `environment.json` records: versions, git commit, command, device."""
     packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
     versions: dict[str, str | None] = {}
@@ -86,7 +92,6 @@ def describe() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    here = ranks()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

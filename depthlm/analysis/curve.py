@@ -17,10 +17,11 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
     names = sorted({name for row in rows for name in row if name.startswith("validation/")})
     for name in names:
-        measured = [row for row in rows if name in row]
+        measured = [row for row in rows if row.get(name) is not None]
         x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
         axes.plot(x, y, "o-", ms=4, lw=1, label=name.removesuffix("/loss"))
-        axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(4, -14), ha="right")
+        if measured:
+            axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(4, -14), ha="right")
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color="grey", ls=":", label="unigram entropy of the corpus")
     axes.set(

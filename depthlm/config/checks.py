@@ -17,6 +17,8 @@ from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.data import padded_vocab_size
+from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.connections.connection import Connection
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -26,11 +28,11 @@ def check_fields(raw: DictConfig) -> list[str]:
     """Choices and bounds of every key, and the settings of the two mechanisms against what their code takes."""
     known, errors = keys(), []
     for name in leaves(raw):
-        if name not in known and not any(name.startswith(f"{group}.") for group in FREE_GROUPS):
+        if name not in known and not any(name.startswith(f"{key}.") for key in known):
             errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
     for key in known.values():
         value = OmegaConf.select(raw, key.name, throw_on_missing=True)
-        if isinstance(value, DictConfig):
+        if key.name in FREE_GROUPS:
             errors.extend(_check_target(key.name, OmegaConf.to_container(value, resolve=True)))
         elif not _fits(key, value):
             errors.append(f"{key.name}={value}: not {key.wanted}" + nearest(str(value), key.metadata["choices"]))
@@ -44,7 +46,7 @@ def _fits(key: Key, value: Any) -> bool:
     if bounds["count"]:
         try:
             value = parse_count(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             return False
     if bounds["choices"]:
         return value in bounds["choices"]
@@ -66,6 +68,9 @@ def _check_target(name: str, settings: Any) -> list[str]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         return [f"{name}._target_={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
+    interface = {"model.connection": Connection, "model.attention": SelfAttention}[name]
+    if not (inspect.isclass(found) and issubclass(found, interface)):
+        return [f"{name}._target_={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
     parameters = inspect.signature(found).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return []
@@ -79,18 +84,18 @@ def _check_target(name: str, settings: Any) -> list[str]:
     ]
 
 
-def check_together(config: Config, given: set[str]) -> list[str]:
+def check_together(config: Config, given: set[str], here: bool) -> list[str]:
     """What spans fields: shapes that divide, settings that exclude each other, what this device can do.
 
-    given: the keys and groups named by the overrides.
+    given: the keys and groups named by the overrides. here: whether it is to run on this machine.
     """
     return [
         *_check_shape(config, given),
         *_check_batch(config, given),
         *_check_length(config),
         *_check_optimizer(config),
-        *_check_device(config),
-        *_check_files(config),
+        *(_check_device(config) if here else []),
+        *(_check_files(config) if here else []),
     ]
 
 

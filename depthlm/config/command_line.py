@@ -1,7 +1,6 @@
 """The command line of train.py before Hydra sees it: help, and every mistake at once."""
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -30,8 +29,17 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     # Hydra's own modes (--cfg, --info, ...) look at a configuration without running it.
     parsed, unknown = get_args_parser().parse_known_args(kept)
     if unknown:
-        fail(UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them"))
-    guard(lambda: _check(parsed.overrides, parsed.multirun, parsed.config_dir))
+        fail("train.py", UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them"))
+    if parsed.config_name or parsed.config_path:
+        fail(
+            "train.py",
+            UserError(
+                "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
+            ),
+        )
+    if parsed.resolve and not parsed.cfg:
+        fail("train.py", UserError("--resolve: goes with --cfg job"))
+    exit_on_mistake("train.py", lambda: _check(parsed.overrides, parsed.multirun, parsed.config_dir))
     return kept
 
 
@@ -72,16 +80,16 @@ def sweep_points(overrides: Sequence[str]) -> list[list[str]]:
     return [list(point) for point in itertools.product(*axes)]
 
 
-def guard(action: Callable[[], None]) -> None:
+def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
     """Run it; a user's mistake is printed and ends the process with 2, without a traceback."""
     try:
         action()
     except UserError as error:
-        fail(error)
+        fail(command, error)
 
 
-def fail(error: UserError) -> NoReturn:
+def fail(command: str, error: UserError) -> NoReturn:
     """Print a user's mistake, on the first rank only, and exit with 2."""
     if environment.ranks().rank == 0:
-        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
     sys.exit(USER_MISTAKE)

@@ -25,12 +25,15 @@ CONF = REPOSITORY / "conf"
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
+def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None, here: bool = True) -> Config:
     """The configuration of `python train.py <overrides>`, checked and resolved.
 
     config_dir: a folder searched for configuration files besides conf/, as `--config-dir` does.
+    here: whether it is to run on this machine; if not, devices and files are not asked for, and precision=auto is bf16.
     Raises ConfigError with every mistake in the overrides, or else with every mistake across fields.
     """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError([f"config_dir={config_dir}: no such folder"])
     with hydra_at_conf():
         try:
             raw = compose_raw(overrides, config_dir)
@@ -39,7 +42,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
             mistaken = True
         if mistaken:
             raise ConfigError(explain_overrides(overrides, config_dir, compose_raw))
-    return finish(raw, overrides)
+    return finish(raw, overrides, here)
 
 
 def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
@@ -48,13 +51,13 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     return hydra.compose("config", [*overrides, *search])
 
 
-def finish(raw: DictConfig, overrides: Sequence[str]) -> Config:
+def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Config:
     """What Hydra composed from these overrides: typed, resolved and checked across fields. Raises ConfigError."""
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
-    resolve(config, given, overrides)
-    errors = check_together(config, given)
+    resolve(config, given, overrides, here)
+    errors = check_together(config, given, here)
     if errors:
         raise ConfigError(errors)
     return config

@@ -23,10 +23,10 @@ SILENT = {
 }  # fmt: skip
 
 
-def resolve(config: Config, given: set[str], overrides: Sequence[str]) -> None:
+def resolve(config: Config, given: set[str], overrides: Sequence[str], here: bool) -> None:
     """Fill in, in place, what follows from the overrides, the tokenizer and the device.
 
-    given: the keys and groups named by the overrides.
+    given: the keys and groups named by the overrides. here: whether it is to run on this machine.
     """
     for pair in PAIRS:
         named = [name for name in pair if name in given and _get(config, name) is not None]
@@ -37,7 +37,7 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str]) -> None:
         if key.metadata["count"] and value is not None:
             _set(config, key.name, parse_count(value))
     if config.precision.name == "auto":
-        config.precision.name = environment.fast_precision()
+        config.precision.name = environment.fast_precision() if here else "bf16"
     training = config.training
     if training.batch_tokens is not None:
         training.batch_size = max(1, training.batch_tokens // training.sequence_length)

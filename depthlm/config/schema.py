@@ -86,7 +86,9 @@ class Training:
         None, "CPU threads of one rank; null: the cores this process may use, shared by its ranks", minimum=1
     )
     max_skipped: int = key(
-        10, "batches left out for a loss or gradient that is not finite, before the run stops", minimum=0
+        10,
+        "batches in a row left out for a gradient (so also a loss) that is not finite, before the run ends",
+        minimum=0,
     )
     checkpoint_every: int = key(100, "steps between checkpoints; the last step always has one", minimum=1)
     keep_last: int = key(2, "checkpoints kept", minimum=1)
@@ -146,7 +148,7 @@ class Config:
         choices=("auto", "never"),
     )
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
-    dry_run: bool = key(False, "check, print what is derived, take one full-size step, and stop")
+    dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")
     model: Model = field(default_factory=Model)
     backbone: Backbone = field(default_factory=Backbone)
     size: Size = field(default_factory=Size)

@@ -82,6 +82,11 @@ class Manifest:
         file.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         return file
 
+    def digest(self) -> str:
+        """A digest of all tokens: the same for the same bytes, wherever they lie."""
+        shards = [shard.sha256 for split in self.splits().values() for shard in split.files]
+        return hashlib.sha256(" ".join(shards).encode()).hexdigest()
+
     def splits(self) -> dict[str, Split]:
         """All splits by the stem of their files: train, validation-<set>."""
         return {"train": self.train} | {f"validation-{name}": split for name, split in self.validation.items()}

@@ -1,5 +1,6 @@
 """Batches of training and of validation, each a pure function of its number."""
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -77,7 +78,20 @@ def loader(
 ) -> DataLoader[torch.Tensor]:
     """The batches of steps first_step up to but without last_step, counted from 0, in order whatever the workers."""
     steps = range(first_step, last_step)
-    return DataLoader(batches, sampler=steps, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
+    return DataLoader(
+        batches,
+        sampler=steps,
+        batch_size=None,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        worker_init_fn=_ignore_signals,
+    )
+
+
+def _ignore_signals(worker: int) -> None:
+    # schedulers signal the whole process group: the main process decides when its workers end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def validation_batches(

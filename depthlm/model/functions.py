@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 2**20  # logits in fp32 at a time: few enough to stay in a CPU's cache
+# logits in fp32 at a time: few enough to stay in a CPU's cache; on a GPU, enough to fill it
+CHUNK = 2**20
+GPU_CHUNK = 2**28
 
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
@@ -28,6 +30,11 @@ def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]
     logits_rv = upcast(logits_rv)
     logsumexp_r = logits_rv.logsumexp(1)
     return logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0], logsumexp_r
+
+
+def chunk_rows(logits_rv: Tensor) -> int:
+    """Rows of logits that are in fp32 at a time."""
+    return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -59,7 +66,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
-        rows = max(1, CHUNK // logits_rv.shape[1])
+        rows = chunk_rows(logits_rv)
         logsumexp_r = torch.cat([upcast(chunk).logsumexp(1) for chunk in logits_rv.split(rows)])
         index_r1 = targets_r.clamp(min=0)[:, None]
         ctx.save_for_backward(logits_rv, index_r1, logsumexp_r)
@@ -68,7 +75,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor, None]:
         logits_rv, index_r1, logsumexp_r = ctx.saved_tensors
-        rows = max(1, CHUNK // logits_rv.shape[1])
+        rows = chunk_rows(logits_rv)
         grad_rv = torch.empty_like(logits_rv)
         scale_r = grad_nll_r + grad_logsumexp_r
         for i in range(0, len(logits_rv), rows):

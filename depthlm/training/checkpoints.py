@@ -52,26 +52,33 @@ def save_checkpoint(engine: Any, directory: Path, state: dict[str, Any], keep_la
         _write_synced(aside / "manifest.json", json.dumps({**state, "files": files}, indent=1))
         for file in files:
             _sync(aside / file)
+        for folder in (aside / STATE, aside):
+            _sync(folder)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(aside, final)
         _sync(checkpoints)
         _write_synced(checkpoints / ".latest", final.name + "\n")
         os.replace(checkpoints / ".latest", checkpoints / "latest")
-        _prune(checkpoints, keep_last)
+        _sync(checkpoints)
+        _prune(checkpoints, final, keep_last)
     torch.distributed.barrier()
     return final
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint of a run directory and its manifest; None if it has none.
+    """The newest whole checkpoint of a run directory and its manifest; None if it has no checkpoint at all.
 
-    A damaged one is passed over with a warning that says what is wrong with it.
+    A damaged one is passed over with a warning that says what is wrong with it. Raises CheckpointError where none of
+    them is whole: starting over would overwrite what may be mended.
     """
-    for path in sorted((directory / "checkpoints").glob("step-*"), reverse=True):
+    paths = sorted((directory / "checkpoints").glob("step-*"), reverse=True)
+    for path in paths:
         try:
             return path, read_manifest(path)
         except CheckpointError as error:
-            log.warning("%s; trying the one before it", error)
+            log.warning("%s; looking for an older one", error)
+    if paths:
+        raise CheckpointError(f"{directory}: none of its checkpoints is whole; remove {paths[0].parent} to start over")
     return None
 
 
@@ -98,8 +105,11 @@ def load_engine(engine: Any, path: Path) -> None:
         raise CheckpointError(f"{path}: DeepSpeed found no state in it")
 
 
-def _prune(checkpoints: Path, keep_last: int) -> None:
-    for old in sorted(checkpoints.glob("step-*"))[:-keep_last]:
+def _prune(checkpoints: Path, newest: Path, keep_last: int) -> None:
+    steps = sorted(checkpoints.glob("step-*"))
+    # what is beyond the newest was passed over as damaged, and must not count as one of the last
+    beyond = steps[steps.index(newest) + 1 :]
+    for old in [*beyond, *steps[: steps.index(newest) + 1][:-keep_last]]:
         shutil.rmtree(old, ignore_errors=True)
     for left_over in checkpoints.glob(".saving-*"):
         shutil.rmtree(left_over, ignore_errors=True)

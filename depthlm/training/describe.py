@@ -8,7 +8,7 @@ from depthlm.analysis import activation_memory, count_parameters, memory_per_gpu
 from depthlm.config import Config
 from depthlm.data import Corpus
 from depthlm.model import Decoder
-from depthlm.training.display import count_text, show_table
+from depthlm.training.display import count_text, number_text, show_table
 from depthlm.training.plan import Plan
 
 
@@ -53,8 +53,8 @@ def derived(config: Config, plan: Plan, corpus: Corpus, model: Decoder, flops_pe
 def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
     """What a complete run came to, as a table."""
     rows = {
-        "validation loss": f"{summary['validation_loss']:.4f} nats per token "
-        f"(perplexity {summary['validation_perplexity']:.2f}; unigram entropy {summary['unigram_entropy']:.3f})",
+        "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
+        f"{number_text(summary['validation_perplexity'])}; unigram entropy {summary['unigram_entropy']:.3f})",
         "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",

@@ -79,18 +79,19 @@ class Bar:
 
     def row(self, row: dict[str, Any]) -> None:
         """Show the newest loss and speed."""
-        self.progress.update(self.task, loss=_loss(row), speed=f"{row['tokens_per_second']:,.0f}")
+        self.progress.update(self.task, loss=number_text(row["loss"]), speed=f"{row['tokens_per_second']:,.0f}")
 
 
-def _loss(row: dict[str, Any]) -> str:
-    return "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+def number_text(value: float | None) -> str:
+    """Four digits, or what stands for a number that JSON cannot hold."""
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def row_text(row: dict[str, Any], last: int) -> str:
     """One logged step as a line."""
     parts = [
         f"step {row['step']}/{last}",
-        f"loss {_loss(row)}",
+        f"loss {number_text(row['loss'])}",
         f"lr {row['learning_rate']:.2e}",
         f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "left out",
         f"{row['tokens_per_second']:,.0f} tokens/s",

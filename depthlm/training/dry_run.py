@@ -1,4 +1,4 @@
-"""Everything but training: one full-size step, for its peak memory and time."""
+"""Everything but training: a full-size step, for its peak memory and time."""
 
 import time
 from typing import Any
@@ -14,14 +14,15 @@ from depthlm.training.plan import Plan
 
 
 def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> None:
-    """Take one step of the whole batch, print what it needed, and write nothing."""
+    """Take a step of the whole batch, and another to time it, print what they needed, and write nothing."""
     batch = batches[0].to(device)
     seconds = []
     # the second step is the one to time: the first makes the optimizer's states and compiles
     for _ in range(2):
         started = time.perf_counter()
         nll = train_step(engine, batch, plan, config.training.z_loss)
-        loss = nll.item() / plan.tokens_per_step * plan.world_size
+        torch.distributed.all_reduce(nll)
+        loss = nll.item() / plan.tokens_per_step
         seconds.append(time.perf_counter() - started)
     rows = {
         "peak memory": f"{peak_memory_gib(device):.2f} GiB",

@@ -1,6 +1,7 @@
 """The DeepSpeed engine: process group, generated configuration, start. No JSON of the user's reaches DeepSpeed."""
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from depthlm import environment
 from depthlm.config import Config
 from depthlm.environment import Ranks
-from depthlm.training.optimizers import build_optimizer, guard
+from depthlm.errors import UserError
+from depthlm.training.optimizers import build_optimizer, guard_step
 from depthlm.training.plan import Plan
 
 
@@ -19,18 +21,27 @@ def start_distributed(ranks: Ranks) -> torch.device:
     if device_type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
-        torch.cuda.set_device(ranks.local_rank)
+        # a task that srun gave one GPU sees that one alone
+        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
     if not torch.distributed.is_initialized():
         backend = "gloo" if device_type == "cpu" else "nccl"
         if ranks.world_size == 1:
             # no port is opened, so any number of runs can start on one machine at once
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
         else:
-            torch.distributed.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
+                raise UserError(
+                    f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: export the first node's name "
+                    "and a free port, as torchrun does"
+                )
+            torch.distributed.init_process_group(
+                backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=30)
+            )
     # DeepSpeed looks for these even where the group exists, and for mpi4py where they are missing
     for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
         os.environ.setdefault(name, str(value))
-    return torch.device(device_type, ranks.local_rank) if device_type == "cuda" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
 
 
 def leave_distributed() -> None:
@@ -53,7 +64,7 @@ def build_engine(config: Config, plan: Plan, model: nn.Module) -> Any:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = build_optimizer(model, config.optimizer)
     if config.deepspeed.stage == 0:
-        guard(optimizer, config.training.gradient_clipping)
+        guard_step(optimizer, config.training.gradient_clipping)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_settings(config, plan))
     return engine
 

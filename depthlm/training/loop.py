@@ -11,7 +11,7 @@ import torch
 
 from depthlm.config import Config
 from depthlm.training.checkpoints import save_checkpoint
-from depthlm.training.display import Bar, row_text
+from depthlm.training.display import Bar, number_text, row_text
 from depthlm.training.engine import loss_scale
 from depthlm.training.metrics import MetricsFile, Stopwatch, peak_memory_gib
 from depthlm.training.optimizers import set_learning_rate
@@ -37,6 +37,7 @@ class Progress:
     skipped: list[int] = field(default_factory=list)
     wall_seconds: float = 0.0
     wandb_id: str | None = None
+    corpus: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Run:
     engine: Any
     device: torch.device
     batches: Iterator[torch.Tensor]
-    validate: Callable[[], dict[str, float]]
+    validate: Callable[[], dict[str, float | None]]
     flops_per_token: float
     peak_flops: float | None
     metrics: MetricsFile
@@ -66,7 +67,11 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
     first_rank = torch.distributed.get_rank() == 0
     profiler = Profiler(run.directory) if config.training.profile and first_rank else None
     logged_at, skipped_in_a_row = progress.step, 0
-    if validation_due(config, plan, progress.step) and len(run.metrics.last) and not run.metrics.validated:
+    if (
+        run.metrics.last.get("step") == progress.step
+        and validation_due(config, plan, progress.step)
+        and not run.metrics.validated
+    ):
         validate(run)  # the run was killed between a checkpoint and its validation
     with Bar(progress.step, plan.last_step, torch.distributed.get_rank()) as bar:
         watch.start()
@@ -115,11 +120,13 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             if run.metrics.last.get("step") == progress.step:
                 run.tracker.write(run.metrics.last)
             if profiler is not None:
-                profiler.step(progress.step)
+                profiler.step(last=ending)
             if stopping:
-                return False
+                break
             watch.start()
-    return True
+    if profiler is not None:
+        profiler.close()
+    return progress.step >= plan.last_step
 
 
 def validation_due(config: Config, plan: Plan, step: int) -> bool:
@@ -129,9 +136,9 @@ def validation_due(config: Config, plan: Plan, step: int) -> bool:
 
 def validate(run: Run) -> None:
     """Measure every validation set and add the losses to the newest row of metrics."""
-    losses = {f"validation/{name}/loss": loss for name, loss in run.validate().items()}
+    losses = run.validate()
     run.metrics.amend(losses)
-    log.info("%s", "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items()))
+    log.info("%s", "  ".join(f"{name} {number_text(loss)}" for name, loss in losses.items()))
 
 
 def train_step(engine: Any, batch: torch.Tensor, plan: Plan, z_loss: float) -> torch.Tensor:

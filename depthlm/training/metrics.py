@@ -11,16 +11,31 @@ from typing import Any
 
 import torch
 
-# dense bf16 (or fp16) TFLOP/s of one device by its name, from the makers' data sheets, without sparsity
-PEAK_TFLOPS = {"H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "B200": 2250, "GH200": 989, "A100": 312,
-               "L40S": 362, "A40": 150, "L4": 121, "RTX 4090": 165, "RTX 3090": 71, "V100": 125}  # fmt: skip
+# dense bf16 (or fp16) TFLOP/s by the name torch gives, from the makers' data sheets, without sparsity
+PEAK_TFLOPS = {
+    "NVIDIA B200": 2250,
+    "NVIDIA H200": 989,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA A40": 150,
+    "NVIDIA L4": 121,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 3090": 71,
+    "Tesla V100-SXM2-16GB": 125,
+    "Tesla V100-SXM2-32GB": 125,
+}
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of the device, or None for one we do not know or for fp32: a wrong guess is worse than none."""
-    if precision == "fp32":
-        return None
-    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), None)
+    """FLOP/s of the device, or None for one we do not know, a part of one (MIG) or fp32: a wrong guess is worse."""
+    tflops = PEAK_TFLOPS.get(device_name)
+    return None if tflops is None or precision == "fp32" else tflops * 1e12
 
 
 def peak_memory_gib(device: torch.device) -> float:

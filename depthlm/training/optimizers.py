@@ -61,7 +61,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def guard(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
     """Make `optimizer.step` clip by the whole gradient's norm, and do nothing where that norm is not finite.
 
     At ZeRO stage 0 DeepSpeed checks nothing itself, but reads `overflow` and `_global_grad_norm` off the optimizer, as

@@ -21,16 +21,26 @@ class Profiler:
         self.steps_seen = 0
         self.profile: torch.profiler.profile | None = torch.profiler.profile(activities=activities)
 
-    def step(self, step: int) -> None:
-        """A step has ended; the first one seen counts as step 1, also in a resumed run."""
+    def step(self, last: bool) -> None:
+        """A step has ended, maybe the last; the first one seen counts as step 1, also in a resumed run."""
         self.steps_seen += 1
         if self.profile is None:
             return
-        if self.steps_seen == FIRST - 1:
+        if self.steps_seen == FIRST - 1 and not last:
             self.profile.start()
         elif self.steps_seen == LAST:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, also of a run that ends before step LAST."""
+        if self.profile is None:
+            return
+        recorded = min(self.steps_seen, LAST) - FIRST + 1
+        if recorded > 0:
             self.profile.stop()
             self.path.parent.mkdir(exist_ok=True)
             self.profile.export_chrome_trace(str(self.path))
-            log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", LAST - FIRST + 1, self.path)
-            self.profile = None
+            log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.path)
+        else:
+            log.warning("no trace: a profile begins with step %d of a session", FIRST)
+        self.profile = None

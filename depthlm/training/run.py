@@ -1,34 +1,36 @@
 """One run from a configuration to its summary: what happens before the loop, and after it."""
 
 import dataclasses
-import json
+import gc
 import logging
-import math
 import os
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthlm import environment
-from depthlm.analysis import flops_per_token, plot_loss
+from depthlm.analysis import flops_per_token
 from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.data import Batches, Corpus, loader, open_corpus, prepare, validation_batches
-from depthlm.evaluation import generate, mean_loss
-from depthlm.model import Decoder, compile_sublayers
+from depthlm.data import Batches, Corpus, loader, open_corpus, prepare
+from depthlm.environment import Ranks
+from depthlm.errors import UserError
+from depthlm.model import compile_sublayers
 from depthlm.training.checkpoints import load_engine, newest_checkpoint
 from depthlm.training.describe import derived, show_summary
 from depthlm.training.display import show_table, start_logging
 from depthlm.training.dry_run import dry_run
-from depthlm.training.engine import autocast, build_engine, leave_distributed, start_distributed
+from depthlm.training.engine import build_engine, leave_distributed, start_distributed
+from depthlm.training.finish import final_losses, finish
 from depthlm.training.loop import DivergedError, Progress, Run, train_steps
-from depthlm.training.metrics import MetricsFile, peak_flops, peak_memory_gib, read_metrics
+from depthlm.training.metrics import MetricsFile, peak_flops
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.run_directory import check_run_directory, finished, open_run_directory
 from depthlm.training.signals import stop_on_signal
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
+from depthlm.training.validation import validator
 
 log = logging.getLogger("depthlm")
 
@@ -44,8 +46,11 @@ def train(config: Config) -> int:
     """
     ranks = environment.ranks()
     first = ranks.rank == 0
-    torch.set_num_threads(config.training.num_threads or max(1, environment.cores() // ranks.local_world_size))
+    torch.set_num_threads(config.training.num_threads or environment.threads(ranks))
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
+    forget_the_run_before()
     start_logging(None, ranks.rank)
     # the first rank alone: another may look after it has begun to write there
     directory = check_run_directory(config) if first and not config.dry_run else Path(config.output_dir or "")
@@ -56,9 +61,6 @@ def train(config: Config) -> int:
     device = start_distributed(ranks)
     if first:
         prepare(config.data)
-    if first and not config.dry_run:
-        open_run_directory(config)
-        start_logging(directory / "train.log", ranks.rank)
     torch.distributed.barrier()
     plan = make_plan(config, ranks)
     corpus = open_corpus(config.data)
@@ -71,6 +73,24 @@ def train(config: Config) -> int:
         rank=ranks.rank,
         ranks=ranks.world_size,
     )
+    with ExitStack() as held:
+        if first and not config.dry_run:
+            held.enter_context(open_run_directory(config, ranks))
+            start_logging(directory / "train.log", ranks.rank)
+        return train_in(directory, config, ranks, plan, corpus, batches, device)
+
+
+def train_in(
+    directory: Path,
+    config: Config,
+    ranks: Ranks,
+    plan: Plan,
+    corpus: Corpus,
+    batches: Batches,
+    device: torch.device,
+) -> int:
+    """Train in a run directory that is this process's alone. Returns the exit code."""
+    first = ranks.rank == 0
     model = build_model(config, device=device)
     model.activation_checkpointing = config.training.activation_checkpointing
     flops = flops_per_token(model, plan.sequence_length).training
@@ -82,8 +102,8 @@ def train(config: Config) -> int:
         dry_run(config, plan, batches, engine, device)
         leave_distributed()
         return COMPLETE
-    progress = resume(directory, engine)
-    metrics = MetricsFile(directory / "metrics.jsonl" if first else None, progress.step)
+    progress = resume(directory, engine, corpus.manifest.digest())
+    metrics = open_metrics(directory, progress.step)
     tracker: Tracker = NoTracker()
     if first:
         settings = dataclasses.asdict(config)
@@ -108,8 +128,9 @@ def train(config: Config) -> int:
     try:
         with stop_on_signal() as request:
             whole = train_steps(run, progress, request)
-        if progress.step == plan.max_steps and first:
-            summary = finish(run, progress, model, corpus)
+        if progress.step == plan.max_steps:
+            losses = final_losses(run)
+            summary = finish(run, progress, model, corpus, losses) if first else None
     except DivergedError as error:
         log.error("%s", error)
         leave_distributed()
@@ -125,36 +146,29 @@ def train(config: Config) -> int:
     return COMPLETE
 
 
-def validator(
-    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
-) -> Callable[[], dict[str, float]]:
-    """A function that measures the mean loss (nats per token) on each validation set; collective."""
-
-    def losses() -> dict[str, float]:
-        measured = {}
-        for name, tokens in corpus.validation.items():
-            batches = validation_batches(
-                tokens,
-                plan.sequence_length,
-                plan.micro_batch_size,
-                config.training.validation_tokens,
-                rank=torch.distributed.get_rank(),
-                ranks=plan.world_size,
-            )
-            with autocast(config, device):
-                measured[name] = mean_loss(model, batches, device)
-        return measured
-
-    return losses
+def forget_the_run_before() -> None:
+    """Free what an earlier point of a sweep held in this process, and its peak memory (of a GPU; a CPU's stays)."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
-def resume(directory: Path, engine: Any) -> Progress:
-    """Bring the engine to the newest whole checkpoint, if there is one; every rank takes the first rank's choice."""
+def resume(directory: Path, engine: Any, corpus: str) -> Progress:
+    """Bring the engine to the newest whole checkpoint, if there is one; every rank takes the first rank's choice.
+
+    corpus: the digest of the token files. Raises UserError where the checkpoint was trained on others.
+    """
     choice: list[Any] = [newest_checkpoint(directory) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(choice)
     if choice[0] is None:
-        return Progress()
+        return Progress(corpus=corpus)
     path, manifest = choice[0]
+    if manifest["corpus"] != corpus:
+        raise UserError(
+            f"{path} was trained on other tokens than those prepared now; bring back the text they were made of, "
+            "or give another output_dir="
+        )
     load_engine(engine, path)
     names = {field.name for field in dataclasses.fields(Progress)}
     progress = Progress(**{name: value for name, value in manifest.items() if name in names})
@@ -162,38 +176,10 @@ def resume(directory: Path, engine: Any) -> Progress:
     return progress
 
 
-def finish(run: Run, progress: Progress, model: Decoder, corpus: Corpus) -> dict[str, Any]:
-    """Write and show what the whole run came to: summary.json, the loss curve, a sample."""
-    rows = list(read_metrics(run.directory / "metrics.jsonl"))
-    losses = {name: loss for name, loss in rows[-1].items() if name.startswith("validation/")}
-    mean = sum(losses.values()) / len(losses)
-    tokens_per_second = progress.tokens / progress.wall_seconds
-    flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
-    summary = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "training_loss": rows[-1]["loss"],
-        "validation_loss": mean,
-        "validation_perplexity": math.exp(mean),
-        **losses,
-        "unigram_entropy": corpus.manifest.train.unigram_entropy,
-        "tokens_per_second": tokens_per_second,
-        "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
-        "wall_seconds": progress.wall_seconds,
-        "peak_memory_gib": peak_memory_gib(run.device),
-        "skipped": progress.skipped,
-    }
-    temporary = run.directory / ".summary.json"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    os.replace(temporary, run.directory / "summary.json")
-    plot_loss(run.directory, summary["unigram_entropy"])
-    show_summary("This run is complete", run.directory, summary, 0)
-    prompt = run.config.training.sample
-    if prompt is not None:
-        tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
-        generator = torch.Generator(run.device).manual_seed(run.config.seed)
-        with autocast(run.config, run.device):
-            sampled = generate(model, tokens.to(run.device), 64, temperature=0.7, top_k=50, generator=generator)
-        log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))
-    return summary
+def open_metrics(directory: Path, after_step: int) -> MetricsFile:
+    """metrics.jsonl of the first rank; the others know its newest row, so that all decide alike."""
+    metrics = MetricsFile(directory / "metrics.jsonl" if torch.distributed.get_rank() == 0 else None, after_step)
+    last = [metrics.last]
+    torch.distributed.broadcast_object_list(last)
+    metrics.last = last[0]
+    return metrics

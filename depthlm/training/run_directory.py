@@ -1,44 +1,73 @@
 """The run directory: what it holds, and whether this configuration may go on in it."""
 
 import dataclasses
+import fcntl
 import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from depthlm import environment
 from depthlm.config import Config
 from depthlm.config.resolve import is_silent
+from depthlm.environment import Ranks
 from depthlm.errors import UserError
 
+LOCK_SECONDS = 10.0
+HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", "summary.json")
 
-def open_run_directory(config: Config) -> Path:
-    """Create the run directory, or check that the run in it is this one, and write its config and environment.
 
-    Raises UserError where it holds another run, or any run under resume=never.
+@contextmanager
+def open_run_directory(config: Config, ranks: Ranks) -> Iterator[Path]:
+    """Create the run directory, hold it for this process, and write its configuration and environment.
+
+    Raises UserError where that fails, or another process trains in it.
     """
-    directory = check_run_directory(config)
+    directory = Path(config.output_dir or "")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output_dir={directory}: cannot be made ({error})") from None
-    OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
-    (directory / "environment.json").write_text(json.dumps(environment.describe(), indent=1) + "\n")
-    return directory
+    with (directory / ".lock").open("w") as file:
+        _lock(file, directory)
+        temporary = directory / ".config.yaml"
+        OmegaConf.save(OmegaConf.structured(config), temporary)
+        os.replace(temporary, directory / "config.yaml")
+        (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
+        yield directory
+
+
+def _lock(file: TextIO, directory: Path) -> None:
+    # the workers of a killed run hold its lock until they notice that it is gone
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{directory}: another process trains in it; wait for it, or give another output_dir="
+                ) from None
+            time.sleep(0.2)
 
 
 def check_run_directory(config: Config) -> Path:
     """The run directory of a configuration. Raises UserError where this configuration may not go on in it."""
     directory = Path(config.output_dir or "")
-    saved = directory / "config.yaml"
-    if not saved.exists():
-        return directory
-    if config.resume == "never":
+    if config.resume == "never" and any((directory / name).exists() for name in HOLDS_A_RUN):
         raise UserError(
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
         )
-    differences = compare(OmegaConf.to_container(OmegaConf.load(saved)), dataclasses.asdict(config))
+    if finished(directory) is None and not any(directory.glob("checkpoints/step-*")):
+        # it failed before its first checkpoint: nothing is lost by another attempt
+        return directory
+    differences = compare(_saved_config(directory), dataclasses.asdict(config))
     if differences:
         lines = "\n".join(f"  - {line}" for line in differences)
         raise UserError(
@@ -46,6 +75,16 @@ def check_run_directory(config: Config) -> Path:
             f"Give the same settings to resume it, or another directory, as in output_dir={directory}-2"
         )
     return directory
+
+
+def _saved_config(directory: Path) -> Any:
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+    except (OSError, YAMLError) as error:
+        raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
+    if not saved:
+        raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it is empty)")
+    return saved
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> list[str]:

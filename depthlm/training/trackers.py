@@ -68,12 +68,13 @@ def start_tracker(
     config: TrackerConfig, directory: Path, name: str, settings: dict[str, Any], run_id: str | None
 ) -> Tracker:
     """Start or continue the run's tracker; on any failure fall back to offline, then to none, and say so."""
-    if config.name == "none":
+    wished = os.environ.get("WANDB_MODE")
+    if config.name == "none" or wished == "disabled":
         return NoTracker()
     import wandb
 
     modes = ["offline"] if config.mode == "offline" else ["online", "offline"]
-    if config.mode == "auto" and (os.environ.get("WANDB_MODE") == "offline" or not has_key()):
+    if config.mode == "auto" and (wished in ("offline", "dryrun") or not has_key()):
         modes = ["offline"]
     for mode in modes:
         try:

@@ -42,6 +42,8 @@ BROKEN = [
     (["training.max_steps=0"], ["training.max_steps=0", "at least 1"]),
     (["training.max_tokens=10X"], ["training.max_tokens=10X", "10B"]),
     (["training.max_tokens=-5"], ["training.max_tokens=-5", "at least 1"]),
+    (["training.max_tokens=inf"], ["training.max_tokens=inf", "10B"]),
+    (["data.max_tokens={a:1}"], ["data.max_tokens", "10B"]),
     (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number above 0"]),
     (["optimizer.lr=0"], ["optimizer.lr=0", "above 0"]),
     (["optimizer.lr=nan"], ["optimizer.lr=nan", "a number"]),
@@ -59,6 +61,8 @@ BROKEN = [
     (["data.validation_fraction=0"], ["data.validation_fraction=0", "above 0"]),
     (["deepspeed.stage=7"], ["deepspeed.stage=7", "at most 2"]),
     (["model.connection._target_=nowhere.Mixer"], ["cannot be imported", "PYTHONPATH"]),
+    (["model.attention._target_=math.pi"], ["math.pi", "not a subclass of"]),
+    (["model.connection._target_=torch.nn.Linear"], ["torch.nn.Linear", "connection.Connection"]),
     (["model.attention._target_=depthlm.model.attention.Nothing"], ["cannot be imported"]),
     (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
     # the grammar
@@ -126,7 +130,17 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         compose(["training.compile=true"])
 
 
-@pytest.mark.parametrize("arguments", [["--flag"], ["-m", "seed=1,2", "output_dir=x"], ["-m", "size=tiny,hug"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--flag"],
+        ["-m", "seed=1,2", "output_dir=x"],
+        ["-m", "size=tiny,hug"],
+        ["--config-name=foo"],
+        ["--resolve"],
+        ["--config-dir=/nowhere"],
+    ],
+)
 def test_the_command_line_ends_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         prepare_arguments(arguments)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,16 @@ from depthlm.training.plan import make_plan
 
 
 @pytest.fixture
-def saved(small_run: Callable[..., list[str]], tmp_path: Path) -> Path:
-    """A run directory with checkpoints of steps 1 and 2."""
+def engine(small_run: Callable[..., list[str]]) -> Any:
+    """A fresh engine of a tied model."""
     config = depthlm.compose(small_run("backbone.tie_embeddings=true"))
     start_distributed(ranks())
-    engine = build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
+    return build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
+
+
+@pytest.fixture
+def saved(engine: Any, tmp_path: Path) -> Path:
+    """A run directory with checkpoints of steps 1 and 2."""
     for step in (1, 2):
         save_checkpoint(engine, tmp_path, {"step": step, "skipped": [7]}, keep_last=3)
     return tmp_path
@@ -78,16 +84,27 @@ def test_damage_is_found_and_the_one_before_is_taken(
     assert found[0].name == "step-00000001"
 
 
-def test_only_the_last_are_kept_and_left_overs_are_removed(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    config = depthlm.compose(small_run())
-    start_distributed(ranks())
-    engine = build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
+def test_only_the_last_are_kept_and_left_overs_are_removed(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "checkpoints/.saving-step-00000001/deepspeed").mkdir(parents=True)
     for step in range(2, 6):
         save_checkpoint(engine, tmp_path, {"step": step}, keep_last=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step-00000004", "step-00000005"]
     assert json.loads((tmp_path / "checkpoints/step-00000005/manifest.json").read_text())["step"] == 5
+
+
+def test_a_damaged_checkpoint_beyond_the_newest_does_not_count_among_the_last(engine: Any, saved: Path) -> None:
+    _flip(saved / "checkpoints/step-00000002/model.safetensors")
+    (saved / "checkpoints/step-00000002").rename(saved / "checkpoints/step-00000009")
+    save_checkpoint(engine, saved, {"step": 3}, keep_last=1)
+    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["latest", "step-00000003"]
+
+
+def test_nothing_starts_over_where_no_checkpoint_is_whole(saved: Path) -> None:
+    for path in (saved / "checkpoints").glob("step-*"):
+        _truncate(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="none of its checkpoints is whole; remove"):
+        newest_checkpoint(saved)
 
 
 def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:

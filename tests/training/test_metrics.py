@@ -58,5 +58,7 @@ def test_an_unknown_device_has_no_peak() -> None:
     assert peak_flops("AMD EPYC", "bf16") is None
     assert peak_flops("NVIDIA H200", "fp32") is None
     assert peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+    assert peak_flops("NVIDIA RTX A4000", "bf16") is None
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12

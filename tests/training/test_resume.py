@@ -1,6 +1,8 @@
 """A run that stops and goes on is the run that never stopped, bit for bit."""
 
+import fcntl
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,7 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(
 
     overrides = small_run("training.max_steps=4")
     with monkeypatch.context() as patch:
-        patch.setattr("depthlm.training.run.mean_loss", killed)
+        patch.setattr("depthlm.training.validation.mean_loss", killed)
         with pytest.raises(KeyboardInterrupt):
             train(depthlm.compose(overrides))
     assert not (tmp_path / "run/summary.json").exists()
@@ -147,6 +149,66 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(
     assert train(depthlm.compose(small_run("training.max_steps=4", name="undisturbed"))) == 0
     losses = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
     assert losses[0]["validation_loss"] == losses[1]["validation_loss"]
+
+
+def test_a_run_does_not_go_on_with_other_tokens(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(30):
+        (source / f"{number}.txt").write_text(f"number {number} " * 30)
+    overrides = small_run(f"data.source={source}", f"data.path={tmp_path}/mine", "training.checkpoint_every=2")
+    assert train(depthlm.compose([*overrides, "training.stop_after=2"])) == 0
+    shutil.rmtree(tmp_path / "mine")
+    for number in range(30):
+        (source / f"{number}.txt").write_text(f"another {number} " * 30)
+    with pytest.raises(UserError, match="trained on other tokens"):
+        train(depthlm.compose(overrides))
+
+
+def test_two_processes_do_not_train_in_one_directory(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthlm.training.run_directory.LOCK_SECONDS", 0.1)
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run/.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process trains in it"):
+            train(depthlm.compose(small_run("training.max_steps=1")))
+    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+
+
+def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="fewer than one sequence"):
+        train(depthlm.compose(small_run("data.max_tokens=10")))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("seed: 77\n")
+    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+
+
+@pytest.mark.parametrize("text", ["", "seed: [1", None])
+def test_a_config_that_cannot_be_read_is_told(
+    small_run: Callable[..., list[str]], tmp_path: Path, text: str | None
+) -> None:
+    assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
+    file = tmp_path / "run/config.yaml"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+        train(depthlm.compose(small_run()))
+
+
+def test_lost_metrics_do_not_lose_the_run(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    (tmp_path / "run/summary.json").unlink()
+    (tmp_path / "run/metrics.jsonl").unlink()
+    assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
+    again = json.loads((tmp_path / "run/summary.json").read_text())
+    assert again["validation_loss"] == summary["validation_loss"]
 
 
 def test_load_gives_the_trained_model_back(small_run: Callable[..., list[str]], tmp_path: Path) -> None:

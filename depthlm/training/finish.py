@@ -1,0 +1,67 @@
+"""What a whole run comes to: summary.json, the loss curve, a sample."""
+
+import json
+import logging
+import math
+import os
+from typing import Any
+
+import torch
+
+from depthlm.analysis import plot_loss
+from depthlm.data import Corpus
+from depthlm.evaluation import generate
+from depthlm.model import Decoder
+from depthlm.training.describe import show_summary
+from depthlm.training.engine import autocast
+from depthlm.training.loop import Progress, Run
+from depthlm.training.metrics import peak_memory_gib
+
+log = logging.getLogger("depthlm")
+
+
+def final_losses(run: Run) -> dict[str, float | None]:
+    """The validation losses of the last step, measured anew where metrics.jsonl has lost them; collective."""
+    last = run.metrics.last
+    if last.get("step") == run.plan.max_steps and run.metrics.validated:
+        return {name: loss for name, loss in last.items() if name.startswith("validation/")}
+    return run.validate()
+
+
+def finish(
+    run: Run, progress: Progress, model: Decoder, corpus: Corpus, losses: dict[str, float | None]
+) -> dict[str, Any]:
+    """Write and show what the whole run came to: summary.json, the loss curve, a sample."""
+    finite = [loss for loss in losses.values() if loss is not None]
+    mean = sum(finite) / len(losses) if len(finite) == len(losses) else None
+    tokens_per_second = progress.tokens / progress.wall_seconds
+    flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
+    summary = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "training_loss": run.metrics.last.get("loss"),
+        "validation_loss": mean,
+        "validation_perplexity": math.exp(mean) if mean is not None and mean < 700 else None,
+        **losses,
+        "unigram_entropy": corpus.manifest.train.unigram_entropy,
+        "tokens_per_second": tokens_per_second,
+        "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
+        "wall_seconds": progress.wall_seconds,
+        "peak_memory_gib": peak_memory_gib(run.device),
+        "skipped": progress.skipped,
+    }
+    temporary = run.directory / ".summary.json"
+    temporary.write_text(json.dumps(summary, indent=1) + "\n")
+    os.replace(temporary, run.directory / "summary.json")
+    plot_loss(run.directory, corpus.manifest.train.unigram_entropy)
+    show_summary("This run is complete", run.directory, summary, 0)
+    prompt = run.config.training.sample
+    if prompt is not None:
+        tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
+        generator = torch.Generator(run.device).manual_seed(run.config.seed)
+        # a sample is not worth compiling for each of its lengths
+        with autocast(run.config, run.device), torch.compiler.set_stance("force_eager"):
+            sampled = generate(model, tokens.to(run.device), 64, temperature=0.7, top_k=50, generator=generator)
+        log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))
+    return summary
