@@ -8,6 +8,7 @@ resolution of the machine.
 """
 
 import argparse
+import json
 import platform
 import resource
 import subprocess
@@ -46,6 +47,9 @@ PAIRS = [
     ("depthlm", "plain", "bf16", "bf16", 0.95),
     ("zero1", "plain", "fp32", "fp32", None),
     ("zero1", "plain", "bf16", "bf16", None),
+    ("transformers again", "transformers", "fp32", "fp32", None),
+    ("transformers again", "transformers", "bf16", "bf16", None),
+    ("transformers again", "transformers", "bf16 compiled", "bf16 compiled", None),
 ]
 
 
@@ -167,13 +171,31 @@ def print_peak_memory(kind: str, mode: str, device: torch.device) -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
+def markdown(path: Path) -> str:
+    """The results of an earlier run as a Markdown table."""
+    results = json.loads(path.read_text())
+    machine = results["machine"]
+    lines = [f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}:", ""]
+    lines += ["| ours | theirs | tokens/s, median | ratio, paired median | wanted |", "|---|---|---|---|---|"]
+    for pair in results["pairs"]:
+        kind, mode = pair["ours"].split(", ")
+        speed = results["speeds"][mode][kind]["median"]
+        wanted = "" if pair["wanted"] is None else f"{pair['wanted']:.2f}"
+        lines.append(f"| {pair['ours']} | {pair['theirs']} | {speed:,.0f} | {pair['ratio']:.3f} | {wanted} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--memory-of", nargs=2, metavar=("KIND", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
     arguments = parser.parse_args()
+    if arguments.markdown:
+        print(markdown(arguments.markdown))
+        return
     torch.set_num_threads(environment.cores())
     device = start_distributed(environment.ranks())
     if arguments.memory_of:
@@ -233,7 +255,10 @@ def report(
         table.add_row(f"{ours}, {our_mode}", f"{theirs}, {their_mode}", f"{value:.3f}", mark)
     console.print(table)
     spreads = {mode: spread(turns, "transformers", "transformers again") for mode, turns in seconds.items()}
-    console.print("A/A spread: " + ", ".join(f"{mode} {value:.1%}" for mode, value in spreads.items()))
+    console.print(
+        "largest A/A deviation of a single round: "
+        + ", ".join(f"{mode} {value:.1%}" for mode, value in spreads.items())
+    )
     return {"shape": SHAPE, "speeds": speeds, "pairs": pairs, "spread": spreads, "peak_memory_gib": memory}
 
 

@@ -1,5 +1,7 @@
 """The DeepSpeed engine: process group, generated configuration, start. No JSON of the user's reaches DeepSpeed."""
 
+import contextlib
+import io
 import os
 from datetime import timedelta
 from typing import Any
@@ -65,7 +67,9 @@ def build_engine(config: Config, plan: Plan, model: nn.Module) -> Any:
     optimizer = build_optimizer(model, config.optimizer)
     if config.deepspeed.stage == 0:
         guard_step(optimizer, config.training.gradient_clipping)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_settings(config, plan))
+    # its bf16 optimizer prints its memory whatever the level of the log
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_settings(config, plan))
     return engine
 
 
