@@ -82,7 +82,8 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     setting = (
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
     )
-    table = Table(title=f"memory per GPU ({setting})", box=box.SIMPLE, title_justify="left", show_header=False)
+    console.print(f"memory per GPU: {setting}")
+    table = Table(box=box.SIMPLE, show_header=False)
     for name, size in summary["memory_per_gpu"].items():
         table.add_row(name, f"{size / 2**30:.2f} GiB")
     console.print(table)

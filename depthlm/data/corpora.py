@@ -1,5 +1,6 @@
 """Where raw text comes from: a corpus is a sequence of named documents, always in the same order."""
 
+import math
 import os
 import platform
 import sysconfig
@@ -13,9 +14,9 @@ from depthlm.data.errors import DataError
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Characters of one document where the source is a single file. Small, so that a file of a few hundred
-# kilobytes still has documents to hold out.
+# Characters of one document where the source is a single file: smaller in a short file, so that some can be held out.
 PIECE = 8192
+PIECES = 32
 
 _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -23,9 +24,9 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
 def documents(data: "Data") -> Iterator[tuple[str, str]]:
     """Yield (name, text) of each document, sorted by name.
 
-    A document is a file of the folder, named by its path below it; a single file is cut at line ends into
-    documents of about PIECE characters. The text is exactly that of the file. Empty files of a folder and those
-    that are not UTF-8 are left out.
+    A document is a file of the folder, named by its path below it; a single file is cut at line ends into documents
+    of about PIECE characters, or a PIECES-th of its bytes if that is less. The text is exactly that of the file.
+    Empty files of a folder and those that are not UTF-8 are left out.
 
     Raises DataError where the source is missing or holds no file of data.suffixes.
     """
@@ -90,6 +91,16 @@ def describe(data: "Data") -> dict[str, Any]:
     return description if data.source else description | {"python": platform.python_version()}
 
 
+def held_out_share(data: "Data") -> float:
+    """data.validation_fraction, or what holds out one document where that would hold out none."""
+    lowest = 1.0
+    for name, _ in documents(data):
+        lowest = min(lowest, share(name))
+        if lowest < data.validation_fraction:
+            return data.validation_fraction
+    return math.nextafter(lowest, 1.0)
+
+
 def is_validation(name: str, fraction: float) -> bool:
     """Whether the document of this name is held out: true for a share `fraction` of all names."""
     return share(name) < fraction
@@ -110,7 +121,8 @@ def pieces(stream: TextIO, size: int) -> Iterator[str]:
 def _pieces_of_file(file: Path) -> Iterator[tuple[str, str]]:
     try:
         with open(file, encoding="utf-8", newline="") as stream:
-            for number, piece in enumerate(pieces(stream, PIECE)):
+            size = max(1, min(PIECE, file.stat().st_size // PIECES))
+            for number, piece in enumerate(pieces(stream, size)):
                 yield f"{file.name}:{number:08d}", piece
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 ({error.reason})", file, "Convert the file to UTF-8.") from error

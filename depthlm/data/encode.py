@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from depthlm.data.corpora import describe, documents, is_validation, pieces, share
+from depthlm.data.corpora import describe, documents, held_out_share, is_validation, pieces
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
 from depthlm.data.settings import settings
@@ -41,13 +41,13 @@ def encode_corpus(data: "Data", folder: Path, console: Console) -> Manifest:
 
     Each document is followed by the end of text. Raises DataError where a split has no document.
     """
-    source, size = describe(data), vocab_size(data)
+    source, size, fraction = describe(data), vocab_size(data), held_out_share(data)
     with _parallel_tokenizers(), _bar(console, source["bytes"]) as show:
-        tokenizer = _tokenizer(data, source["bytes"])
+        tokenizer = _tokenizer(data, source["bytes"], fraction)
         tokenizer.save(folder)
         train = SplitWriter(folder, "train", dtype_of(size), size)
         validation = SplitWriter(folder, f"validation-{data.name}", dtype_of(size), size)
-        for batch in _batches(data):
+        for batch in _batches(data, fraction):
             for writer, held_out in ((train, False), (validation, True)):
                 _write(writer, tokenizer, [piece for piece in batch if piece.held_out == held_out])
             show(train.bytes + validation.bytes, train.tokens + validation.tokens)
@@ -79,11 +79,11 @@ def _write(writer: SplitWriter, tokenizer: Tokenizer, batch: list[Piece]) -> Non
     writer.add(np.concatenate(ids), ended, sum(len(piece.text.encode()) for piece in batch))
 
 
-def _batches(data: "Data") -> Iterator[list[Piece]]:
+def _batches(data: "Data", fraction: float) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     characters = 0
     for name, text in documents(data):
-        held_out = is_validation(name, data.validation_fraction)
+        held_out = is_validation(name, fraction)
         parts = [text] if len(text) <= LONGEST else list(pieces(io.StringIO(text, newline=""), LONGEST))
         for number, part in enumerate(parts, 1):
             batch.append(Piece(held_out, part, last=number == len(parts)))
@@ -95,12 +95,12 @@ def _batches(data: "Data") -> Iterator[list[Piece]]:
         yield batch
 
 
-def _tokenizer(data: "Data", total_bytes: int) -> Tokenizer:
+def _tokenizer(data: "Data", total_bytes: int, fraction: float) -> Tokenizer:
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer != "bpe":
         return Tokenizer.load(data.tokenizer)
-    train = ((name, text) for name, text in documents(data) if not is_validation(name, data.validation_fraction))
+    train = ((name, text) for name, text in documents(data) if not is_validation(name, fraction))
     return train_bpe(sample(train, total_bytes), data.vocab_size)
 
 
@@ -108,12 +108,7 @@ def _one_sided(data: "Data", train: int, validation: int) -> DataError:
     where = data.source or data.name
     if not train and not validation:
         return DataError("every file is empty or not UTF-8", where, "Set data.source to a folder or file of text.")
-    fraction = data.validation_fraction
-    what = f"{train} documents for training and {validation} for validation at data.validation_fraction={fraction:g}"
-    shares = sorted(share(name) for name, _ in documents(data))
-    if len(shares) > 1 and shares[0] < min(shares[1], 0.5):
-        middle = (shares[0] + min(shares[1], 0.5)) / 2
-        return DataError(what, where, f"Set data.validation_fraction={middle:.3g}, or give more documents.")
+    what = f"{train} documents for training and {validation} for validation"
     return DataError(what, where, "Give more documents: a folder of many files, or one file, which is cut into many.")
 
 

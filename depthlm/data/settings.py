@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthlm.data.corpora import PIECE
+from depthlm.data.corpora import PIECE, PIECES
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERSION, Manifest
 
@@ -22,7 +22,7 @@ def settings(data: "Data") -> dict[str, Any]:
     else:
         source = Path(data.source).resolve()
         found |= {"source": str(source)}
-        found |= {"piece": PIECE} if source.is_file() else {"suffixes": sorted(data.suffixes)}
+        found |= {"piece": [PIECE, PIECES]} if source.is_file() else {"suffixes": sorted(data.suffixes)}
     if data.tokenizer == "bpe":
         return found | {"tokenizer": "bpe", "vocab_size": data.vocab_size}
     return found | {"tokenizer": "bytes" if data.tokenizer == "bytes" else _digest_of_file(data.tokenizer)}

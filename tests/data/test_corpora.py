@@ -31,7 +31,7 @@ def test_hidden_empty_and_undecodable_files_are_left_out_and_newlines_are_kept(t
 @pytest.mark.parametrize("line", ["a line of text\r\n", "é", "\n", "x" * 3 * PIECE + "\n"])
 def test_one_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, line: str) -> None:
     file = tmp_path / "book"
-    text = line * (10 * PIECE // len(line) + 1)
+    text = line * (40 * PIECE // len(line) + 1)
     file.write_bytes(text.encode())
     found = list(documents(Data(source=str(file))))
     assert "".join(piece for _, piece in found) == text

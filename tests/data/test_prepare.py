@@ -142,14 +142,19 @@ def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
     assert content(Path("precious")) == {"thesis.tex": b"years"}
 
 
-def test_without_a_document_for_validation_a_fraction_that_works_is_named(tmp_path: Path) -> None:
+def test_a_few_documents_still_have_one_held_out(tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     for name in "abcdefgh":
         (tmp_path / "few" / f"{name}.txt").write_text(name * 100)
-    with pytest.raises(DataError, match="0 for validation") as caught:
-        prepare(Data(name="local", source="few", validation_fraction=0.001))
-    fraction = str(caught.value).split("data.validation_fraction=")[-1].split(",")[0]
-    prepare(Data(name="local", source="few", validation_fraction=float(fraction)))
+    manifest = Manifest.read(prepare(Data(name="local", source="few", validation_fraction=0.001)))
+    assert (manifest.train.documents, manifest.validation["local"].documents) == (7, 1)
+
+
+def test_a_short_file_is_cut_into_enough_documents(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a line of text\n" * 200)
+    manifest = Manifest.read(prepare(Data(name="local", source="short.txt", tokenizer="bytes")))
+    assert manifest.train.documents > 20
+    assert manifest.validation["local"].documents >= 1
 
 
 def test_empty_text_or_a_single_document_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
