@@ -21,13 +21,14 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
         x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
         axes.plot(x, y, "o-", ms=4, lw=1, label=name.removesuffix("/loss"))
         if measured:
-            axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(4, -14), ha="right")
+            axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(7, -3))
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color="grey", ls=":", label="unigram entropy of the corpus")
     axes.set(
         xlabel="tokens (millions)", ylabel="loss (nats per token)", title=f"{directory.parent.name}/{directory.name}"
     )
     axes.grid(alpha=0.25)
+    axes.margins(x=0.11)
     axes.legend(frameon=False)
     path = directory / "loss.png"
     figure.savefig(path, dpi=130)

@@ -12,7 +12,7 @@ import depthlm
 from depthlm.config import Config
 from depthlm.environment import ranks
 from depthlm.model import optimizer_groups
-from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.engine import build_engine, loss_scale, start_distributed
 from depthlm.training.loop import Progress, next_learning_rate, train_step
 from depthlm.training.optimizers import set_learning_rate
 from depthlm.training.plan import make_plan
@@ -157,3 +157,32 @@ def test_the_gradient_norm_is_told_and_clipped(small_run: Callable[..., list[str
     assert free[0] == pytest.approx(clipped[0], rel=1e-4)
     assert free[0] > 0.1
     assert free[1] != pytest.approx(clipped[1], rel=1e-5)
+
+
+def test_fp16_scales_the_loss_and_leaves_overflows_out(
+    small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_distributed(ranks())
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    config = depthlm.compose(small_run("deepspeed=zero1"))
+    # as on a GPU; on a CPU the configuration refuses it
+    config.precision.name, config.precision.initial_scale_power = "fp16", 8
+    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
+    engine = build_engine(config, plan, model)
+    batch = synthetic_tokens(config, 1)
+    start = float(train_step(engine, batch, plan, 0.0))
+    assert engine.was_step_applied()
+    assert loss_scale(engine) == 256
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    poison = model.final_norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+    for _ in range(3):
+        train_step(engine, batch, plan, 0.0)
+        assert not engine.was_step_applied()
+    poison.remove()
+    assert loss_scale(engine) < 256
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    for _ in range(5):
+        last = float(train_step(engine, batch, plan, 0.0))
+    assert last < start
