@@ -108,8 +108,6 @@ def _check_shape(config: Config, given: set[str]) -> list[str]:
         )
     if backbone.position == "rope" and size.head_size % 2:
         errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
-    if backbone.position == "sinusoidal" and size.hidden_size % 2:
-        errors.append(f"size.hidden_size={size.hidden_size}: sinusoidal positions come in pairs; it must be even")
     needed = padded_vocab_size(config.data) if tokenizer_exists(config) else 0
     if "size.vocab_size" in given and size.vocab_size < needed:
         errors.append(

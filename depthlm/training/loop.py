@@ -38,6 +38,7 @@ class Progress:
     wall_seconds: float = 0.0
     wandb_id: str | None = None
     corpus: str = ""
+    world_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def train_in(
         dry_run(config, plan, batches, engine, device)
         leave_distributed()
         return COMPLETE
-    progress = resume(directory, engine, corpus.manifest.digest())
+    progress = resume(directory, engine, corpus.manifest.digest(), ranks.world_size)
     metrics = open_metrics(directory, progress.step)
     tracker: Tracker = NoTracker()
     if first:
@@ -154,24 +154,31 @@ def forget_the_run_before() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def resume(directory: Path, engine: Any, corpus: str) -> Progress:
+def resume(directory: Path, engine: Any, corpus: str, world_size: int) -> Progress:
     """Bring the engine to the newest whole checkpoint, if there is one; every rank takes the first rank's choice.
 
-    corpus: the digest of the token files. Raises UserError where the checkpoint was trained on others.
+    corpus: the digest of the token files. Raises UserError where the checkpoint was trained on others, or where its
+    optimizer is sharded over another number of ranks.
     """
     choice: list[Any] = [newest_checkpoint(directory) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(choice)
     if choice[0] is None:
-        return Progress(corpus=corpus)
+        return Progress(corpus=corpus, world_size=world_size)
     path, manifest = choice[0]
     if manifest["corpus"] != corpus:
         raise UserError(
             f"{path} was trained on other tokens than those prepared now; bring back the text they were made of, "
             "or give another output_dir="
         )
+    if engine.zero_optimization_stage() > 0 and manifest["world_size"] != world_size:
+        raise UserError(
+            f"{path} shards its optimizer over {manifest['world_size']} ranks, and there are {world_size} now; start as "
+            "many again (deepspeed=zero0 resumes on any number)"
+        )
     load_engine(engine, path)
     names = {field.name for field in dataclasses.fields(Progress)}
     progress = Progress(**{name: value for name, value in manifest.items() if name in names})
+    progress.world_size = world_size
     log.info("resumed from %s: %d steps done", path, progress.step)
     return progress
 

@@ -73,7 +73,6 @@ BROKEN = [
     # across fields
     (["size.num_kv_heads=3"], ["size.num_kv_heads=3", "must divide", "size.num_heads"]),
     (["size.head_size=7"], ["size.head_size=7", "even"]),
-    (["backbone=lm1b", "size.hidden_size=771"], ["size.hidden_size=771", "even"]),
     (["size.vocab_size=300"], ["size.vocab_size=300", "needs"]),
     (["training.max_steps=5", "training.max_tokens=1M"], ["both given"]),
     (["training.max_steps=null"], ["how long is the run"]),

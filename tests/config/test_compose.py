@@ -62,6 +62,14 @@ def test_the_length_given_replaces_the_default_of_its_pair() -> None:
     assert warmup_steps(config) == 7
 
 
+def test_widths_need_not_be_heads_times_head_size() -> None:
+    for width in (771, 1111):
+        model = depthlm.build_model(
+            depthlm.compose(["backbone=lm1b", "size=lm1b", f"size.hidden_size={width}"]), "meta"
+        )
+        assert model.head.weight.shape == (30000, width)
+
+
 def test_a_batch_in_tokens_becomes_sequences() -> None:
     assert depthlm.compose(["training.batch_tokens=4096", "training.sequence_length=128"]).training.batch_size == 32
 

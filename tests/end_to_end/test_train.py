@@ -177,6 +177,10 @@ def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) ->
         both = run([*launch, *overrides], OMP_NUM_THREADS="1")
         assert both.returncode == 0, both.stderr
         assert curve(tmp_path / f"two-{stage}") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+    overrides = small_run("training.max_steps=8", name="two-then-one")
+    assert run([*launch, *overrides, "training.stop_after=4"], OMP_NUM_THREADS="1").returncode == 0
+    assert run([*TRAIN, *overrides]).returncode == 0
+    assert curve(tmp_path / "two-then-one") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
 
 
 def test_wandb_offline_holds_the_run_and_the_run_id_is_in_the_checkpoint(small_run: Overrides, tmp_path: Path) -> None:

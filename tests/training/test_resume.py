@@ -165,6 +165,18 @@ def test_a_run_does_not_go_on_with_other_tokens(small_run: Callable[..., list[st
         train(depthlm.compose(overrides))
 
 
+def test_a_sharded_optimizer_does_not_resume_on_another_number_of_ranks(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert train(depthlm.compose(small_run("deepspeed=zero1", "training.stop_after=1"))) == 0
+    file = tmp_path / "run/checkpoints/step-00000001/manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["world_size"] == 1
+    file.write_text(json.dumps({**manifest, "world_size": 2}))
+    with pytest.raises(UserError, match="over 2 ranks, and there are 1 now"):
+        train(depthlm.compose(small_run("deepspeed=zero1")))
+
+
 def test_two_processes_do_not_train_in_one_directory(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
