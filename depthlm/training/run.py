@@ -172,8 +172,8 @@ def resume(directory: Path, engine: Any, corpus: str, world_size: int) -> Progre
         )
     if engine.zero_optimization_stage() > 0 and manifest["world_size"] != world_size:
         raise UserError(
-            f"{path} shards its optimizer over {manifest['world_size']} ranks, and there are {world_size} now; start as "
-            "many again (deepspeed=zero0 resumes on any number)"
+            f"{path} shards its optimizer over {manifest['world_size']} ranks, and there are {world_size} now; "
+            "start as many again (deepspeed=zero0 resumes on any number)"
         )
     load_engine(engine, path)
     names = {field.name for field in dataclasses.fields(Progress)}
