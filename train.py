@@ -16,7 +16,7 @@ from depthlm.config.command_line import exit_on_mistake, prepare_arguments
 from depthlm.errors import UserError
 from depthlm.training import FAILED, STOPPED, train
 
-MISTAKE, INTERRUPTED = 2, 130
+MISTAKE = 2
 exit_codes: list[int] = []
 
 
@@ -50,5 +50,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         print("train.py: interrupted outside of training; the same command goes on from the last checkpoint")
-        sys.exit(INTERRUPTED)
+        sys.exit(FAILED)
     sys.exit(max(exit_codes, default=0))

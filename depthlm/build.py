@@ -11,10 +11,11 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     """The decoder of a configuration: model(tokens[B, T]) -> logits[B, T, V].
 
     On `meta` it has shapes but no weights. Elsewhere each parameter is drawn from its own generator, seeded by
-    (seed, its name), so that what two mechanisms share starts the same.
+    (seed, its name), so that what two mechanisms share starts the same. A mechanism's settings are data: no `_target_`
+    inside them is built.
     """
-    connection = hydra.utils.instantiate(config.model.connection, _partial_=True)
-    attention = hydra.utils.instantiate(config.model.attention, _partial_=True)
+    connection = hydra.utils.instantiate(config.model.connection, _partial_=True, _recursive_=False)
+    attention = hydra.utils.instantiate(config.model.attention, _partial_=True, _recursive_=False)
     with torch.device("meta"):
         model = Decoder(config.size, config.backbone, connection, attention)
     if torch.device(device).type != "meta":

@@ -68,8 +68,8 @@ def cores() -> int:
 
 
 def threads(ranks: Ranks) -> int:
-    """CPU threads for this rank: all its cores where the launcher bound it to some, else its share of the node's."""
-    bound = cores() < (os.cpu_count() or 1)
+    """CPU threads for this rank: all its cores where srun bound it to some, else its share of the node's."""
+    bound = ranks.launcher == "srun" and cores() < (os.cpu_count() or 1)
     return cores() if bound else max(1, cores() // ranks.local_world_size)
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from depthlm.build import build_model
 from depthlm.config import Config
+from depthlm.config.checks import check_target
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training.checkpoints import newest_checkpoint
@@ -26,6 +27,8 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
         module = str(settings.get("_target_")).rpartition(".")[0]
         if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", *trust)):
             raise UserError(f"{directory}: model.{part} is {module}'s; name that module in trust=[...] to build it")
+        if errors := check_target(f"model.{part}", settings):
+            raise UserError(f"{directory}: {'; '.join(errors)}")
     found = newest_checkpoint(directory)
     if found is None:
         raise UserError(f"{directory}: no whole checkpoint in it; train it first, or name another run")

@@ -33,6 +33,9 @@ def memory_per_gpu(parameters: int, stage: int, ranks: int, precision: str, acti
     if stage not in range(4) or precision not in BYTES or ranks < 1:
         raise ValueError(f"stage {stage} in 0..3, precision {precision} in {', '.join(BYTES)}, ranks {ranks} >= 1")
     per_parameter = BYTES["fp32" if precision == "bf16" and stage == 0 else precision]
+    if precision == "bf16" and stage == 1:
+        # DeepSpeed's bf16 optimizer keeps every gradient once more in fp32, to accumulate in
+        per_parameter = (2, 6, 12)
     shares = [1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)]
     weights, gradients, optimizer = (parameters * b * share for b, share in zip(per_parameter, shares, strict=True))
     return Memory(weights, gradients, optimizer, activations)
@@ -45,12 +48,12 @@ def activation_memory(
 
     Per token, with D hidden, F of the MLP, H and K heads of size e, V vocabulary, L layers, w bytes of a number:
 
-        layer:  2 D s + w (3 D + (3 H + 3 K) e + 4 F)    both sublayers' inputs (s bytes); two normed inputs and the
+        layer:  2 D s + w (3 D + (3 H + 3 K) e + 4 F)    both sublayers' inputs (s = 4 bytes); two normed inputs and the
                                                          MLP's output; q and k before and after norm and rope, v,
                                                          context and output; gate, up, silu(gate) and their product
         head:   2 w V                                    the logits and their gradient
 
-    s is 4 under autocast and for fp32, else w. With checkpointing: L D s + one layer + the head, else L layers + head.
+    With checkpointing: L D s + one layer + the head, else L layers + head.
     A mechanism's stream comes on top.
     """
     w = 4 if precision == "fp32" else 2

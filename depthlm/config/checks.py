@@ -33,9 +33,9 @@ def check_fields(raw: DictConfig) -> list[str]:
     for key in known.values():
         value = OmegaConf.select(raw, key.name, throw_on_missing=True)
         if key.name in FREE_GROUPS:
-            errors.extend(_check_target(key.name, OmegaConf.to_container(value, resolve=True)))
+            errors.extend(check_target(key.name, OmegaConf.to_container(value, resolve=True)))
         elif not _fits(key, value):
-            errors.append(f"{key.name}={value}: not {key.wanted}" + nearest(str(value), key.metadata["choices"]))
+            errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
     return errors
 
 
@@ -59,7 +59,8 @@ def _fits(key: Key, value: Any) -> bool:
     )
 
 
-def _check_target(name: str, settings: Any) -> list[str]:
+def check_target(name: str, settings: Any) -> list[str]:
+    """Whether the settings of model.connection or model.attention name such a class and what it takes; the mistakes."""
     target = settings.get("_target_")
     if not isinstance(target, str) or "." not in target:
         return [f"{name}._target_={target}: not a class, as in depthlm.model.connections.residual.Residual"]
@@ -126,7 +127,10 @@ def _check_batch(config: Config, given: set[str]) -> list[str]:
         if training.batch_tokens % length:
             return [f"training.batch_tokens={training.batch_tokens}: does not divide by sequence_length={length}"]
     if training.batch_size % ranks:
-        return [f"training.batch_size={training.batch_size}: does not divide by the {ranks} ranks of this run"]
+        return [
+            f"training.batch_size={training.batch_size}: does not divide by the {ranks} ranks of this run; "
+            f"allowed: multiples of {ranks}"
+        ]
     share = training.batch_size // ranks
     if training.micro_batch_size is not None and share % training.micro_batch_size:
         return [
@@ -194,7 +198,9 @@ def _check_files(config: Config) -> list[str]:
         errors.append(f"data.source={data.source}: no such folder or file")
     if not tokenizer_exists(config):
         errors.append(f"data.tokenizer={data.tokenizer}: not bpe, not bytes, and no such tokenizer.json")
-    folder = Path(config.output_dir or ".").absolute()
+    if not config.output_dir:
+        return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
+    folder = Path(config.output_dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         errors.append(f"output_dir={config.output_dir}: {existing} is no folder that this user may write to")

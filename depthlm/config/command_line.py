@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from depthlm import environment
-from depthlm.config.compose import compose
+from depthlm.config.compose import compose, hydra_at_conf
 from depthlm.config.errors import ConfigError
 from depthlm.config.help import print_help
 from depthlm.errors import UserError
@@ -22,7 +22,7 @@ USER_MISTAKE = 2
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     """What is left for Hydra of a command line, once it has been found right; exits 0 after help, 2 on mistakes."""
     # DeepSpeed's launcher adds --local_rank, which Hydra's parser refuses; the environment says the same.
-    kept = [argument for argument in arguments if not argument.startswith("--local_rank")]
+    kept = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     if "--help" in kept or "-h" in kept:
         print_help()
         sys.exit(0)
@@ -49,34 +49,40 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
         return
     if environment.ranks().world_size > 1:
         raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
-    points = sweep_points(overrides)
-    given_dir = [o for o in overrides if o.startswith("output_dir=")]
-    if len(points) > 1 and given_dir and "${" not in given_dir[-1]:
-        raise ConfigError([f"{given_dir[-1]}: every point of a sweep would write there; interpolate, as in "
-                           "output_dir='outputs/mine/${model.name}-${seed}'"])  # fmt: skip
     errors: list[str] = []
-    for point in points:
+    directories: set[str | None] = set()
+    for point in sweep_points(overrides):
         try:
-            compose(point, config_dir)
+            directory = compose(point, config_dir).output_dir
         except ConfigError as error:
             errors.extend(error.errors)
+            continue
+        if directory in directories:
+            errors.append(
+                f"output_dir={directory}: several points of the sweep would write there; interpolate what they differ "
+                "in, as in output_dir='outputs/mine/${model.name}-${seed}'"
+            )
+        directories.add(directory)
     if errors:
         raise ConfigError(errors)
 
 
 def sweep_points(overrides: Sequence[str]) -> list[list[str]]:
     """The product of all `key=a,b` overrides: one list of plain overrides a point, in Hydra's order."""
-    try:
-        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException:
-        return [list(overrides)]
     axes = []
-    for override in parsed:
-        if override.is_sweep_override() and override.is_discrete_sweep():
-            name = override.get_key_element()
-            axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
-        else:
-            axes.append([override.input_line or ""])
+    with hydra_at_conf():
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        for text in overrides:
+            try:
+                (override,) = parser.parse_overrides([text])
+            except HydraException:
+                axes.append([text])
+                continue
+            if override.is_sweep_override() and override.is_discrete_sweep():
+                name = override.get_key_element()
+                axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
+            else:
+                axes.append([text])
     return [list(point) for point in itertools.product(*axes)]
 
 

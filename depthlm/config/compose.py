@@ -38,7 +38,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
         try:
             raw = compose_raw(overrides, config_dir)
             mistaken = bool(check_fields(raw))
-        except (HydraException, OmegaConfBaseException):
+        except (HydraException, OmegaConfBaseException, ValueError):
             mistaken = True
         if mistaken:
             raise ConfigError(explain_overrides(overrides, config_dir, compose_raw))

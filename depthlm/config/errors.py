@@ -20,9 +20,14 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     """`; did you mean ...?` where something close is allowed, else nothing."""
     candidates = list(allowed)
     # a leaf typed without its group, as in `lr` for `optimizer.lr`
-    close = [name for name in candidates if name.rsplit(".", 1)[-1] == given][:3]
+    close = sorted((name for name in candidates if name.rsplit(".", 1)[-1] == given), key=_least_asked_last)[:3]
     close = close or difflib.get_close_matches(given, candidates, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
+
+
+def _least_asked_last(name: str) -> bool:
+    # size.lr is but the default of optimizer.lr, and so on
+    return name.startswith("size.")
 
 
 def listed(allowed: Iterable[object]) -> str:

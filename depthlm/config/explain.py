@@ -93,7 +93,7 @@ def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) 
         return None, [f"{error.full_key}: has no default; give {error.full_key}=..."]
     except InterpolationResolutionError as error:
         return None, [f"{error.full_key}: {str(error).splitlines()[0]}"]
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         return None, [_one_line(error)]
 
 
@@ -112,8 +112,8 @@ def _explain_value(override: Override, composed: DictConfig, groups: Iterable[st
     if name in known and not override.is_delete():
         if "interpolation" in failure[0].lower():
             return f"{given}: {failure[0].split(': ', 1)[-1]}"
-        return f"{given}: not {known[name].wanted}"
-    present = [*known, *leaves(composed), *groups]
+        return f"{given}: must be {known[name].wanted}"
+    present = list(dict.fromkeys([*known, *leaves(composed), *groups]))
     if name in present or name.startswith("hydra"):
         return f"{given}: {failure[0]}"
     sections = {key.rsplit(".", 1)[0] for key in known if "." in key}

@@ -47,7 +47,7 @@ class Key:
             )
             if text
         ]
-        return " ".join([words, " and ".join(bounds)]).strip() + (" or null" if self.optional else "")
+        return ", ".join([words, *bounds]) + (", or null" if self.optional else "")
 
 
 def keys() -> dict[str, Key]:

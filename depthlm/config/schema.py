@@ -47,7 +47,7 @@ class Optimizer:
     weight_decay: float = key(0.1, "decoupled weight decay of the matrices", minimum=0)
     betas: list[float] = key([0.9, 0.95], "decay rates of AdamW's two moments")
     eps: float = key(1e-8, "epsilon of AdamW", above=0)
-    momentum: float = key(0.95, "momentum of Muon", minimum=0, maximum=1)
+    momentum: float = key(0.95, "momentum of Muon", minimum=0, maximum=0.9999)
     ns_steps: int = key(5, "Newton-Schulz iterations of Muon", minimum=1)
 
 
@@ -138,7 +138,7 @@ class Tracker:
 class Config:
     """One run."""
 
-    seed: int = key(1, "seed of the weights and of the order of the data", minimum=0)
+    seed: int = key(1, "seed of the weights and of the order of the data", minimum=0, maximum=2**63 - 1)
     output_dir: Optional[str] = key(
         None, "the run directory; null: outputs/<experiment or default>/<name made from the overrides>"
     )

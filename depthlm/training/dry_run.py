@@ -14,7 +14,7 @@ from depthlm.training.plan import Plan
 
 
 def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> None:
-    """Take a step of the whole batch, and another to time it, print what they needed, and write nothing."""
+    """Take a step of the whole batch, and another to time it, print what they needed, and write no run."""
     batch = batches[0].to(device)
     seconds = []
     # the second step is the one to time: the first makes the optimizer's states and compiles

@@ -108,5 +108,5 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor on the loss of the last step; 1 without fp16."""
+    """The factor on the loss of the next step; 1 without fp16."""
     return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else 1.0

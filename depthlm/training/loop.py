@@ -82,6 +82,7 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             set_learning_rate(engine.optimizer, learning_rate)
             # whatever a mechanism draws is then a function of the step alone, and resuming needs no generator's state
             torch.manual_seed(hash((config.seed, progress.step, torch.distributed.get_rank())) % 2**63)
+            scale = loss_scale(engine)  # the step's own: DeepSpeed changes it at the end of one
             nll = train_step(engine, batch.to(run.device, non_blocking=True), plan, config.training.z_loss)
             progress.step += 1
             progress.tokens += plan.tokens_per_step
@@ -95,7 +96,7 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
                 if skipped_in_a_row > config.training.max_skipped:
                     raise DivergedError(
                         f"{skipped_in_a_row} batches in a row without a finite gradient (training.max_skipped="
-                        f"{config.training.max_skipped}); lower optimizer.lr, or resume from the last checkpoint"
+                        f"{config.training.max_skipped}); lower optimizer.lr, and give another output_dir="
                     )
             stopping = request.agreed(run.device)
             ending = stopping or progress.step == plan.last_step
@@ -103,7 +104,7 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             validating = validation_due(config, plan, progress.step)
             if saving or validating or progress.step == 1 or _due(progress.step, config.training.log_every):
                 steps_per_second = (progress.step - logged_at) / watch.take_lap()
-                row = measure(run, progress, nll, learning_rate, steps_per_second)
+                row = measure(run, progress, nll, learning_rate, steps_per_second) | {"loss_scale": scale}
                 logged_at = progress.step
                 bar.row(row)
                 log.info("%s", row_text(row, plan.max_steps))
@@ -180,7 +181,6 @@ def measure(
         "loss": loss if math.isfinite(loss) else None,
         "learning_rate": learning_rate,
         "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
-        "loss_scale": loss_scale(run.engine),
         "tokens_per_second": tokens_per_second,
         "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
         "peak_memory_gib": peak_memory_gib(run.device),

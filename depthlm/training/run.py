@@ -53,7 +53,7 @@ def train(config: Config) -> int:
     forget_the_run_before()
     start_logging(None, ranks.rank)
     # the first rank alone: another may look after it has begun to write there
-    directory = check_run_directory(config) if first and not config.dry_run else Path(config.output_dir or "")
+    directory = check_run_directory(config) if first else Path(config.output_dir or "")
     summary = finished(directory)
     if summary is not None and not config.dry_run:
         show_summary("This run is complete", directory, summary, ranks.rank)

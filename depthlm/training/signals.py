@@ -18,7 +18,7 @@ class StopRequest:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            raise SystemExit(128 + number)
+            raise SystemExit(1)
         self.name = signal.Signals(number).name
 
     def agreed(self, device: torch.device) -> bool:

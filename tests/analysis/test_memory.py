@@ -10,7 +10,7 @@ from depthlm.analysis.memory import activation_memory, memory_per_gpu
         ("fp32", 0, (4, 4, 8)),
         ("fp32", 1, (4, 4, 1)),
         ("bf16", 0, (4, 4, 8)),
-        ("bf16", 1, (2, 2, 1.5)),
+        ("bf16", 1, (2, 6, 1.5)),
         ("bf16", 2, (2, 0.25, 1.5)),
         ("fp16", 3, (0.25, 0.25, 1.5)),
     ],

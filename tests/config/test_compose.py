@@ -21,12 +21,12 @@ def test_the_default_is_vanilla_tiny_on_the_standard_library() -> None:
 
 
 def test_every_option_of_every_group_composes() -> None:
-    for group in ("model", "backbone", "size", "optimizer", "schedule", "deepspeed", "tracker"):
+    for group in ("model", "backbone", "size", "data", "optimizer", "schedule", "deepspeed", "precision", "tracker"):
         for file in (REPOSITORY / "conf" / group).glob("*.yaml"):
             stage = ["schedule.warmup_steps=3"] if group == "schedule" else []
-            config = depthlm.compose([f"{group}={file.stem}", *stage])
-            if group != "deepspeed":
-                assert getattr(config, group).name == file.stem.replace("lm1b_", "lm1b_")
+            config = depthlm.compose([f"{group}={file.stem}", *stage], here=False)
+            if group != "deepspeed" and file.stem != "auto":
+                assert getattr(config, group).name == file.stem
 
 
 def test_every_key_is_documented() -> None:
@@ -99,6 +99,10 @@ def test_sweep_points_are_the_product_in_order() -> None:
     assert points == [
         ["model=vanilla", f"seed={seed}", f"size={size}"] for seed in (1, 2) for size in ("micro", "tiny")
     ]
+
+
+def test_a_glob_sweeps_over_every_option_that_matches() -> None:
+    assert sweep_points(["deepspeed=glob(zero*)"]) == [["deepspeed=zero0"], ["deepspeed=zero1"], ["deepspeed=zero2"]]
 
 
 def test_arguments_of_launchers_are_dropped() -> None:

@@ -85,6 +85,16 @@ def test_ctrl_c_saves_and_says_how_to_go_on(small_run: Overrides, tmp_path: Path
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
 
 
+def test_a_second_signal_stops_at_once(small_run: Overrides, tmp_path: Path) -> None:
+    process = start([*TRAIN, *small_run("training.max_steps=100000", "size.num_layers=40", "training.batch_size=256")])
+    wait_for_step(tmp_path / "run", 1, process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+
+
 def test_make_train_killed_at_random_moments_and_repeated_gives_the_undisturbed_run(
     small_run: Overrides, tmp_path: Path
 ) -> None:
@@ -177,6 +187,9 @@ def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) ->
         both = run([*launch, *overrides], OMP_NUM_THREADS="1")
         assert both.returncode == 0, both.stderr
         assert curve(tmp_path / f"two-{stage}") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+    in_bf16 = small_run("training.max_steps=8", "precision=bf16", name="two-bf16")
+    assert run([*launch, *in_bf16], OMP_NUM_THREADS="1").returncode == 0
+    assert curve(tmp_path / "two-bf16") == pytest.approx(curve(tmp_path / "one"), rel=5e-3)
     overrides = small_run("training.max_steps=8", name="two-then-one")
     assert run([*launch, *overrides, "training.stop_after=4"], OMP_NUM_THREADS="1").returncode == 0
     assert run([*TRAIN, *overrides]).returncode == 0

@@ -89,6 +89,24 @@ def test_compile_changes_nothing(make_decoder, backbone, checkpointing):
     assert_same(model, other, 1e-4)
 
 
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_compile_under_autocast_changes_nothing(make_decoder, backbone):
+    torch.compiler.reset()
+    model = make_decoder(backbone)
+    other = copy.deepcopy(model)
+    compile_sublayers(other, backend="aot_eager")
+    tokens, targets = batch()
+    losses = []
+    for one in (model, other):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(one(tokens, targets).nll)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=0)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        similarity = torch.nn.functional.cosine_similarity(mine.grad.flatten(), theirs.grad.flatten(), dim=0)
+        assert mine.grad.norm() == 0 or similarity > 0.999
+
+
 def test_compile_with_inductor_compiles_each_region_once_for_all_layers(make_decoder):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -85,6 +85,15 @@ def test_what_saves_memory_does_not_change_the_curve(
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
+def test_z_loss_reaches_the_updates(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    for name, weight in (("without", 0.0), ("with", 0.1)):
+        assert train(depthlm.compose(small_run("training.max_steps=4", f"training.z_loss={weight}", name=name))) == 0
+    curves = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("without", "with")]
+    # the first loss is before any update, and what is logged leaves the z-loss out
+    assert curves[0][0] == curves[1][0]
+    assert curves[0][1] != curves[1][1]
+
+
 def test_a_deterministic_run_gives_the_same_bits_twice(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     try:
         for name in ("one", "two"):

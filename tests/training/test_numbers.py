@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.analysis import memory_per_gpu
 from depthlm.config import Config
 from depthlm.environment import ranks
 from depthlm.model import optimizer_groups
@@ -186,3 +187,41 @@ def test_fp16_scales_the_loss_and_leaves_overflows_out(
     for _ in range(5):
         last = float(train_step(engine, batch, plan, 0.0))
     assert last < start
+
+
+def test_muon_equals_torchs_muon_beside_its_adamw(small_run: Callable[..., list[str]]) -> None:
+    overrides = small_run("optimizer=muon", "schedule=constant", "training.gradient_clipping=0")
+    config = depthlm.compose(overrides)
+    model = depthlm.build_model(config)
+    hidden = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    embeddings = [model.embedding.weight, model.head.weight]
+    adamw = torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}, {"params": embeddings, "weight_decay": 0.1}],
+                              betas=(0.9, 0.95))  # fmt: skip
+    muon = torch.optim.Muon(hidden, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    plan, expected = make_plan(config, ranks()), []
+    for step, tokens in enumerate(synthetic_tokens(config, 4)):
+        for optimizer in (adamw, muon):
+            for group in optimizer.param_groups:
+                group["lr"] = next_learning_rate(config, plan, Progress(step=step))
+        sums = model(tokens[:, :-1], tokens[:, 1:])
+        (sums.nll / plan.tokens_per_step).backward()
+        expected.append(sums.nll.item() / plan.tokens_per_step)
+        for optimizer in (adamw, muon):
+            optimizer.step()
+            optimizer.zero_grad()
+        model.zero_grad()
+    torch.testing.assert_close(losses(overrides, 4), expected, rtol=1e-5, atol=0)
+
+
+def test_bf16_at_stage_1_holds_the_gradients_that_the_memory_estimate_counts(
+    small_run: Callable[..., list[str]],
+) -> None:
+    start_distributed(ranks())
+    config = depthlm.compose(small_run("deepspeed=zero1", "precision=bf16"))
+    model = depthlm.build_model(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    engine = build_engine(config, make_plan(config, ranks()), model)
+    in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.optimizer.fp32_groups_gradients_flat)
+    # flat groups are padded a little
+    assert memory_per_gpu(count, 1, 1, "bf16").gradients == pytest.approx(2 * count + in_fp32, rel=0.01)

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
+from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
+from depthlm.evaluation import mean_loss
 from depthlm.training import train
 from depthlm.training.metrics import read_metrics
 
@@ -223,21 +225,40 @@ def test_lost_metrics_do_not_lose_the_run(small_run: Callable[..., list[str]], t
     assert again["validation_loss"] == summary["validation_loss"]
 
 
-def test_load_gives_the_trained_model_back(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    assert train(depthlm.compose(small_run("training.max_steps=3"))) == 0
+@pytest.mark.parametrize("kind", [["precision=fp32"], ["precision=bf16", "deepspeed=zero1"]], ids=" ".join)
+def test_load_gives_the_newest_weights_back(
+    small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]
+) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=4", "training.checkpoint_every=2", *kind))) == 0
     model, config = depthlm.load(tmp_path / "run")
-    assert config.training.max_steps == 3
-    start = depthlm.build_model(config)
-    tokens = torch.arange(8)[None]
-    assert model(tokens).shape == (1, 8, config.size.vocab_size)
-    assert not torch.equal(model(tokens), start(tokens))
+    assert config.training.max_steps == 4
+    saved = load_file(tmp_path / "run/checkpoints/step-00000004/model.safetensors")
+    older = load_file(tmp_path / "run/checkpoints/step-00000002/model.safetensors")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name].to(value.dtype))
+    assert any(not torch.equal(saved[name], older[name]) for name in saved)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    batches = validation_batches(open_corpus(config.data).validation["local"], 32, 4, config.training.validation_tokens)
+    loss = mean_loss(model, batches, torch.device("cpu"))
+    assert loss == pytest.approx(summary["validation_loss"], rel=1e-6 if kind == ["precision=fp32"] else 5e-3)
     with pytest.raises(UserError, match="no run in it"):
         depthlm.load(tmp_path / "nowhere")
 
 
-def test_load_builds_nothing_foreign(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("os.system", "name that module in trust"),
+        ("depthlm.model.connections.connection.nn.Module", "cannot be imported"),
+        ("depthlm.model.decoder.Decoder", "not a subclass of"),
+        ("depthlm.model.connections.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),
+    ],
+)
+def test_load_builds_nothing_foreign(
+    small_run: Callable[..., list[str]], tmp_path: Path, target: str, words: str
+) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
     file = tmp_path / "run/config.yaml"
-    file.write_text(file.read_text().replace("depthlm.model.connections.residual.Residual", "os.system"))
-    with pytest.raises(UserError, match="name that module in trust"):
+    file.write_text(file.read_text().replace("depthlm.model.connections.residual.Residual", target))
+    with pytest.raises(UserError, match=words):
         depthlm.load(tmp_path / "run")
