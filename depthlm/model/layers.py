@@ -119,4 +119,6 @@ def sinusoids(positions_t: Tensor, width: int) -> Tensor:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The type matrix products of x run in: autocast's where it is on, else that of x."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)

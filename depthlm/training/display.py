@@ -39,6 +39,8 @@ def show_table(title: str, rows: dict[str, str], rank: int) -> None:
     if rank != 0:
         return
     table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)

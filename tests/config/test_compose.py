@@ -4,6 +4,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import torch
 
 import depthlm
 from depthlm.config import run_steps, warmup_steps
@@ -68,6 +69,11 @@ def test_widths_need_not_be_heads_times_head_size() -> None:
             depthlm.compose(["backbone=lm1b", "size=lm1b", f"size.hidden_size={width}"]), "meta"
         )
         assert model.head.weight.shape == (30000, width)
+
+
+def test_a_model_on_meta_gives_the_shape_of_its_logits() -> None:
+    model = depthlm.build_model(depthlm.compose(["size=1.5b"]), device="meta")
+    assert model(torch.zeros(2, 8, dtype=torch.long, device="meta")).shape == (2, 8, 50304)
 
 
 def test_a_batch_in_tokens_becomes_sequences() -> None:
