@@ -12,7 +12,7 @@ import torch
 
 from depthlm import environment
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def measure(contenders: dict[str, Step], rounds: int, steps: int, warmup: int = 2) -> dict[str, list[float]]:

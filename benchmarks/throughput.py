@@ -78,7 +78,7 @@ def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callabl
         engine = build_engine(config, plan, model)
         inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
         first = float(engine(inputs, targets).nll.detach()) / targets.numel()
-        return (lambda: float(train_step(engine, batch, plan, 0.0)) and None), lambda: first
+        return (lambda: train_step(engine, batch, plan, 0.0).item()), lambda: first
     ours = depthlm.build_model(config, device)
     tokens = config.training.batch_size * config.training.sequence_length
     if kind == "plain":

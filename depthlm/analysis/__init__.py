@@ -2,7 +2,7 @@
 
 from depthlm.analysis.curve import plot_loss
 from depthlm.analysis.flops import flops_per_token
-from depthlm.analysis.memory import activation_memory, memory_per_gpu
+from depthlm.analysis.memory import estimate_memory, memory_per_gpu
 from depthlm.analysis.parameters import count_parameters
 
-__all__ = ["activation_memory", "count_parameters", "flops_per_token", "memory_per_gpu", "plot_loss"]
+__all__ = ["count_parameters", "estimate_memory", "flops_per_token", "memory_per_gpu", "plot_loss"]

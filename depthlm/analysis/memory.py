@@ -1,8 +1,12 @@
 """Memory of training on one GPU: weights, gradients, optimizer, activations. Estimates, in bytes."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from depthlm.model.shape import Backbone, Size
+
+if TYPE_CHECKING:
+    from depthlm.config import Config
 
 # bytes per parameter of weights, gradients, and AdamW's two moments with the fp32 master weights of a 16-bit model
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
@@ -39,6 +43,19 @@ def memory_per_gpu(parameters: int, stage: int, ranks: int, precision: str, acti
     shares = [1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)]
     weights, gradients, optimizer = (parameters * b * share for b, share in zip(per_parameter, shares, strict=True))
     return Memory(weights, gradients, optimizer, activations)
+
+
+def estimate_memory(config: "Config", parameters: int, stage: int, ranks: int, micro_batch_size: int) -> Memory:
+    """`memory_per_gpu` of a configuration, with the activations of one micro-batch."""
+    activations = activation_memory(
+        config.size,
+        config.backbone,
+        micro_batch_size,
+        config.training.sequence_length,
+        config.precision.name,
+        config.training.activation_checkpointing,
+    )
+    return memory_per_gpu(parameters, stage, ranks, config.precision.name, activations)
 
 
 def activation_memory(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from depthlm.analysis.flops import flops_per_token
-from depthlm.analysis.memory import activation_memory, memory_per_gpu
+from depthlm.analysis.memory import estimate_memory
 from depthlm.analysis.parameters import count_parameters
 from depthlm.build import build_model
 from depthlm.config import Config, run_steps
@@ -25,16 +25,8 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     flops = flops_per_token(model, training.sequence_length)
     steps = run_steps(config)
     micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
-    activations = activation_memory(
-        config.size,
-        config.backbone,
-        micro_batch_size,
-        training.sequence_length,
-        config.precision.name,
-        training.activation_checkpointing,
-    )
     memory = {
-        f"zero{stage}": memory_per_gpu(counts["total"], stage, gpus, config.precision.name, activations).total
+        f"zero{stage}": estimate_memory(config, counts["total"], stage, gpus, micro_batch_size).total
         for stage in range(4)
     }
     return {

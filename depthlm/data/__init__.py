@@ -2,7 +2,7 @@
 
 from depthlm.data.corpora import documents, is_validation
 from depthlm.data.errors import DataError
-from depthlm.data.manifest import Manifest, Shard, Split, verify
+from depthlm.data.manifest import Manifest, verify
 from depthlm.data.prepare import prepare
 from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows, validation_batches
 from depthlm.data.settings import token_folder
@@ -15,8 +15,6 @@ __all__ = [
     "Corpus",
     "DataError",
     "Manifest",
-    "Shard",
-    "Split",
     "TokenFiles",
     "Tokenizer",
     "bytes_tokenizer",

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm import environment
-from depthlm.analysis import activation_memory, count_parameters, memory_per_gpu
+from depthlm.analysis import count_parameters, estimate_memory
 from depthlm.config import Config
 from depthlm.data import Corpus
 from depthlm.model import Decoder
@@ -18,17 +18,7 @@ def derived(config: Config, plan: Plan, corpus: Corpus, model: Decoder, flops_pe
     counts = count_parameters(model)
     train = corpus.manifest.train
     epochs = plan.total_tokens / len(corpus.train)
-    activations = activation_memory(
-        size,
-        config.backbone,
-        plan.micro_batch_size,
-        plan.sequence_length,
-        config.precision.name,
-        training.activation_checkpointing,
-    )
-    memory = memory_per_gpu(
-        counts["total"], config.deepspeed.stage, plan.world_size, config.precision.name, activations
-    )
+    memory = estimate_memory(config, counts["total"], config.deepspeed.stage, plan.world_size, plan.micro_batch_size)
     return {
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
         f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)",

@@ -44,11 +44,11 @@ class Connection(nn.Module):
         return [embedding_btd]
 
     def read(self, stream: Stream) -> tuple[Inputs, Any]:
-        """The inputs of this sublayer, x_btd each, and the carry."""
+        """The inputs of this sublayer, x_btd each, and the carry. Every connection defines it."""
         raise NotImplementedError
 
     def write(self, stream: Stream, output_btd: Tensor, carry: Any) -> Stream:
-        """The stream after this sublayer."""
+        """The stream after this sublayer. Every connection defines it."""
         raise NotImplementedError
 
     def close(self, stream: Stream) -> Tensor:
