@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         inputs = [c.num_inputs for c in connections]
         layers = [
             Layer(
-                attention(Place(i, "attention", size.num_layers), size, backbone),
+                attention(Place(i, "attention", size.num_layers, loops), size, backbone),
                 size,
                 backbone,
                 (inputs[2 * i], inputs[2 * i + 1]),
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         """
         hidden_btd = self.hidden(tokens_bt, cache)
         if targets_bt is None:
-            return self.head(self.final_norm(hidden_btd), self.embedding.weight)
+            return self.logits(hidden_btd)
         return self.head_and_loss(self, hidden_btd, targets_bt)
 
     def hidden(self, tokens_bt: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -110,13 +110,19 @@ class Decoder(nn.Module):
             cache.advance(length)
         return self.connections[-1].close(stream)
 
+    def logits(self, hidden_btd: Tensor) -> Tensor:
+        """logits_btv."""
+        # only a tied head reads the embedding's matrix, and where weights are sharded each read is a gather
+        embedding_vd = self.embedding.weight if self.backbone.tie_embeddings else None
+        return self.head(self.final_norm(hidden_btd), embedding_vd)
+
     def make_cache(self, max_length: int = 256) -> KVCache:
         """An empty cache for this decoder, with room for max_length tokens at first."""
         return KVCache(self.loops * self.size.num_layers, max_length)
 
 
 def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:
-    logits_btv = model.head(model.final_norm(hidden_btd), model.embedding.weight)
+    logits_btv = model.logits(hidden_btd)
     targets = targets_bt.flatten()
     nll, logsumexp = cross_entropy(logits_btv.flatten(0, 1), targets)
     counted = targets != -100

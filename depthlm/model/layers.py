@@ -83,8 +83,10 @@ class Head(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(size.vocab_size, size.hidden_size))
         self.bias = nn.Parameter(torch.zeros(size.vocab_size)) if backbone.head_bias else None
 
-    def forward(self, hidden_btd: Tensor, embedding_vd: Tensor) -> Tensor:
-        return F.linear(hidden_btd, embedding_vd if self.weight is None else self.weight, self.bias)
+    def forward(self, hidden_btd: Tensor, embedding_vd: Tensor | None) -> Tensor:
+        weight_vd = embedding_vd if self.weight is None else self.weight
+        assert weight_vd is not None
+        return F.linear(hidden_btd, weight_vd, self.bias)
 
 
 def rope_tables(positions_t: Tensor, head_size: int, theta: float) -> Rope:

@@ -11,11 +11,13 @@ class Place:
         connections; an attention is shared by the loops.
     kind: "attention" or "mlp" for a sublayer, "final" for the read before the final norm (its layer is num_layers).
     num_layers: how many values `layer` takes.
+    loops: passes through the layers; only an attention needs it.
     """
 
     layer: int
     kind: str
     num_layers: int
+    loops: int = 1
 
     @property
     def sublayer(self) -> int:

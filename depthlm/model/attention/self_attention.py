@@ -91,6 +91,14 @@ class SelfAttention(nn.Module):
         """FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, half of them when causal."""
         return 4 * self.num_heads * self.head_size * length * (0.5 if causal else 1.0)
 
+    def io_values(self) -> float:
+        """Activation values that a depth mechanism reads and writes per token, beyond those of this attention."""
+        return 0.0
+
+    def held_values(self) -> float:
+        """Values per token that this layer hands to later ones and that the KV cache does not hold."""
+        return 0.0
+
 
 def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, update: Update | None) -> Tensor:
     """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included."""

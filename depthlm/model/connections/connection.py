@@ -32,7 +32,7 @@ class Connection(nn.Module):
 
     def __init__(self, place: Place, size: Size, backbone: Backbone):
         super().__init__()
-        self.place = place
+        self.place, self.size = place, size
 
     @property
     def num_inputs(self) -> int:
@@ -57,6 +57,10 @@ class Connection(nn.Module):
 
     def forward_flops(self, length: int, causal: bool) -> float:
         """FLOPs per token of this connection beyond its `nn.Linear` children, in one forward pass."""
+        return 0.0
+
+    def io_values(self) -> float:
+        """Activation values that its moves read and write per token, beyond those of the residual connection."""
         return 0.0
 
 

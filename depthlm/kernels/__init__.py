@@ -1,0 +1,1 @@
+"""Operators over depth, forward and backward by hand: the history of a stream is read where it lies, never stacked."""

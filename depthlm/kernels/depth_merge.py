@@ -1,0 +1,123 @@
+"""Attention over the sequence and over depth in one softmax: a stock flash attention and a depth part, merged exactly.
+
+Flash attention gives a context o and the log-sum-exp l of its scores; with depth scores s_j = q . k_j / sqrt(e),
+
+    l' = log(exp l + sum_j exp s_j);    o' = exp(l - l') o + sum_j exp(s_j - l') v_j
+
+is the softmax over both. Flash attention's own backward, given o' and l', yields the gradients of the sequence part,
+since it knows the softmax only through them; so no attention kernel is written here, and any grouping works.
+
+Shapes: b batch, t new tokens, s tokens in the cache and new, h query heads, k key/value heads, g queries of one of
+them, e head size, n depth entries.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthlm.model.attention.self_attention import Depth, Update, causal_attention
+from depthlm.model.cache import causal_mask
+from depthlm.model.functions import upcast
+
+
+def causal_and_depth_attention(
+    q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, depth: Depth, update: Update | None
+) -> Tensor:
+    """context_bt(he) of the new tokens, each attending to those up to itself, and at its own position to depth.
+
+    depth: (k_bkte, v_bkte) of the new tokens. update: as in `SelfAttention.attend`.
+    """
+    if not depth:
+        return causal_attention(q_bhte, k_bkte, v_bkte, update)
+    k, v = update(k_bkte, v_bkte) if update else (k_bkte, v_bkte)
+    attend = DepthMerge.apply if has_flash(q_bhte, k) else attend_with_scores
+    context_bhte = attend(q_bhte, k, v, *(tensor for pair in depth for tensor in pair))
+    return context_bhte.transpose(1, 2).flatten(2)
+
+
+def has_flash(q_bhte: Tensor, k_bkse: Tensor) -> bool:
+    """Whether this machine's flash attention takes these tensors: its one mask is the causal square."""
+    fits = q_bhte.is_cpu or (q_bhte.is_cuda and q_bhte.itemsize == 2 and q_bhte.shape[3] % 8 == 0)
+    return fits and q_bhte.shape[2] in (1, k_bkse.shape[2])
+
+
+def attend_with_scores(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: Tensor) -> Tensor:
+    """context_bhte, from one row of scores per query: what `DepthMerge` must equal, and the way without flash."""
+    t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
+    scale = q_bhte.shape[3] ** -0.5
+    k, v, *depth_bhte = (x.repeat_interleave(groups, 1) for x in (k_bkse, v_bkse, *depth))
+    scores = upcast(q_bhte @ k.mT).masked_fill(~causal_mask(t, s, q_bhte.device), -torch.inf)
+    depth_scores = [upcast(q_bhte * key).sum(-1, keepdim=True) for key in depth_bhte[::2]]
+    p = (torch.cat([scores, *depth_scores], dim=-1) * scale).softmax(-1).to(v.dtype)
+    context = p[..., :s] @ v
+    for j, value in enumerate(depth_bhte[1::2]):
+        context = torch.addcmul(context, p[..., s + j, None], value)
+    return context
+
+
+class DepthMerge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: Tensor) -> Tensor:
+        out_bhte, lse_bht, *rest = _flash(q_bhte, k_bkse, v_bkse)
+        keys, values = depth[::2], depth[1::2]
+        q_btkge = _grouped(q_bhte, k_bkse.shape[1]) * q_bhte.shape[3] ** -0.5
+        scores_nbtkg = torch.stack([(q_btkge * _for_groups(key)).sum(-1) for key in keys])
+        lse_btkg = lse_bht.transpose(1, 2).unflatten(2, q_btkge.shape[2:4])
+        merged_btkg = torch.logaddexp(lse_btkg, scores_nbtkg.logsumexp(0))
+        context_btkge = _grouped(out_bhte, k_bkse.shape[1]) * (lse_btkg - merged_btkg).exp_()[..., None]
+        for score, value in zip(scores_nbtkg, values, strict=True):
+            context_btkge.addcmul_((score - merged_btkg).exp_()[..., None], _for_groups(value))
+        context_bhte = context_btkge.flatten(2, 3).transpose(1, 2).to(q_bhte.dtype)
+        # contiguous, as a flash backward on a GPU reads it
+        merged_bht = merged_btkg.flatten(2).transpose(1, 2).contiguous()
+        ctx.rest = rest
+        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, context_bhte, merged_bht, scores_nbtkg, *depth)
+        return context_bhte
+
+    @staticmethod
+    def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, context, merged_bht, scores_nbtkg, *depth = ctx.saved_tensors
+        num_kv_heads, scale = k.shape[1], q.shape[3] ** -0.5
+        grad_q, grad_k, grad_v = _flash_backward(grad_bhte, q, k, v, context, merged_bht, ctx.rest)
+        q_btkge, grad_btkge = _grouped(q, num_kv_heads), _grouped(grad_bhte, num_kv_heads)
+        merged_btkg = merged_bht.transpose(1, 2).unflatten(2, q_btkge.shape[2:4])
+        delta_btkg = (grad_btkge * _grouped(context, num_kv_heads)).sum(-1)
+        grad_q_btkge = torch.zeros_like(q_btkge)
+        grad_depth: list[Tensor] = []
+        for score, key, value in zip(scores_nbtkg, depth[::2], depth[1::2], strict=True):
+            p_btkg = (score - merged_btkg).exp_()
+            grad_score = (grad_btkge * _for_groups(value)).sum(-1).sub_(delta_btkg).mul_(p_btkg).mul_(scale)
+            grad_q_btkge.addcmul_(grad_score[..., None], _for_groups(key))
+            for weight, x in ((grad_score, q_btkge), (p_btkg, grad_btkge)):
+                grad_depth.append((weight[..., None] * x).sum(3).transpose(1, 2).to(key.dtype))
+        grad_q = grad_q + grad_q_btkge.flatten(2, 3).transpose(1, 2)
+        return grad_q.to(q.dtype), grad_k, grad_v, *grad_depth
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    causal, aten = q.shape[2] == k.shape[2], torch.ops.aten
+    if q.is_cpu:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+
+
+def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any) -> Any:
+    causal, aten = q.shape[2] == k.shape[2], torch.ops.aten
+    if q.is_cpu:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    # the lengths and the random state that its forward returned; the last of `rest` is a debugging mask
+    *lengths, seed, offset, _ = rest
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset
+    )
+
+
+def _grouped(x_bhte: Tensor, num_kv_heads: int) -> Tensor:
+    """x_btkge in fp32 or better."""
+    return upcast(x_bhte.transpose(1, 2)).unflatten(2, (num_kv_heads, -1))
+
+
+def _for_groups(x_bkte: Tensor) -> Tensor:
+    """x_btk1e, to be multiplied with x_btkge."""
+    return x_bkte.transpose(1, 2).unsqueeze(3)

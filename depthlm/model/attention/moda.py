@@ -1,0 +1,102 @@
+"""Mixture-of-Depths Attention, MoDA (arXiv 2603.15619): one softmax over the sequence and over depth.
+
+Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
+"""
+
+from torch import Tensor, nn
+
+from depthlm.kernels.depth_merge import causal_and_depth_attention
+from depthlm.model.attention.self_attention import Depth, SelfAttention, Update
+from depthlm.model.layers import Rope
+from depthlm.model.place import Place
+from depthlm.model.settings import at_least, one_of
+from depthlm.model.shape import Backbone, Size
+
+
+class Moda(SelfAttention):
+    """Each query attends, in one softmax, to the causal keys and values of its layer and to the depth keys and values
+    of all earlier sublayers at its own position (section 3.2, equation 5).
+
+    depth: (k, v) of earlier attentions and MLPs, at each position --.
+    q, k, v ----------------------------------------> softmax over [sequence, depth] -> context
+            `-> (k, v), a depth entry of later layers
+    MLP input -> ffn_k_proj, ffn_v_proj -> (k, v), the next depth entry
+
+    depth_kv: an attention's sequence keys and values serve as its depth entry.
+    ffn_kv: each MLP's input is projected to one more entry, its key with this layer's K-norm and RoPE.
+    attn_kv: the attention's depth entry has a projection of its own.
+    last_layer_kv: whether the last layer has such projections too, though nobody reads them.
+    slots: how many of the newest entries are kept; None: all.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        size: Size,
+        backbone: Backbone,
+        depth_kv: bool = True,
+        ffn_kv: bool = True,
+        attn_kv: bool = False,
+        last_layer_kv: bool = False,
+        slots: int | None = None,
+    ):
+        super().__init__(place, size, backbone)
+        one_of((True, False), depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv)
+        at_least(1, slots=slots)
+        self.depth_kv, self.slots = depth_kv, slots
+        read = place.layer < place.num_layers - 1 or place.loops > 1
+        self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
+        self.entries_of_a_layer = (depth_kv or attn_kv) + ffn_kv
+        shape, bias = (size.hidden_size, size.num_kv_heads * size.head_size), backbone.attention_bias
+        if self.attn_kv:
+            self.attn_k_proj, self.attn_v_proj = nn.Linear(*shape, bias), nn.Linear(*shape, bias)
+        if self.ffn_kv:
+            self.ffn_k_proj, self.ffn_v_proj = nn.Linear(*shape, bias), nn.Linear(*shape, bias)
+
+    def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+        projected = super().project(q_in, k_in, v_in, rope)
+        if not self.attn_kv:
+            return projected
+        return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
+
+    def attend(self, projected: tuple[Tensor, ...], depth: Depth, update: Update | None) -> tuple[Tensor, Depth]:
+        q, k, v, *own_entry = projected
+        context = causal_and_depth_attention(q, k, v, depth, update)
+        if own_entry:
+            depth = self.keep(depth, own_entry[0], own_entry[1])
+        elif self.depth_kv:
+            depth = self.keep(depth, k, v)
+        return context, depth
+
+    def expose(self, mlp_input_btd: Tensor, rope: Rope | None, depth: Depth) -> Depth:
+        if not self.ffn_kv:
+            return depth
+        k_flat, v_flat = self.ffn_k_proj(mlp_input_btd), self.ffn_v_proj(mlp_input_btd)
+        return self.keep(depth, *self.entry(k_flat, v_flat, rope))
+
+    def entry(self, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """k_bkte and v_bkte of k_bt(ke) and v_bt(ke); the key gets the K-norm of this layer's attention."""
+        return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
+
+    def keep(self, depth: Depth, k_bkte: Tensor, v_bkte: Tensor) -> Depth:
+        """The depth list with one more entry, and no more than `slots`."""
+        depth = [*depth, (k_bkte, v_bkte)]
+        return depth if self.slots is None else depth[-self.slots :]
+
+    def num_entries(self) -> float:
+        """Depth entries that this layer's queries see, as a mean over the loops."""
+        loops, layers = self.place.loops, self.place.num_layers
+        counts = [self.entries_of_a_layer * (loop * layers + self.place.layer) for loop in range(loops)]
+        return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        depth = 4.0 * self.num_heads * self.head_size * self.num_entries()
+        return super().forward_flops(length, causal) + depth
+
+    def io_values(self) -> float:
+        """Keys and values of every entry read, and of the projected ones written."""
+        return 2.0 * self.num_kv_heads * self.head_size * (self.num_entries() + self.ffn_kv + self.attn_kv)
+
+    def held_values(self) -> float:
+        """Projected keys and values, which are in no KV cache."""
+        return 2.0 * self.num_kv_heads * self.head_size * (self.ffn_kv + self.attn_kv)

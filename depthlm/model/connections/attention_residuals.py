@@ -1,0 +1,154 @@
+"""Attention Residuals (arXiv 2603.15031): a sublayer's input is an attention over the outputs of those before it."""
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.kernels.depth_reduce import source_scores, weighted_sum
+from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.place import Place
+from depthlm.model.settings import at_least, one_of
+from depthlm.model.shape import Backbone, Size
+
+
+class AttentionResiduals(Connection):
+    """Before every sublayer l: h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), with w its pseudo-query.
+
+    The sources b_j are sums of `block_size` sublayer outputs. b_0 is the embedding; the newest source is the running
+    sum of the block at work, which is there from the block's second sublayer on. The stream is that list.
+
+    [b_0, ..., b_{n-1}, running sum] --attention over depth--> h -> sublayer -> output --(+)--> running sum
+                                                                                  or a new block: [..., b_n, output]
+
+    block_size: sublayers of a block; None: ceil(2L / 8). 1 is the full variant: every sublayer output is a source.
+    query: static, a parameter; input_dependent, a projection of the newest source.
+    mixing: softmax; sigmoid of each score alone; or scalars, a softmax over parameters in place of scores.
+    key_norm: whether the score sees RMSNorm(b_j) or b_j.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        size: Size,
+        backbone: Backbone,
+        block_size: int | None = None,
+        query: str = "static",
+        mixing: str = "softmax",
+        key_norm: bool = True,
+    ):
+        super().__init__(place, size, backbone)
+        at_least(1, block_size=block_size)
+        one_of(("static", "input_dependent"), query=query)
+        one_of(("softmax", "sigmoid", "scalars"), mixing=mixing)
+        self.block_size = block_size or default_block_size(place)
+        self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
+        self.num_sources = 1 + -(-place.sublayer // self.block_size)
+        self.begins_block = place.sublayer % self.block_size == 0
+        if mixing == "scalars":
+            self.scores = nn.Parameter(torch.empty(self.num_sources))
+            return
+        if query == "static":
+            self.query = nn.Parameter(torch.empty(size.hidden_size))
+        else:
+            self.query_proj = Projection(size.hidden_size, size.hidden_size, bias=False)
+        if key_norm:
+            self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        # a zero query makes the first h the mean of the sources, as the paper asks
+        tensor.fill_(1.0 if name == "key_norm" else 0.0)
+
+    def read(self, stream: Stream) -> tuple[Inputs, None]:
+        if self.mixing == "scalars":
+            return (weighted_sum(self.scores.softmax(0), stream),), None
+        w = self.query_proj(stream[-1]) if hasattr(self, "query_proj") else self.query
+        score_nbt = source_scores(w * self.key_norm if self.eps is not None else w, stream, self.eps)
+        alpha_nbt = score_nbt.softmax(0) if self.mixing == "softmax" else score_nbt.sigmoid()
+        return (weighted_sum(alpha_nbt, stream),), None
+
+    def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
+        if self.begins_block:
+            return [*stream, output_btd]
+        *blocks, running_sum = stream
+        return [*blocks, running_sum + output_btd]
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        return read_flops(self.size, self.num_sources, scored=self.mixing != "scalars")
+
+    def io_values(self) -> float:
+        return read_values(self.size, self.num_sources, scored=self.mixing != "scalars")
+
+
+class AttentionResidualsRecency(Connection):
+    """The variant that the Depth-Attention authors (arXiv 2606.05014) trained as their baseline.
+
+    alpha = softmax_j(w . RMSNorm(b_j) + r [j is the running sum]), with r a parameter that starts at 3.
+    The running sum starts as the embedding, takes every output and is never reset; a block is a snapshot of it at the
+    end of a layer. The stream is [embedding, snapshots ..., running sum].
+
+    block_size: sublayers between snapshots; None: ceil(2L / 8).
+    """
+
+    def __init__(self, place: Place, size: Size, backbone: Backbone, block_size: int | None = None):
+        super().__init__(place, size, backbone)
+        at_least(1, block_size=block_size)
+        self.block_size = block_size or default_block_size(place)
+        self.eps = backbone.norm_eps
+        self.num_sources = 2 + self.snapshots(place.layer)
+        self.query = nn.Parameter(torch.empty(size.hidden_size))
+        self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
+        self.recency = nn.Parameter(torch.empty(1))
+
+    def snapshots(self, layers: int) -> int:
+        """How many were taken in the first so many layers: one for every multiple of block_size that they pass."""
+        per_layer = 2
+        return sum(
+            per_layer * (layer + 1) // self.block_size > per_layer * layer // self.block_size for layer in range(layers)
+        )
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0}[name])
+
+    def open(self, embedding_btd: Tensor) -> Stream:
+        return [embedding_btd, embedding_btd]
+
+    def read(self, stream: Stream) -> tuple[Inputs, None]:
+        score_nbt = source_scores(self.query * self.key_norm, stream, self.eps)
+        *blocks_nbt, newest_bt = score_nbt
+        alpha_nbt = torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
+        return (weighted_sum(alpha_nbt, stream),), None
+
+    def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
+        *blocks, running_sum = stream
+        running_sum = running_sum + output_btd
+        layer = self.place.layer
+        if self.place.kind == "mlp" and self.snapshots(layer + 1) > self.snapshots(layer):
+            blocks = [*blocks, running_sum]
+        return [*blocks, running_sum]
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        return read_flops(self.size, self.num_sources)
+
+    def io_values(self) -> float:
+        return read_values(self.size, self.num_sources)
+
+
+class Projection(nn.Linear):
+    """A linear layer that starts at zero."""
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.zero_()
+
+
+def default_block_size(place: Place) -> int:
+    """Eight blocks, the paper's recommendation; the last may be short."""
+    return -(-2 * place.num_layers // 8)
+
+
+def read_flops(size: Size, num_sources: int, scored: bool = True) -> float:
+    """A score and a product with its weight for each source (Depth-Attention, appendix B.4)."""
+    return (4.0 if scored else 2.0) * num_sources * size.hidden_size
+
+
+def read_values(size: Size, num_sources: int, scored: bool = True) -> float:
+    """Each source read for its score and for the sum, which is written (Depth-Attention, appendix B.4)."""
+    return float(size.hidden_size * ((2 if scored else 1) * num_sources + 1))

@@ -1,0 +1,233 @@
+"""Hyper-connections (arXiv 2409.19606) and manifold-constrained hyper-connections, mHC (arXiv 2512.24880).
+
+    X <- H_res X + H_post^T f(H_pre X)
+
+over n streams X of width D that start as copies of the embedding:
+
+    X_btnd --+-> H_pre X -> sublayer f -> H_post^T -(+)-> X_btnd
+             `-> H_res X ----------------------------'
+
+Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthlm.kernels.streams import mix_streams, read_streams, sinkhorn
+from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.functions import upcast
+from depthlm.model.place import Place
+from depthlm.model.settings import at_least, one_of
+from depthlm.model.shape import Backbone, Size
+
+COLLAPSES = ("mean", "sum", "learned")
+
+
+class HyperConnections(Connection):
+    """Maps with a static part, at the start those of vanilla, and a dynamic one that reads each stream (equation 10).
+
+    H = static + s * tanh(norm(X) W), for each of H_pre, H_post and H_res. The stream is [X].
+
+    num_streams: n.
+    dynamic: whether there is a dynamic part.
+    collapse: how the final hidden state is made of the streams: mean, sum, or a learned softmax average.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        size: Size,
+        backbone: Backbone,
+        num_streams: int = 4,
+        dynamic: bool = True,
+        collapse: str = "mean",
+    ):
+        super().__init__(place, size, backbone)
+        at_least(1, num_streams=num_streams)
+        one_of((True, False), dynamic=dynamic)
+        self.num_streams, self.dynamic, self.eps = num_streams, dynamic, backbone.norm_eps
+        n, d = num_streams, size.hidden_size
+        self.collapse = Collapse(n, collapse) if place.kind == "final" else None
+        if self.collapse is not None:
+            return
+        self.static_pre = nn.Parameter(torch.empty(n))
+        self.static_post = nn.Parameter(torch.empty(n))
+        self.static_res = nn.Parameter(torch.empty(n, n))
+        self.optimizer_settings = {name: {"weight_decay": 0.0} for name in ("static_pre", "static_post", "static_res")}
+        if dynamic:
+            self.w = nn.Parameter(torch.empty(n + 2, d))
+            self.scale = nn.Parameter(torch.empty(2))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        if name == "static_pre":
+            tensor[self.place.sublayer % self.num_streams] = 1.0
+        elif name == "static_res":
+            tensor.fill_diagonal_(1.0)
+        else:
+            tensor.fill_({"static_post": 1.0, "w": 0.0, "scale": 0.01}[name])
+
+    def open(self, embedding_btd: Tensor) -> Stream:
+        return [copies(embedding_btd, self.num_streams)]
+
+    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor]]:
+        (x_btnd,) = stream
+        pre_btn, post_btn, res_btij = self.maps(x_btnd)
+        return (read_streams(pre_btn, x_btnd),), (post_btn, res_btij)
+
+    def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """H_pre, H_post and H_res of every token."""
+        b, t, n, _ = x_btnd.shape
+        pre, post, res = self.static_pre.expand(b, t, n), self.static_post.expand(b, t, n), self.static_res
+        if not self.dynamic:
+            return pre, post, res.expand(b, t, n, n)
+        m_btnm = (upcast(F.linear(x_btnd, self.w)) * reciprocal_rms(x_btnd, self.eps)).tanh()
+        s_pre_res, s_post = self.scale
+        pre_btj, post_btj, res_btji = m_btnm.split((1, 1, n), dim=-1)
+        return (
+            pre + s_pre_res * pre_btj[..., 0],
+            post + s_post * post_btj[..., 0],
+            res + s_pre_res * res_btji.mT,
+        )
+
+    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor]) -> Stream:
+        post_btn, res_btij = carry
+        return [mix_streams(res_btij, stream[0], post_btn, output_btd)]
+
+    def close(self, stream: Stream) -> Tensor:
+        assert self.collapse is not None
+        return self.collapse(stream[0])
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        if self.collapse is not None:
+            return 0.0
+        n, d = self.num_streams, self.size.hidden_size
+        return stream_flops(n, d) + (2.0 * n * d * (n + 2) if self.dynamic else 0.0)
+
+    def io_values(self) -> float:
+        return 0.0 if self.collapse is not None else stream_values(self.num_streams, self.size.hidden_size)
+
+
+class ManifoldHyperConnections(Connection):
+    """mHC: maps that keep the size of the signal (equations 7 to 9). The stream is [X].
+
+    x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
+    H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
+
+    num_streams: n. iterations: of Sinkhorn-Knopp. collapse: as in HyperConnections.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        size: Size,
+        backbone: Backbone,
+        num_streams: int = 4,
+        iterations: int = 20,
+        collapse: str = "mean",
+    ):
+        super().__init__(place, size, backbone)
+        at_least(1, num_streams=num_streams, iterations=iterations)
+        self.num_streams, self.iterations, self.eps = num_streams, iterations, backbone.norm_eps
+        self.collapse = Collapse(num_streams, collapse) if place.kind == "final" else None
+        if self.collapse is not None:
+            return
+        n, width = num_streams, num_streams * size.hidden_size
+        self.widths = (n, n, n * n)
+        self.norm = nn.Parameter(torch.empty(width))
+        self.phi = nn.Parameter(torch.empty(sum(self.widths), width))
+        self.alpha = nn.Parameter(torch.empty(3))
+        self.bias = nn.Parameter(torch.empty(sum(self.widths)))
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        if name == "phi":
+            tensor.normal_(0, std, generator=generator)
+        elif name == "bias":
+            pre, _, res = tensor.split(self.widths)
+            n = self.num_streams
+            if n > 1:  # nearly vanilla: H_pre = 1/n, H_post = 1, H_res = 0.99 on the diagonal
+                pre.fill_(-math.log(n - 1))
+                res.fill_(math.log(0.01 / (n - 1)))
+                res.view(n, n).fill_diagonal_(math.log(0.99))
+        else:
+            tensor.fill_(1.0 if name == "norm" else 0.01)
+
+    def open(self, embedding_btd: Tensor) -> Stream:
+        return [copies(embedding_btd, self.num_streams)]
+
+    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor]]:
+        (x_btnd,) = stream
+        pre_btn, post_btn, res_btij = self.maps(x_btnd)
+        return (read_streams(pre_btn, x_btnd),), (post_btn, res_btij)
+
+    def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """H_pre, H_post and H_res of every token."""
+        x_btw = x_btnd.flatten(2)
+        # the division by the rms comes after the projection, so that x' is never written
+        projected = upcast(F.linear(x_btw, self.norm * self.phi)) * reciprocal_rms(x_btw, self.eps)
+        alpha = torch.cat([a.expand(width) for a, width in zip(self.alpha, self.widths, strict=True)])
+        pre, post, res = (alpha * projected + self.bias).split(self.widths, dim=-1)
+        n = self.num_streams
+        return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), self.iterations)
+
+    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor]) -> Stream:
+        post_btn, res_btij = carry
+        return [mix_streams(res_btij, stream[0], post_btn, output_btd)]
+
+    def close(self, stream: Stream) -> Tensor:
+        assert self.collapse is not None
+        return self.collapse(stream[0])
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        if self.collapse is not None:
+            return 0.0
+        n, d = self.num_streams, self.size.hidden_size
+        return stream_flops(n, d) + 2.0 * n * d * (n * n + 2 * n)
+
+    def io_values(self) -> float:
+        return 0.0 if self.collapse is not None else stream_values(self.num_streams, self.size.hidden_size)
+
+
+class Collapse(nn.Module):
+    """The streams as one hidden state: x_btnd -> x_btd."""
+
+    def __init__(self, num_streams: int, kind: str):
+        super().__init__()
+        one_of(COLLAPSES, collapse=kind)
+        self.kind = kind
+        if kind == "learned":
+            self.weights = nn.Parameter(torch.empty(num_streams))
+
+    def forward(self, x_btnd: Tensor) -> Tensor:
+        if self.kind == "learned":
+            b, t, n, _ = x_btnd.shape
+            return read_streams(self.weights.softmax(0).expand(b, t, n), x_btnd)
+        return x_btnd.sum(2) if self.kind == "sum" else x_btnd.mean(2)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.zero_()
+
+
+def copies(embedding_btd: Tensor, num_streams: int) -> Tensor:
+    """X_btnd at the bottom of the decoder."""
+    return embedding_btd[:, :, None].expand(-1, -1, num_streams, -1)
+
+
+def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / rms over the last dimension, kept, in fp32 or better."""
+    return torch.rsqrt(upcast(x).square().mean(-1, keepdim=True) + eps)
+
+
+def stream_flops(n: int, d: int) -> float:
+    """FLOPs per token of H_pre X, H_res X and H_post^T y."""
+    return 2.0 * d * (2 * n + n * n)
+
+
+def stream_values(n: int, d: int) -> float:
+    """X read for the maps, for H_pre X and for H_res X, and written, twice; less what the residual connection moves.
+
+    The Depth-Attention paper (appendix B.5) counts 23 D for n = 4.
+    """
+    return float(d * (6 * n + 2 - 3))
