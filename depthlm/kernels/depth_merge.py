@@ -11,29 +11,22 @@ Shapes: b batch, t new tokens, s tokens in the cache and new, h query heads, k k
 them, e head size, n depth entries.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthlm.model.attention.self_attention import Depth, Update, causal_attention
-from depthlm.model.cache import causal_mask
-from depthlm.model.functions import upcast
+from depthlm.kernels.dtypes import upcast
 
 
-def causal_and_depth_attention(
-    q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, depth: Depth, update: Update | None
-) -> Tensor:
-    """context_bt(he) of the new tokens, each attending to those up to itself, and at its own position to depth.
+def merged_attention(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Sequence[Sequence[Tensor]]) -> Tensor:
+    """context_bhte of the t last of s tokens, each attending to those up to itself, and at its own position to depth.
 
-    depth: (k_bkte, v_bkte) of the new tokens. update: as in `SelfAttention.attend`.
+    depth: one pair (k_bkte, v_bkte) or more.
     """
-    if not depth:
-        return causal_attention(q_bhte, k_bkte, v_bkte, update)
-    k, v = update(k_bkte, v_bkte) if update else (k_bkte, v_bkte)
-    attend = DepthMerge.apply if has_flash(q_bhte, k) else attend_with_scores
-    context_bhte = attend(q_bhte, k, v, *(tensor for pair in depth for tensor in pair))
-    return context_bhte.transpose(1, 2).flatten(2)
+    attend = DepthMerge.apply if has_flash(q_bhte, k_bkse) else attend_with_scores
+    return attend(q_bhte, k_bkse, v_bkse, *(tensor for pair in depth for tensor in pair))
 
 
 def has_flash(q_bhte: Tensor, k_bkse: Tensor) -> bool:
@@ -47,7 +40,8 @@ def attend_with_scores(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: T
     t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     scale = q_bhte.shape[3] ** -0.5
     k, v, *depth_bhte = (x.repeat_interleave(groups, 1) for x in (k_bkse, v_bkse, *depth))
-    scores = upcast(q_bhte @ k.mT).masked_fill(~causal_mask(t, s, q_bhte.device), -torch.inf)
+    seen_ts = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t)
+    scores = upcast(q_bhte @ k.mT).masked_fill(~seen_ts, -torch.inf)
     depth_scores = [upcast(q_bhte * key).sum(-1, keepdim=True) for key in depth_bhte[::2]]
     p = (torch.cat([scores, *depth_scores], dim=-1) * scale).softmax(-1).to(v.dtype)
     context = p[..., :s] @ v

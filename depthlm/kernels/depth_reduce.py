@@ -1,7 +1,8 @@
 """Reductions over the sources of a read: scores of each source, and their weighted sums.
 
-Shapes: n sources, b batch, t tokens, d hidden size. Sources are a sequence of n tensors x_btd, which may differ in type
-(a decoder under autocast has an fp32 embedding and 16-bit outputs); a sum has the widest of their types.
+Shapes: n sources, p positions (batch and tokens, or batch, tokens and heads), d width. Sources are a sequence of n
+tensors x_pd, which may differ in type (a decoder under autocast has an fp32 embedding and 16-bit outputs); a sum has
+the widest of their types.
 """
 
 from collections.abc import Sequence
@@ -11,26 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.model.functions import upcast
+from depthlm.kernels.dtypes import upcast
 
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """sum_j weights[j] * sources[j] as y_btd.
+    """sum_j weights[j] * sources[j] as y_pd.
 
-    weights: [n], or [n, d] for each dimension, or [n, b, t] for each token.
+    weights: [n], or [n, d] for each dimension, or [n, p] for each position.
     """
     return WeightedSum.apply(weights, *sources)
 
 
-def gated_sum(bias_nd: Tensor, score_nbt: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """sum_j relu(bias[j] + score[j]) * sources[j] as y_btd, the gate of each token and dimension."""
-    return GatedSum.apply(bias_nd, score_nbt, *sources)
+def gated_sum(bias_nd: Tensor, score_np: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """sum_j relu(bias[j] + score[j]) * sources[j] as y_pd, the gate of each position and dimension."""
+    return GatedSum.apply(bias_nd, score_np, *sources)
 
 
 def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -> Tensor:
-    """score_nbt in fp32 or better: query . sources[j], or query . sources[j] / rms(sources[j]) with an eps.
+    """score_np in fp32 or better: query . sources[j], or query . sources[j] / rms(sources[j]) with an eps.
 
-    query: [d], or [n, d] for each source, or [b, t, d] for each token.
+    query: [d], or [n, d] for each source, or [p, d] for each position.
     """
     return SourceScores.apply(query, eps, *sources)
 
@@ -39,7 +40,7 @@ class WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(weights, *sources)
-        return _sum_of_products(_broadcast(weights), sources)
+        return _sum_of_products(_broadcast(weights, sources), sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -47,60 +48,62 @@ class WeightedSum(torch.autograd.Function):
         needs_weights, *needs = ctx.needs_input_grad
         grad_weights = None
         if needs_weights:
-            # [n] sums over b, t, d; [n, d] over b, t; [n, b, t] over d
-            dims = {1: (0, 1, 2), 2: (0, 1), 3: (2,)}[weights.ndim]
+            positions = tuple(range(grad.ndim - 1))
+            dims = (-1,) if _per_position(weights, grad) else (*positions, -1) if weights.ndim == 1 else positions
             grad_weights = torch.stack([_sum(grad, x, dims) for x in sources]).to(weights.dtype)
-        pairs = zip(_broadcast(weights), sources, needs, strict=True)
+        pairs = zip(_broadcast(weights, sources), sources, needs, strict=True)
         return grad_weights, *((grad * w.to(grad.dtype)).to(x.dtype) if need else None for w, x, need in pairs)
 
 
 class GatedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias_nd: Tensor, score_nbt: Tensor, *sources: Tensor) -> Tensor:
-        ctx.save_for_backward(bias_nd, score_nbt, *sources)
-        gates = (_gate(bias_d, score_bt) for bias_d, score_bt in zip(bias_nd, score_nbt, strict=True))
+    def forward(ctx: Any, bias_nd: Tensor, score_np: Tensor, *sources: Tensor) -> Tensor:
+        ctx.save_for_backward(bias_nd, score_np, *sources)
+        gates = (_gate(bias_d, score_p) for bias_d, score_p in zip(bias_nd, score_np, strict=True))
         return _sum_of_products(gates, sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        bias_nd, score_nbt, *sources = ctx.saved_tensors
+        bias_nd, score_np, *sources = ctx.saved_tensors
         grad_bias, grad_score, grad_sources = [], [], []
-        for bias_d, score_bt, x in zip(bias_nd, score_nbt, sources, strict=True):
-            gate = _gate(bias_d, score_bt)
+        for bias_d, score_p, x in zip(bias_nd, score_np, sources, strict=True):
+            gate = _gate(bias_d, score_p)
             grad_sources.append((grad * gate).to(x.dtype))
             grad_gate = (upcast(grad) * x).mul_(gate > 0)
-            grad_bias.append(grad_gate.sum((0, 1)))
-            grad_score.append(grad_gate.sum(2))
-        return torch.stack(grad_bias).to(bias_nd.dtype), torch.stack(grad_score).to(score_nbt.dtype), *grad_sources
+            grad_bias.append(grad_gate.flatten(0, -2).sum(0))
+            grad_score.append(grad_gate.sum(-1))
+        return torch.stack(grad_bias).to(bias_nd.dtype), torch.stack(grad_score).to(score_np.dtype), *grad_sources
 
 
 class SourceScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, eps: float | None, *sources: Tensor) -> Tensor:
-        scale_nbt = torch.stack([_reciprocal_rms(x, eps) for x in sources])
-        queries = query if query.ndim == 2 else [query] * len(sources)
-        score_nbt = torch.stack([_sum(x, q, (2,)) for x, q in zip(sources, queries, strict=True)]) * scale_nbt
-        ctx.save_for_backward(query, scale_nbt, score_nbt, *sources)
+        scale_np = torch.stack([_reciprocal_rms(x, eps) for x in sources])
+        queries = query if _per_source(query, sources) else [query] * len(sources)
+        score_np = torch.stack([_sum(x, q, (-1,)) for x, q in zip(sources, queries, strict=True)]) * scale_np
+        ctx.save_for_backward(query, scale_np, score_np, *sources)
         ctx.normed = eps is not None
-        return score_nbt
+        return score_np
 
     @staticmethod
-    def backward(ctx: Any, grad_nbt: Tensor) -> tuple[Tensor | None, ...]:
-        query, scale_nbt, score_nbt, *sources = ctx.saved_tensors
-        scaled_nbt = grad_nbt * scale_nbt
-        queries = upcast(query) if query.ndim == 2 else [upcast(query)] * len(sources)
-        if query.ndim == 3:
-            grad_query = _sum_of_products(scaled_nbt[..., None], sources)
+    def backward(ctx: Any, grad_np: Tensor) -> tuple[Tensor | None, ...]:
+        query, scale_np, score_np, *sources = ctx.saved_tensors
+        scaled_np = grad_np * scale_np
+        per_source = _per_source(query, sources)
+        queries = upcast(query) if per_source else [upcast(query)] * len(sources)
+        if query.ndim == sources[0].ndim:
+            grad_query = _sum_of_products(scaled_np[..., None], sources)
         else:
-            grad_query = torch.stack([_sum(x, s[..., None], (0, 1)) for x, s in zip(sources, scaled_nbt, strict=True)])
-            grad_query = grad_query if query.ndim == 2 else grad_query.sum(0)
+            positions = tuple(range(sources[0].ndim - 1))
+            grads = [_sum(x, s[..., None], positions) for x, s in zip(sources, scaled_np, strict=True)]
+            grad_query = torch.stack(grads) if per_source else sum(grads[1:], grads[0])
         # d rms(x) is along x itself
-        along_nbt = -scaled_nbt * score_nbt * scale_nbt / sources[0].shape[-1] if ctx.normed else None
+        along_np = -scaled_np * score_np * scale_np / sources[0].shape[-1] if ctx.normed else None
         grads = []
         for j, (x, q) in enumerate(zip(sources, queries, strict=True)):
-            grad = scaled_nbt[j, ..., None] * q
-            if along_nbt is not None:
-                grad.addcmul_(x, along_nbt[j, ..., None])
+            grad = scaled_np[j, ..., None] * q
+            if along_np is not None:
+                grad.addcmul_(x, along_np[j, ..., None])
             grads.append(grad.to(x.dtype))
         return grad_query.to(query.dtype), None, *grads
 
@@ -117,16 +120,26 @@ def _sum_of_products(weights: Any, sources: Sequence[Tensor]) -> Tensor:
     return total.to(kind)
 
 
-def _broadcast(weights: Tensor) -> Tensor:
-    return weights[..., None] if weights.ndim == 3 else weights
+def _broadcast(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    return weights[..., None] if _per_position(weights, sources[0]) else weights
+
+
+def _per_position(weights: Tensor, x_pd: Tensor) -> bool:
+    return weights.ndim == x_pd.ndim
+
+
+def _per_source(query: Tensor, sources: Sequence[Tensor]) -> bool:
+    return 1 < query.ndim < sources[0].ndim
 
 
 def _sum(x: Tensor, y: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return (upcast(x) * y).sum(dims)
+    # the product is exact already where one factor is
+    exact = torch.promote_types(x.dtype, y.dtype) not in (torch.bfloat16, torch.float16)
+    return ((x if exact else upcast(x)) * y).sum(dims)
 
 
-def _gate(bias_d: Tensor, score_bt: Tensor) -> Tensor:
-    return (bias_d + score_bt[..., None]).relu_()
+def _gate(bias_d: Tensor, score_p: Tensor) -> Tensor:
+    return (bias_d + score_p[..., None]).relu_()
 
 
 def _reciprocal_rms(x: Tensor, eps: float | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Operators on n parallel residual streams.
 
-Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size.
+Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w any width, m width of a projection.
 """
 
 from typing import Any
@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.model.functions import upcast
+from depthlm.kernels.dtypes import compute_dtype, upcast
+
+
+def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
+    """W x / rms(x) over the last dimension, in fp32 or better; x / rms(x) is never written.
+
+    Under autocast the product is in autocast's type, as that of any linear layer.
+    """
+    return NormedProjection.apply(x, weight_mw, eps)
 
 
 def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
@@ -27,6 +35,29 @@ def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
     Each iteration divides the columns by their sums, then the rows, so the rows are exact and the columns nearly.
     """
     return Sinkhorn.apply(upcast(logits_btij), iterations)
+
+
+class NormedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        x_low, weight_low = (y.to(compute_dtype(x)) for y in (x, weight_mw))
+        projected = upcast(x_low @ weight_low.mT) * scale
+        ctx.save_for_backward(x, weight_mw, scale, projected)
+        ctx.dtype = x_low.dtype
+        return projected
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_mw, scale, projected = ctx.saved_tensors
+        grad_low = (grad * scale).to(ctx.dtype)
+        grad_weight = grad_low.flatten(0, -2).mT @ x.flatten(0, -2).to(ctx.dtype)
+        # d rms(x) is along x itself
+        along = (grad * projected).sum(-1, keepdim=True).mul_(scale.square()).div_(-x.shape[-1])
+        grad_x = upcast(grad_low @ weight_mw.to(ctx.dtype)).addcmul_(x, along)
+        return grad_x.to(x.dtype), grad_weight.to(weight_mw.dtype), None
 
 
 class ReadStreams(torch.autograd.Function):
@@ -71,30 +102,36 @@ class Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_btij: Tensor, iterations: int) -> Tensor:
-        # tokens last: sums over a dimension of n = 4 are then sums of whole vectors
-        m_ijbt = logits_btij.permute(2, 3, 0, 1).contiguous()
-        m_ijbt = m_ijbt.sub_(m_ijbt.amax(0, keepdim=True)).exp_()
+        m_ijbt = _tokens_last(logits_btij)
+        # a factor of a column changes nothing; the floor keeps a row that underflows from being 0 / 0
+        m_ijbt.sub_(m_ijbt.amax(0, keepdim=True)).exp_().clamp_min_(1e-30)
         sums = []
         for _ in range(iterations):
             for dim in (0, 1):
                 sums.append(m_ijbt.sum(dim, keepdim=True))
                 m_ijbt.div_(sums[-1])
         ctx.save_for_backward(m_ijbt, *sums)
-        return m_ijbt.permute(2, 3, 0, 1).contiguous()
+        return _tokens_last(m_ijbt)
 
     @staticmethod
     def backward(ctx: Any, grad_btij: Tensor) -> tuple[Tensor, None]:
         result_ijbt, *sums = ctx.saved_tensors
-        m, grad = result_ijbt.clone(), grad_btij.permute(2, 3, 0, 1).contiguous()
+        m, grad = result_ijbt.clone(), _tokens_last(grad_btij)
         for k in reversed(range(len(sums))):
             # m = before / s:  d before = (grad - sum(grad * m)) / s
             grad.sub_((grad * m).sum(k % 2, keepdim=True)).div_(sums[k])
             m.mul_(sums[k])
-        return (grad * m).permute(2, 3, 0, 1).contiguous(), None
+        return _tokens_last(grad.mul_(m)), None
+
+
+def _tokens_last(m: Tensor) -> Tensor:
+    """A copy m_ijbt of m_btij, and back: sums over a dimension of n = 4 are then sums of whole vectors."""
+    return m.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of small matrices in fp32 or better, outside autocast: a mixing map in 16 bits would scale the streams."""
-    with torch.autocast(a.device.type, enabled=False):
-        kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    device = a.device.type if torch.amp.is_autocast_available(a.device.type) else "cpu"
+    with torch.autocast(device, enabled=False):
         return a.to(kind) @ b.to(kind)

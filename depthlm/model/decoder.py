@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from depthlm.kernels.functions import cross_entropy
 from depthlm.model.attention.self_attention import AttentionFactory, Depth
 from depthlm.model.cache import KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
-from depthlm.model.functions import cross_entropy
 from depthlm.model.layer import REGIONS, Layer, Regions
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.place import Place

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.model.functions import rms_norm, upcast
+from depthlm.kernels.dtypes import compute_dtype, upcast
+from depthlm.kernels.functions import rms_norm
 from depthlm.model.shape import Backbone, Size
 
 Rope = tuple[Tensor, Tensor]
@@ -116,11 +117,3 @@ def sinusoids(positions_t: Tensor, width: int) -> Tensor:
     scales = torch.arange(half, device=positions_t.device, dtype=torch.float32) / max(half - 1, 1)
     angles = positions_t.float()[:, None] * 10000.0**-scales
     return F.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, width - 2 * half))
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type matrix products of x run in: autocast's where it is on, else that of x."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)

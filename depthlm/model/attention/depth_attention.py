@@ -7,6 +7,7 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and s
 import torch
 from torch import Tensor
 
+from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 from depthlm.model.attention.self_attention import Depth, SelfAttention, Update, causal_attention
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, one_of
@@ -48,7 +49,7 @@ class DepthAttention(SelfAttention):
         one_of(("softmax", "uniform"), mixing=mixing)
         one_of(("value", "key", "key_value"), mixes=mixes)
         self.stride = stride or max(1, place.num_layers // 2)
-        self.anchored, self.mixing, self.mixes = sources == "anchored", mixing, mixes
+        self.anchored, self.mixing, self.objects = sources == "anchored", mixing, mixes.split("_")
 
     def source_layers(self, layer: int) -> range:
         """The layers of the same loop that a layer reads, ascending."""
@@ -67,25 +68,23 @@ class DepthAttention(SelfAttention):
         own = range(self.place.layer, loop_start, num_layers)
         sources = [depth[loop_start + j] for j in self.source_layers(self.place.layer)] + [depth[p] for p in own]
         if sources:
-            alpha = self.weights(q, k, [key for key, _ in sources])
-            if self.mixes != "value":
-                mixed = mix(alpha, [key for key, _ in sources], k)
-            if self.mixes != "key":
-                v = mix(alpha, [value for _, value in sources], v)
-            if self.mixes != "value":
-                k = mixed
+            keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
+            alpha = self.weights(q, keys)
+            if "value" in self.objects:
+                v = mix(alpha, values)
+            if "key" in self.objects:
+                k = mix(alpha, keys)
         depth = [*depth, (k, v) if self.is_source() else ()]
         return causal_attention(q, k, v, update), depth
 
-    def weights(self, q_bhte: Tensor, k_bkte: Tensor, source_keys: list[Tensor]) -> Tensor:
-        """alpha_nbkt1 of the sources, in their order, and of this layer."""
-        keys = [*source_keys, k_bkte]
-        if self.mixing == "uniform":
-            return k_bkte.new_full((len(keys), 1, 1, 1, 1), 1 / len(keys))
+    def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
+        """alpha of the sources, in their order, and of this layer: [n, b, t, k], or [n] where they are uniform."""
         exact = torch.promote_types(q_bhte.dtype, torch.float32)
-        qbar_bkte = q_bhte.unflatten(1, (k_bkte.shape[1], -1)).mean(2, dtype=exact)
-        scores = torch.stack([(qbar_bkte * key).sum(-1, keepdim=True) for key in keys])
-        return (scores * self.head_size**-0.5).softmax(0).to(k_bkte.dtype)
+        if self.mixing == "uniform":
+            return torch.full((len(keys),), 1 / len(keys), dtype=exact, device=q_bhte.device)
+        q_btkge = q_bhte.transpose(1, 2).unflatten(2, (self.num_kv_heads, -1))
+        qbar_btke = q_btkge.mean(3, dtype=exact) * self.head_size**-0.5
+        return source_scores(qbar_btke, [key.transpose(1, 2) for key in keys], eps=None).softmax(0)
 
     def num_mixed(self) -> float:
         """Sources and self that this layer mixes, as a mean over the loops; 0 where it has no source."""
@@ -94,17 +93,17 @@ class DepthAttention(SelfAttention):
         return sum(count + 1 for count in counts if count) / self.place.loops
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        own = 4.0 * self.num_kv_heads * self.head_size * self.num_mixed()
+        """The scores of sources and self, and the sum of each object that is mixed (appendix B.2)."""
+        terms = (self.mixing == "softmax") + len(self.objects)
+        own = 2.0 * self.num_kv_heads * self.head_size * self.num_mixed() * terms
         return super().forward_flops(length, causal) + own
 
     def io_values(self) -> float:
-        """Keys and values of sources and self read, a value written in every layer (appendix B.2, equation 6)."""
-        return self.num_kv_heads * self.head_size * (2 * self.num_mixed() + 1)
+        """What scores and sums read, and the mixed objects, written in every layer (appendix B.2, equation 6)."""
+        read = set(self.objects) | ({"key"} if self.mixing == "softmax" else set())
+        return self.num_kv_heads * self.head_size * (len(read) * self.num_mixed() + len(self.objects))
 
 
-def mix(alpha_nbkt1: Tensor, sources: list[Tensor], own_bkte: Tensor) -> Tensor:
-    """sum_j alpha_j x_j over the sources and this layer's own."""
-    mixed = alpha_nbkt1[-1] * own_bkte
-    for alpha, x in zip(alpha_nbkt1[:-1], sources, strict=True):
-        mixed = torch.addcmul(mixed, alpha, x)
-    return mixed
+def mix(alpha: Tensor, states: list[Tensor]) -> Tensor:
+    """sum_j alpha_j x_j of x_bkte, one number for all e of a head."""
+    return weighted_sum(alpha, [x_bkte.transpose(1, 2) for x_bkte in states]).transpose(1, 2)

@@ -5,8 +5,8 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 
 from torch import Tensor, nn
 
-from depthlm.kernels.depth_merge import causal_and_depth_attention
-from depthlm.model.attention.self_attention import Depth, SelfAttention, Update
+from depthlm.kernels.depth_merge import merged_attention
+from depthlm.model.attention.self_attention import Depth, SelfAttention, Update, causal_attention
 from depthlm.model.layers import Rope
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, one_of
@@ -61,7 +61,11 @@ class Moda(SelfAttention):
 
     def attend(self, projected: tuple[Tensor, ...], depth: Depth, update: Update | None) -> tuple[Tensor, Depth]:
         q, k, v, *own_entry = projected
-        context = causal_and_depth_attention(q, k, v, depth, update)
+        if depth:
+            seen = update(k, v) if update else (k, v)
+            context = merged_attention(q, *seen, depth).transpose(1, 2).flatten(2)
+        else:
+            context = causal_attention(q, k, v, update)
         if own_entry:
             depth = self.keep(depth, own_entry[0], own_entry[1])
         elif self.depth_kv:

@@ -45,11 +45,11 @@ class Connection(nn.Module):
 
     def read(self, stream: Stream) -> tuple[Inputs, Any]:
         """The inputs of this sublayer, x_btd each, and the carry. Every connection defines it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no read(stream)")
 
     def write(self, stream: Stream, output_btd: Tensor, carry: Any) -> Stream:
         """The stream after this sublayer. Every connection defines it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no write(stream, output_btd, carry)")
 
     def close(self, stream: Stream) -> Tensor:
         """The hidden state before the final norm: by default one more read."""

@@ -13,12 +13,10 @@ Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.kernels.streams import mix_streams, read_streams, sinkhorn
+from depthlm.kernels.streams import mix_streams, normed_projection, read_streams, sinkhorn
 from depthlm.model.connections.connection import Connection, Inputs, Stream
-from depthlm.model.functions import upcast
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, one_of
 from depthlm.model.shape import Backbone, Size
@@ -83,7 +81,7 @@ class HyperConnections(Connection):
         pre, post, res = self.static_pre.expand(b, t, n), self.static_post.expand(b, t, n), self.static_res
         if not self.dynamic:
             return pre, post, res.expand(b, t, n, n)
-        m_btnm = (upcast(F.linear(x_btnd, self.w)) * reciprocal_rms(x_btnd, self.eps)).tanh()
+        m_btnm = normed_projection(x_btnd, self.w, self.eps).tanh()
         s_pre_res, s_post = self.scale
         pre_btj, post_btj, res_btji = m_btnm.split((1, 1, n), dim=-1)
         return (
@@ -164,9 +162,7 @@ class ManifoldHyperConnections(Connection):
 
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """H_pre, H_post and H_res of every token."""
-        x_btw = x_btnd.flatten(2)
-        # the division by the rms comes after the projection, so that x' is never written
-        projected = upcast(F.linear(x_btw, self.norm * self.phi)) * reciprocal_rms(x_btw, self.eps)
+        projected = normed_projection(x_btnd.flatten(2), self.norm * self.phi, self.eps)
         alpha = torch.cat([a.expand(width) for a, width in zip(self.alpha, self.widths, strict=True)])
         pre, post, res = (alpha * projected + self.bias).split(self.widths, dim=-1)
         n = self.num_streams
@@ -213,11 +209,6 @@ class Collapse(nn.Module):
 def copies(embedding_btd: Tensor, num_streams: int) -> Tensor:
     """X_btnd at the bottom of the decoder."""
     return embedding_btd[:, :, None].expand(-1, -1, num_streams, -1)
-
-
-def reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / rms over the last dimension, kept, in fp32 or better."""
-    return torch.rsqrt(upcast(x).square().mean(-1, keepdim=True) + eps)
 
 
 def stream_flops(n: int, d: int) -> float:

@@ -16,34 +16,33 @@ class Laurel(Connection):
 
     rw, residual weights (section 2.1):       alpha f(x_i) + beta x_i
     lr, low rank (section 2.2):               f(x_i) + B A x_i + x_i
-    pa, previous activations (section 2.3):   f(x_i) + x_i + sum_{j=1..k} gamma_j B A x_{i-j}
+    pa, previous activations (section 2.3):   f(x_i) + x_i + sum_{j=0..k-1} gamma_j B A x_{i-j}
 
     x_i --+-> sublayer f ---(+)-> x_{i+1}
           +--- skip --------^
-          `--- B A x -------'       the stream is [x_{i-k}, ..., x_{i-1}, x_i] (pa), else [x_i]
+          `--- B A x -------'       the stream is [x_{i-k+1}, ..., x_i] (pa), else [x_i]
 
-    variant: rw, lr or pa. rank: r of A (r x D) and B (D x r, zero at the start). previous: k of pa.
+    variant: rw, lr or pa. rank: r of A (r x D) and B (D x r, zero at the start). last_k: k of pa, this sublayer's own
+    input included.
     """
 
     def __init__(
-        self, place: Place, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, previous: int = 3
+        self, place: Place, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3
     ):
         super().__init__(place, size, backbone)
         one_of(("rw", "lr", "pa"), variant=variant)
-        at_least(1, rank=rank, previous=previous)
-        self.variant, self.rank, self.previous = variant, rank, previous
-        self.num_previous = min(previous, place.sublayer) if variant == "pa" else 0
-        self.low_rank = place.kind != "final" and (variant == "lr" or self.num_previous > 0)
+        at_least(1, rank=rank, last_k=last_k)
+        self.variant, self.rank, self.last_k = variant, rank, last_k
         if place.kind == "final":
             return
         if variant == "rw":
             self.alpha = nn.Parameter(torch.empty(1))
             self.beta = nn.Parameter(torch.empty(1))
-        if self.low_rank:
-            self.down = nn.Parameter(torch.empty(rank, size.hidden_size))
-            self.up = nn.Parameter(torch.empty(size.hidden_size, rank))
-        if self.num_previous:
-            self.gamma = nn.Parameter(torch.empty(self.num_previous))
+            return
+        self.down = nn.Parameter(torch.empty(rank, size.hidden_size))
+        self.up = nn.Parameter(torch.empty(size.hidden_size, rank))
+        if variant == "pa":
+            self.gamma = nn.Parameter(torch.empty(min(last_k, place.sublayer + 1)))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "down":
@@ -55,25 +54,28 @@ class Laurel(Connection):
         return (stream[-1],), None
 
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
-        *previous, x = stream
+        x = stream[-1]
         if self.variant == "rw":
             return [self.alpha * output_btd + self.beta * x]
-        y = x + output_btd
-        if self.variant == "lr":
-            return [y + self.product(x)]
-        if previous:
-            # B A is linear: one product serves all k
-            y = y + self.product(weighted_sum(self.gamma, previous[::-1]))
-        return [*stream, y][-self.previous - 1 :]
-
-    def product(self, x_btd: Tensor) -> Tensor:
-        """B A x."""
-        return F.linear(F.linear(x_btd, self.down), self.up)
+        # B A is linear: one product serves all k
+        z = x if self.variant == "lr" else weighted_sum(self.gamma, stream[::-1])
+        y = x + output_btd + F.linear(F.linear(z, self.down), self.up)
+        return [*stream, y][-self.last_k :] if self.variant == "pa" else [y]
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        d = self.size.hidden_size
-        return 4.0 * self.rank * d * self.low_rank + 2.0 * d * self.num_previous * self.low_rank
+        return 4.0 * self.rank * self.size.hidden_size * self.low_rank + 2.0 * self.size.hidden_size * self.num_sources
 
     def io_values(self) -> float:
+        """The sources read, x once more for A, the products with A and B written and read."""
         d = self.size.hidden_size
-        return float((d * max(self.num_previous, 1) + 2 * self.rank + d) * self.low_rank)
+        return float(d * self.num_sources + 2 * (d + self.rank)) if self.low_rank else 0.0
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether this sublayer has A and B."""
+        return hasattr(self, "down")
+
+    @property
+    def num_sources(self) -> int:
+        """Inputs that pa sums."""
+        return len(self.gamma) if hasattr(self, "gamma") else 0

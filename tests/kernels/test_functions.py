@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthlm.model.functions import cross_entropy, rms_norm
+from depthlm.kernels.functions import cross_entropy, rms_norm
 
 
 def random(*shape, seed=0):
@@ -29,7 +29,7 @@ def test_rms_norm_computes_in_fp32():
 
 @pytest.mark.parametrize("chunk", [1, 30, 2**20])
 def test_cross_entropy_equals_pytorch(monkeypatch, chunk):
-    monkeypatch.setattr("depthlm.model.functions.CHUNK", chunk)
+    monkeypatch.setattr("depthlm.kernels.functions.CHUNK", chunk)
     logits, targets = (5 * random(7, 11)).float().requires_grad_(), torch.randint(0, 11, (7,))
     nll, logsumexp = cross_entropy(logits, targets)
     torch.testing.assert_close(nll, F.cross_entropy(logits, targets, reduction="none"))

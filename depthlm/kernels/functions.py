@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from depthlm.kernels.dtypes import upcast
+
 # logits in fp32 at a time: few enough to stay in a CPU's cache; on a GPU, enough to fill it
 CHUNK = 2**20
 GPU_CHUNK = 2**28
@@ -35,11 +37,6 @@ def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]
 def chunk_rows(logits_rv: Tensor) -> int:
     """Rows of logits that are in fp32 at a time."""
     return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
-
-
-def upcast(x: Tensor) -> Tensor:
-    """x in fp32, or as it is in fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(torch.autograd.Function):

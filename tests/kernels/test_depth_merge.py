@@ -1,0 +1,64 @@
+"""Attention over sequence and depth, merged from a flash attention and a depth part, equals one softmax over both."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthlm.kernels import depth_merge
+from depthlm.kernels.depth_merge import DepthMerge, attend_with_scores, merged_attention
+
+
+def tensors(heads: int, kv_heads: int, t: int, s: int, entries: int, e: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(heads * 100 + t)
+    shapes = [(heads, t), (kv_heads, s), (kv_heads, s), *[(kv_heads, t)] * (2 * entries)]
+    return [torch.randn(2, h, n, e, dtype=torch.float64, generator=generator).requires_grad_() for h, n in shapes]
+
+
+@settings(max_examples=20, deadline=None)
+@given(kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6))
+def test_merged_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: int) -> None:
+    inputs = tensors(kv_heads * groups, kv_heads, t, t, entries)
+    outputs = [attend(*inputs) for attend in (DepthMerge.apply, attend_with_scores)]
+    torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
+    along = torch.randn(outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    grads = [torch.autograd.grad(output, inputs, along) for output in outputs]
+    for merged, plain in zip(*grads, strict=True):
+        torch.testing.assert_close(merged, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_one_new_token_over_a_cache() -> None:
+    inputs = tensors(4, 2, 1, 9, 3)
+    torch.testing.assert_close(DepthMerge.apply(*inputs), attend_with_scores(*inputs))
+
+
+def test_the_scores_are_those_of_the_formula() -> None:
+    """One query at the second of two tokens, its keys and depth keys by hand."""
+    q, k, v, key, value = (x.detach() for x in tensors(1, 1, 2, 2, 1))
+    weights = torch.stack([q[:, 0, 1] @ k[0, 0].T, q[:, 0, 1] @ k[1, 0].T])
+    rows = [torch.cat([weights[b, b], (q[b, 0, 1] * key[b, 0, 1]).sum()[None]]) / 2 for b in range(2)]
+    expected = [row.softmax(0) @ torch.cat([v[b, 0], value[b, 0, 1:]]) for b, row in enumerate(rows)]
+    torch.testing.assert_close(DepthMerge.apply(q, k, v, key, value)[:, 0, 1], torch.stack(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_stays_near(dtype: torch.dtype) -> None:
+    inputs = tensors(6, 2, 33, 33, 5, e=16)
+    expected = attend_with_scores(*inputs)
+    low = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    output = DepthMerge.apply(*low)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    output.backward(torch.ones_like(output))
+    grads = torch.autograd.grad(expected, inputs, torch.ones_like(expected))
+    for x, grad in zip(low, grads, strict=True):
+        assert x.grad.dtype == dtype
+        assert torch.nn.functional.cosine_similarity(x.grad.double().flatten(), grad.flatten(), dim=0) > 0.999
+
+
+def test_without_flash_attention_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, *depth = tensors(4, 2, 7, 7, 2)
+    pairs = list(zip(depth[::2], depth[1::2], strict=True))
+    expected = merged_attention(q, k, v, pairs)
+    monkeypatch.setattr(depth_merge, "has_flash", lambda *_: False)
+    torch.testing.assert_close(merged_attention(q, k, v, pairs), expected)

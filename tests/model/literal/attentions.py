@@ -1,0 +1,136 @@
+"""Attentions, one token and one head at a time.
+
+q[t][h], k[t][g], v[t][g] are vectors of width e: t token, h query head, g key/value head, G query heads per g.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .parts import Model, normed_heads, plain_heads, softmax, weighted_sum
+
+Heads = list[list[Tensor]]
+
+
+@dataclass
+class Pass:
+    """One pass through a layer: with loops there are several of the same layer."""
+
+    layer: int
+    q: Heads = field(default_factory=list)
+    k: Heads = field(default_factory=list)
+    v: Heads = field(default_factory=list)
+    k_inputs: list[Tensor] = field(default_factory=list)
+    v_inputs: list[Tensor] = field(default_factory=list)
+    mlp_inputs: list[Tensor] = field(default_factory=list)
+    # what depth_attention leaves for later layers: keys and values as the attention over the sequence saw them
+    k_seen: Heads = field(default_factory=list)
+    v_seen: Heads = field(default_factory=list)
+
+
+def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """softmax_s(q . k_s / sqrt(e)) v_s"""
+    weights = softmax([torch.dot(q, key) / math.sqrt(len(q)) for key in keys])
+    return weighted_sum(weights, values)
+
+
+def causal(m: Model, q: Heads, k: Heads, v: Heads, extra: Callable | None = None) -> Heads:
+    """Each query head over the tokens up to its own; extra(t, g): more keys and values in the same softmax."""
+    group = m.size.num_heads // m.size.num_kv_heads
+    contexts = []
+    for t in range(len(q)):
+        contexts.append([])
+        for h in range(m.size.num_heads):
+            g = h // group
+            more = extra(t, g) if extra else []
+            keys = [k[s][g] for s in range(t + 1)] + [key for key, _ in more]
+            values = [v[s][g] for s in range(t + 1)] + [value for _, value in more]
+            contexts[t].append(attend(q[t][h], keys, values))
+    return contexts
+
+
+def self_attention(m: Model, now: Pass, before: list[Pass]) -> Heads:
+    return causal(m, now.q, now.k, now.v)
+
+
+def depth_attention(
+    m: Model,
+    now: Pass,
+    before: list[Pass],
+    stride: int | None = None,
+    sources: str = "anchored",
+    mixing: str = "softmax",
+    mixes: str = "value",
+) -> Heads:
+    """arXiv 2606.05014, equations 2 to 4.
+
+    alpha_j = softmax_j(qbar . k_j / sqrt(e));   vmix = alpha_self v + sum_j alpha_j vmix_j
+    """
+    layers, group = m.size.num_layers, m.size.num_heads // m.size.num_kv_heads
+    stride = stride or max(1, layers // 2)
+    start = len(before) // layers * layers
+    this_loop = before[start:]
+    if sources == "anchored":
+        chosen = [j for j in range(now.layer) if j % stride == 0]
+    else:
+        chosen = [j for j in range(now.layer) if (now.layer - j) % stride == 0]
+    # of the earlier loops: this layer itself
+    others = [this_loop[j] for j in chosen] + [one for one in before[:start] if one.layer == now.layer]
+
+    for t in range(len(now.q)):
+        now.k_seen.append([])
+        now.v_seen.append([])
+        for g in range(m.size.num_kv_heads):
+            own_k, own_v = now.k[t][g], now.v[t][g]
+            keys = [other.k_seen[t][g] for other in others] + [own_k]
+            values = [other.v_seen[t][g] for other in others] + [own_v]
+            qbar = sum(now.q[t][g * group : (g + 1) * group]) / group
+            if mixing == "uniform":
+                alpha = [torch.tensor(1 / len(keys), dtype=own_k.dtype)] * len(keys)
+            else:
+                alpha = softmax([torch.dot(qbar, key) / math.sqrt(len(key)) for key in keys])
+            now.k_seen[t].append(own_k if mixes == "value" else weighted_sum(alpha, keys))
+            now.v_seen[t].append(own_v if mixes == "key" else weighted_sum(alpha, values))
+    return causal(m, now.q, now.k_seen, now.v_seen)
+
+
+def moda(
+    m: Model,
+    now: Pass,
+    before: list[Pass],
+    depth_kv: bool = True,
+    ffn_kv: bool = True,
+    attn_kv: bool = False,
+    last_layer_kv: bool = False,
+    slots: int | None = None,
+) -> Heads:
+    """arXiv 2603.15619: one softmax over the tokens so far and over the depth entries of the own token."""
+
+    def projected(layer: int, kind: str, k_in: Tensor, v_in: Tensor, t: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The key has the layer's own K-norm, and RoPE at its position."""
+        name = f"layers.{layer}.attention"
+        keys = normed_heads(m, f"{name}.{kind}_k_proj", f"{name}.k_norm", k_in, t)
+        return keys, plain_heads(m, f"{name}.{kind}_v_proj", v_in)
+
+    def entries_of(t: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Keys and values, by head, of every sublayer before this one, oldest first."""
+        found = []
+        for one in before:
+            owns_projections = one.layer < m.size.num_layers - 1 or last_layer_kv or m.loops > 1
+            if attn_kv:
+                assert owns_projections
+                found.append(projected(one.layer, "attn", one.k_inputs[t], one.v_inputs[t], t))
+            elif depth_kv:
+                found.append((one.k[t], one.v[t]))
+            if ffn_kv and owns_projections:
+                found.append(projected(one.layer, "ffn", one.mlp_inputs[t], one.mlp_inputs[t], t))
+        return found if slots is None else found[max(0, len(found) - slots) :]
+
+    entries = [entries_of(t) for t in range(len(now.q))]
+    return causal(m, now.q, now.k, now.v, lambda t, g: [(keys[g], values[g]) for keys, values in entries[t]])
+
+
+ATTENTIONS = {"self_attention": self_attention, "depth_attention": depth_attention, "moda": moda}

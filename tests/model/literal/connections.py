@@ -1,0 +1,232 @@
+"""Connections: input_s as a function of the embedding and of the outputs of all earlier sublayers, for one token.
+
+Every function has the arguments
+
+    m: the model.   s: the sublayer, 0 to 2L - 1, or 2L for the read before the final norm.
+    x_0: the embedding.   f: the outputs of sublayers 0 .. s - 1, normed on a post-norm backbone.
+
+and gives the inputs of sublayer s before its norm: one, or three for q, k and v. Each starts from x_0 again.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .parts import Model, rms_normed, softmax, weighted_sum
+
+
+def residual(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- h + f(h), arXiv 1512.03385"""
+    return [sum(f, x_0)]
+
+
+def denseformer(m: Model, s: int, x_0: Tensor, f: list[Tensor], period: int = 1, dilation: int = 1) -> list[Tensor]:
+    """Y_i = sum_{j <= i} a_ij X_j, arXiv 2402.02622; X_i is block i of Y_(i-1), Y_0 = X_0."""
+    x, y = [x_0], x_0
+    for i in range(1, s // 2 + 1):
+        x.append(y + f[2 * i - 2] + f[2 * i - 1])
+        y = x[i]
+        if i % period == 0:
+            kept = [x[j] for j in range(i + 1) if (i - j) % dilation == 0]
+            y = weighted_sum(list(m.p[f"connections.{2 * i - 1}.a"]), kept)
+    return [y if s % 2 == 0 else y + f[s - 1]]
+
+
+def attention_residuals(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    block_size: int | None = None,
+    query: str = "static",
+    mixing: str = "softmax",
+    key_norm: bool = True,
+) -> list[Tensor]:
+    """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
+
+    b_0 is the embedding, b_n the sum of the outputs of block n; the block that is under way counts with what it has.
+    """
+    block_size = block_size or math.ceil(2 * m.depth / 8)
+    b = [x_0] + [sum(f[start : start + block_size]) for start in range(0, s, block_size)]
+    own = f"connections.{s}"
+    if mixing == "scalars":
+        return [weighted_sum(softmax(list(m.p[f"{own}.scores"])), b)]
+    w = m.p[f"{own}.query"] if query == "static" else m.p[f"{own}.query_proj.weight"] @ b[-1]
+    keys = [rms_normed(m, b_j) * m.p[f"{own}.key_norm"] for b_j in b] if key_norm else b
+    scores = [torch.dot(w, key) for key in keys]
+    alpha = softmax(scores) if mixing == "softmax" else [torch.sigmoid(score) for score in scores]
+    return [weighted_sum(alpha, b)]
+
+
+def attention_residuals_recency(
+    m: Model, s: int, x_0: Tensor, f: list[Tensor], block_size: int | None = None
+) -> list[Tensor]:
+    """The same read over the embedding, snapshots of the running sum and the sum itself, which has a learned bonus.
+
+    A snapshot is taken at the end of each layer in which a multiple of block_size lies.
+    """
+    block_size = block_size or math.ceil(2 * m.depth / 8)
+    running = [sum(f[:i], x_0) for i in range(s + 1)]
+    ends = [2 * (layer + 1) for layer in range(s // 2)]
+    snapshots = [running[end] for end in ends if end // block_size > (end - 2) // block_size]
+    b = [x_0, *snapshots, running[s]]
+    own = f"connections.{s}"
+    scores = [torch.dot(m.p[f"{own}.query"], rms_normed(m, b_j) * m.p[f"{own}.key_norm"]) for b_j in b]
+    scores[-1] = scores[-1] + m.p[f"{own}.recency"][0]
+    return [weighted_sum(softmax(scores), b)]
+
+
+def grn(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    version: int = 3,
+    last_k: int | None = None,
+    gate: str = "relu_of_sum",
+    w: str = "per_source",
+    separate_qkv: bool = False,
+) -> list[Tensor]:
+    """g = sum_j gate_j * G_j, arXiv 2502.06785, section 3.1; three of them make the inputs of q, k and v in DCA.
+
+    G = [embedding, output of block 1, ...], a block's output being attention output + MLP output.
+    """
+    blocks = [f[2 * i] + f[2 * i + 1] for i in range(s // 2)]
+    if last_k is not None and len(blocks) > last_k:
+        middle, last = blocks[: len(blocks) - last_k], blocks[len(blocks) - last_k :]
+        blocks = [sum(middle), *last]
+    stack = [x_0, *blocks]
+    # the MLP of a block reads the same stack as its attention, through the same parameters
+    own = f"connections.{s - s % 2}"
+
+    def gate_of(read: int, j: int) -> Tensor:
+        b = m.p[f"{own}.b"][read, j]
+        if version < 3:
+            return b
+        w_j = m.p[f"{own}.w"][read, j if w == "per_source" else 0]
+        score = torch.dot(w_j, stack[j])
+        return (b + score).clamp(min=0) if gate == "relu_of_sum" else b + score.clamp(min=0)
+
+    def g(read: int) -> Tensor:
+        return sum(gate_of(read, j) * stack[j] for j in range(len(stack)))
+
+    if s % 2 == 1:
+        return [f[s - 1] + g(0)]
+    return [g(read) for read in range(3 if separate_qkv and s < 2 * m.depth else 1)]
+
+
+Coefficients = tuple[Tensor, Tensor, Tensor]
+
+
+def through_streams(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    num_streams: int,
+    collapse: str,
+    coefficients: Callable[[int, list[Tensor]], Coefficients],
+) -> list[Tensor]:
+    """X <- H_res X + H_post^T f(H_pre X) over n streams that start as copies of the embedding."""
+    n = num_streams
+    x = [x_0] * n
+    for i in range(s):
+        _, post, res = coefficients(i, x)
+        x = [sum(res[a, b] * x[b] for b in range(n)) + post[a] * f[i] for a in range(n)]
+    if s < 2 * m.depth:
+        pre, _, _ = coefficients(s, x)
+        return [weighted_sum(list(pre), x)]
+    if collapse == "learned":
+        return [weighted_sum(softmax(list(m.p[f"connections.{s}.collapse.weights"])), x)]
+    return [sum(x) / n if collapse == "mean" else sum(x)]
+
+
+def hyper_connections(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    num_streams: int = 4,
+    dynamic: bool = True,
+    collapse: str = "mean",
+) -> list[Tensor]:
+    """arXiv 2409.19606: static coefficients plus scale * tanh(norm(X) W)."""
+    n = num_streams
+
+    def coefficients(i: int, x: list[Tensor]) -> Coefficients:
+        own = f"connections.{i}"
+        pre, post, res = (m.p[f"{own}.static_{kind}"] for kind in ("pre", "post", "res"))
+        if not dynamic:
+            return pre, post, res
+        w, scale = m.p[f"{own}.w"], m.p[f"{own}.scale"]
+        tanh = torch.stack([torch.tanh(w @ rms_normed(m, x_j)) for x_j in x], dim=1)  # row of w, stream j
+        return pre + scale[0] * tanh[0], post + scale[1] * tanh[1], res + scale[0] * tanh[2:]
+
+    return through_streams(m, s, x_0, f, n, collapse, coefficients)
+
+
+def mhc(
+    m: Model,
+    s: int,
+    x_0: Tensor,
+    f: list[Tensor],
+    num_streams: int = 4,
+    iterations: int = 20,
+    collapse: str = "mean",
+) -> list[Tensor]:
+    """arXiv 2512.24880: hyper-connections whose H_res is doubly stochastic and whose H_pre, H_post are positive."""
+    n = num_streams
+
+    def coefficients(i: int, x: list[Tensor]) -> Coefficients:
+        own = f"connections.{i}"
+        product = m.p[f"{own}.phi"] @ (rms_normed(m, torch.cat(x)) * m.p[f"{own}.norm"])
+        alpha, bias = m.p[f"{own}.alpha"], m.p[f"{own}.bias"]
+        pre = alpha[0] * product[:n] + bias[:n]
+        post = alpha[1] * product[n : 2 * n] + bias[n : 2 * n]
+        res = alpha[2] * product[2 * n :] + bias[2 * n :]
+        return torch.sigmoid(pre), 2 * torch.sigmoid(post), sinkhorn_knopp(res.view(n, n), iterations)
+
+    return through_streams(m, s, x_0, f, n, collapse, coefficients)
+
+
+def sinkhorn_knopp(logits: Tensor, iterations: int) -> Tensor:
+    """Columns to sum 1, then rows to sum 1, again and again. Entry [i, j]: from stream j to stream i."""
+    matrix = torch.exp(logits)
+    for _ in range(iterations):
+        matrix = matrix / matrix.sum(dim=0)[None, :]
+        matrix = matrix / matrix.sum(dim=1)[:, None]
+    return matrix
+
+
+def laurel(
+    m: Model, s: int, x_0: Tensor, f: list[Tensor], variant: str = "pa", rank: int = 8, last_k: int = 3
+) -> list[Tensor]:
+    """rw: alpha f + beta x.   lr: f + B A x + x.   pa: f + x + sum_j gamma_j B A x_(i-j)."""
+    x = [x_0]
+    for i in range(s):
+        own = f"connections.{i}"
+        if variant == "rw":
+            x.append(m.p[f"{own}.alpha"][0] * f[i] + m.p[f"{own}.beta"][0] * x[i])
+            continue
+        y = f[i] + x[i]
+        if variant == "lr":
+            y = y + m.p[f"{own}.up"] @ (m.p[f"{own}.down"] @ x[i])
+        else:
+            for j in range(min(last_k, i + 1)):
+                y = y + m.p[f"{own}.gamma"][j] * (m.p[f"{own}.up"] @ (m.p[f"{own}.down"] @ x[i - j]))
+        x.append(y)
+    return [x[s]]
+
+
+CONNECTIONS = {
+    "residual": residual,
+    "denseformer": denseformer,
+    "attention_residuals": attention_residuals,
+    "attention_residuals_recency": attention_residuals_recency,
+    "grn": grn,
+    "hyper_connections": hyper_connections,
+    "mhc": mhc,
+    "laurel": laurel,
+}

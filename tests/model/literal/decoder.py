@@ -1,0 +1,103 @@
+"""The whole decoder, written from the formulas and not from the code it checks: slow, literal, in float64.
+
+    x_0 = embedding
+    f_s = sublayer_s(input_s(x_0, f_0 .. f_(s-1)))
+    logits = head(norm(input_2L(x_0, f_0 .. f_(2L-1))))
+
+A connection is the function input_s, computed anew from the embedding and the outputs of all earlier sublayers, one
+token at a time; an attention is a function of the queries, keys and values of its pass and of all earlier passes.
+Gradients come from autograd.
+
+Shapes: b batch, t tokens, v vocabulary. Vectors of one token have no suffix.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthlm.model.shape import Backbone, Size
+
+from .attentions import ATTENTIONS, Pass
+from .connections import CONNECTIONS
+from .parts import Model, embed, linear, mlp, norm, normed_heads, plain_heads
+
+Mechanism = tuple[str, dict[str, Any]]
+
+
+def literal_logits(
+    parameters: dict[str, Tensor],
+    tokens_bt: Tensor,
+    size: Size,
+    backbone: Backbone,
+    connection: Mechanism = ("residual", {}),
+    attention: Mechanism = ("self_attention", {}),
+    loops: int = 1,
+) -> Tensor:
+    """logits_btv. parameters: in float64, under their names in the decoder's state_dict."""
+    model = Model(parameters, size, backbone, loops)
+    return torch.stack([sequence_logits(model, tokens_t.tolist(), connection, attention) for tokens_t in tokens_bt])
+
+
+def sequence_logits(m: Model, tokens: list[int], connection: Mechanism, attention: Mechanism) -> Tensor:
+    """logits_tv of one sequence."""
+    embeddings = [embed(m, token, t) for t, token in enumerate(tokens)]
+    outputs: list[list[Tensor]] = [[] for _ in tokens]
+
+    def inputs_of(t: int, sublayer: int) -> list[Tensor]:
+        name, settings = connection
+        return CONNECTIONS[name](m, sublayer, embeddings[t], outputs[t], **settings)
+
+    passes: list[Pass] = []
+    for position in range(m.depth):
+        layer = position % m.size.num_layers
+
+        now = project(m, layer, [inputs_of(t, 2 * position) for t in range(len(tokens))])
+        name, settings = attention
+        contexts = ATTENTIONS[name](m, now, passes, **settings)
+        for t in range(len(tokens)):
+            output = linear(m, f"layers.{layer}.attention.o_proj", torch.cat(contexts[t]))
+            outputs[t].append(post_norm(m, f"layers.{layer}.attention_norm", output))
+
+        for t in range(len(tokens)):
+            (x,) = pre_norm(m, f"layers.{layer}.mlp_norm", inputs_of(t, 2 * position + 1))
+            now.mlp_inputs.append(x)
+            outputs[t].append(post_norm(m, f"layers.{layer}.mlp_norm", mlp(m, f"layers.{layer}.mlp", x)))
+        passes.append(now)
+
+    return torch.stack([head(m, inputs_of(t, 2 * m.depth)[0]) for t in range(len(tokens))])
+
+
+def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
+    """Queries, keys and values of one pass through a layer. inputs: of each token, one, or three for q, k and v."""
+    now = Pass(layer)
+    name = f"layers.{layer}.attention"
+    for t in range(len(inputs)):
+        normed = pre_norm(m, f"layers.{layer}.attention_norm", inputs[t])
+        q_in, k_in, v_in = normed if len(normed) == 3 else normed * 3
+        now.q.append(normed_heads(m, f"{name}.q_proj", f"{name}.q_norm", q_in, t))
+        now.k.append(normed_heads(m, f"{name}.k_proj", f"{name}.k_norm", k_in, t))
+        now.v.append(plain_heads(m, f"{name}.v_proj", v_in))
+        now.k_inputs.append(k_in)
+        now.v_inputs.append(v_in)
+    return now
+
+
+def pre_norm(m: Model, name: str, inputs: list[Tensor]) -> list[Tensor]:
+    """f(norm(x)): three inputs have a norm each."""
+    if m.backbone.norm_placement != "pre":
+        return inputs
+    if len(inputs) == 1:
+        return [norm(m, name, inputs[0])]
+    return [norm(m, f"{name}.{i}", x) for i, x in enumerate(inputs)]
+
+
+def post_norm(m: Model, name: str, output: Tensor) -> Tensor:
+    """norm(f(x)), before anything else sees the output."""
+    return norm(m, name, output) if m.backbone.norm_placement == "post" else output
+
+
+def head(m: Model, hidden: Tensor) -> Tensor:
+    matrix = m.p["embedding.weight"] if m.backbone.tie_embeddings else m.p["head.weight"]
+    logits = matrix @ norm(m, "final_norm", hidden)
+    return logits + m.p["head.bias"] if m.backbone.head_bias else logits

@@ -1,0 +1,234 @@
+"""The decoder equals, in float64, a slow one written from the formulas alone: logits and the gradient of everything."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from depthlm.model.attention.depth_attention import DepthAttention
+from depthlm.model.attention.moda import Moda
+from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
+from depthlm.model.connections.cross_attention import GRN
+from depthlm.model.connections.denseformer import DenseFormer
+from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
+from depthlm.model.connections.laurel import Laurel
+from depthlm.model.connections.residual import Residual
+from depthlm.model.decoder import Decoder
+from depthlm.model.initialization import initialize
+from depthlm.model.shape import Size
+
+from .literal.decoder import literal_logits
+
+CONNECTIONS = {
+    "residual": Residual,
+    "denseformer": DenseFormer,
+    "attention_residuals": AttentionResiduals,
+    "attention_residuals_recency": AttentionResidualsRecency,
+    "grn": GRN,
+    "hyper_connections": HyperConnections,
+    "mhc": ManifoldHyperConnections,
+    "laurel": Laurel,
+}
+ATTENTIONS = {"self_attention": SelfAttention, "depth_attention": DepthAttention, "moda": Moda}
+
+DCA = {"separate_qkv": True}
+TWO_STREAMS = {"num_streams": 2}
+
+# (connection, its settings), each on qwen3
+CONNECTION_SETTINGS = [
+    ("residual", {}),
+    ("denseformer", {}),
+    ("denseformer", {"period": 2}),
+    ("denseformer", {"period": 3}),
+    ("denseformer", {"dilation": 2}),
+    ("denseformer", {"period": 2, "dilation": 3}),
+    ("attention_residuals", {}),
+    ("attention_residuals", {"block_size": 2}),
+    ("attention_residuals", {"block_size": 3}),
+    ("attention_residuals", {"block_size": 100}),
+    ("attention_residuals", {"block_size": 3, "query": "input_dependent"}),
+    ("attention_residuals", {"block_size": 3, "mixing": "sigmoid"}),
+    ("attention_residuals", {"block_size": 3, "mixing": "scalars"}),
+    ("attention_residuals", {"block_size": 3, "key_norm": False}),
+    ("attention_residuals", {"query": "input_dependent", "mixing": "sigmoid", "key_norm": False}),
+    ("attention_residuals_recency", {}),
+    ("attention_residuals_recency", {"block_size": 2}),
+    ("attention_residuals_recency", {"block_size": 3}),
+    ("attention_residuals_recency", {"block_size": 4}),
+    ("grn", {}),
+    ("grn", {"version": 1}),
+    ("grn", {"version": 2}),
+    ("grn", {"gate": "printed"}),
+    ("grn", {"w": "shared"}),
+    ("grn", {"w": "shared", "gate": "printed"}),
+    ("grn", {"last_k": 1}),
+    ("grn", {"version": 1, "last_k": 2}),
+    ("grn", DCA),
+    ("grn", DCA | {"last_k": 2}),
+    ("grn", DCA | {"version": 1}),
+    ("grn", DCA | {"version": 2}),
+    ("grn", DCA | {"w": "shared", "gate": "printed", "last_k": 1}),
+    ("hyper_connections", {}),
+    ("hyper_connections", {"num_streams": 3, "dynamic": False}),
+    ("hyper_connections", {"num_streams": 2, "collapse": "sum"}),
+    ("hyper_connections", {"num_streams": 3, "collapse": "learned"}),
+    ("hyper_connections", {"num_streams": 1}),
+    ("mhc", {}),
+    ("mhc", {"num_streams": 2, "iterations": 3}),
+    ("mhc", {"num_streams": 3, "iterations": 5, "collapse": "sum"}),
+    ("mhc", {"num_streams": 2, "iterations": 5, "collapse": "learned"}),
+    ("laurel", {}),
+    ("laurel", {"rank": 2, "last_k": 1}),
+    ("laurel", {"rank": 2, "last_k": 100}),
+    ("laurel", {"variant": "rw"}),
+    ("laurel", {"variant": "lr", "rank": 3}),
+]
+# (attention, its settings), each on qwen3
+ATTENTION_SETTINGS = [
+    ("depth_attention", {}),
+    ("depth_attention", {"stride": 1}),
+    ("depth_attention", {"stride": 100}),
+    ("depth_attention", {"sources": "relative"}),
+    ("depth_attention", {"sources": "relative", "stride": 1}),
+    ("depth_attention", {"sources": "relative", "stride": 3}),
+    ("depth_attention", {"sources": "relative", "stride": 4}),
+    ("depth_attention", {"stride": 1, "mixing": "uniform"}),
+    ("depth_attention", {"stride": 1, "mixes": "key"}),
+    ("depth_attention", {"stride": 1, "mixes": "key_value"}),
+    ("depth_attention", {"stride": 1, "mixes": "key_value", "mixing": "uniform"}),
+    ("moda", {}),
+    ("moda", {"ffn_kv": False}),
+    ("moda", {"depth_kv": False}),
+    ("moda", {"attn_kv": True}),
+    ("moda", {"attn_kv": True, "ffn_kv": False}),
+    ("moda", {"attn_kv": True, "depth_kv": False}),
+    ("moda", {"attn_kv": True, "last_layer_kv": True}),
+    ("moda", {"last_layer_kv": True}),
+    ("moda", {"slots": 3}),
+    ("moda", {"slots": 1, "attn_kv": True}),
+    ("moda", {"slots": 2, "ffn_kv": False}),
+]
+# one of each mechanism, for the backbones and the loops
+CONNECTION_OF_EACH = [
+    ("residual", {}),
+    ("denseformer", {"dilation": 2}),
+    ("attention_residuals", {"block_size": 3}),
+    ("attention_residuals_recency", {"block_size": 2}),
+    ("grn", {}),
+    ("grn", DCA),
+    ("hyper_connections", TWO_STREAMS),
+    ("mhc", TWO_STREAMS | {"iterations": 3}),
+    ("laurel", {"rank": 2}),
+]
+ATTENTION_OF_EACH = [
+    ("depth_attention", {"stride": 1}),
+    ("moda", {}),
+    ("moda", {"attn_kv": True}),
+]
+CROSSED = [
+    (("mhc", TWO_STREAMS | {"iterations": 3}), ("depth_attention", {})),
+    (("grn", DCA), ("moda", {"attn_kv": True})),
+    (("denseformer", {}), ("depth_attention", {"stride": 1, "mixes": "key_value"})),
+    (("attention_residuals", {"block_size": 2}), ("moda", {})),
+    (("hyper_connections", TWO_STREAMS), ("moda", {"slots": 3})),
+    (("grn", DCA | {"last_k": 1}), ("depth_attention", {"sources": "relative", "stride": 1})),
+    (("attention_residuals_recency", {}), ("depth_attention", {"stride": 1})),
+    (("laurel", {}), ("moda", {"ffn_kv": False})),
+]
+PLAIN, SELF = ("residual", {}), ("self_attention", {})
+
+
+def case(connection=PLAIN, attention=SELF, backbone="qwen3", loops=1, num_layers=4, heads=(2, 1)):
+    parts = []
+    for name, settings in (connection, attention):
+        values = [f"{key}={value}" for key, value in settings.items()]
+        parts.append(f"{name}({','.join(values)})" if values else name)
+    label = " ".join(part for part in parts if part not in ("residual", "self_attention")) or "vanilla"
+    label += f" {backbone} {loops}x{num_layers} {heads[0]}:{heads[1]}"
+    return pytest.param(connection, attention, backbone, loops, num_layers, heads, id=label)
+
+
+CASES = [
+    *(case(connection) for connection in CONNECTION_SETTINGS),
+    *(case(attention=attention) for attention in ATTENTION_SETTINGS),
+    # reordered norm, full-width QK-norm, tied head
+    *(case(connection, backbone="olmo2", num_layers=3) for connection in CONNECTION_OF_EACH),
+    *(case(attention=attention, backbone="olmo2", num_layers=3) for attention in ATTENTION_OF_EACH),
+    # LayerNorm, sinusoidal positions, biases of MLP and head
+    *(case(connection, backbone="lm1b", num_layers=2) for connection in (PLAIN, ("grn", DCA), ("laurel", {}))),
+    *(case(attention=attention, backbone="lm1b", num_layers=2) for attention in ATTENTION_OF_EACH),
+    # biases of the attention, no QK-norm
+    case(backbone="moda_layers", num_layers=2),
+    *(case(attention=attention, backbone="moda_layers", num_layers=2) for attention in ATTENTION_OF_EACH),
+    case(attention=("moda", {"last_layer_kv": True, "attn_kv": True}), backbone="moda_layers", num_layers=2),
+    # loops
+    *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH),
+    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH),
+    case(("denseformer", {"period": 2}), loops=2, num_layers=3),
+    case(("attention_residuals", {}), loops=3, num_layers=2),
+    case(("attention_residuals_recency", {}), loops=3, num_layers=2),
+    case(attention=("depth_attention", {"sources": "relative", "stride": 1}), loops=2, num_layers=3),
+    case(attention=("depth_attention", {"stride": 2, "mixes": "key_value"}), loops=2, num_layers=3),
+    case(attention=("depth_attention", {"mixing": "uniform"}), loops=2, num_layers=1),
+    case(attention=("moda", {"slots": 4, "last_layer_kv": True}), loops=2, num_layers=2),
+    # grouped queries with more than one key/value head, and no groups
+    *(case(attention=attention, num_layers=2, heads=(4, 2)) for attention in (SELF, *ATTENTION_OF_EACH)),
+    *(case(attention=attention, num_layers=2, heads=(2, 2)) for attention in ATTENTION_OF_EACH),
+    # pairs
+    *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
+    case(("grn", DCA), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
+    case(("mhc", TWO_STREAMS), ("moda", {}), loops=2, num_layers=2),
+    case(("hyper_connections", TWO_STREAMS), ("depth_attention", {}), loops=2, num_layers=2),
+]
+
+
+@pytest.mark.parametrize(("connection", "attention", "backbone", "loops", "num_layers", "heads"), CASES)
+def test_logits_and_every_gradient_equal_the_formulas(
+    make_backbone, connection, attention, backbone, loops, num_layers, heads
+):
+    shape = make_backbone(backbone)
+    size = Size(
+        hidden_size=12,
+        intermediate_size=20,
+        num_layers=num_layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_size=6,
+        vocab_size=11,
+    )
+    model = Decoder(
+        size,
+        shape,
+        partial(CONNECTIONS[connection[0]], **connection[1]),
+        partial(ATTENTIONS[attention[0]], **attention[1]),
+        loops,
+    )
+    generator = torch.Generator().manual_seed(0)
+    initialize(model, seed=0, std=0.3)
+    model.double()
+    with torch.no_grad():
+        # away from their start: gates that start at zero would hide what is behind them
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    tokens_bt = torch.randint(size.vocab_size, (2, 5), generator=generator)
+    functional_btv = torch.randn(2, 5, size.vocab_size, generator=generator, dtype=torch.float64)
+
+    logits_btv = model(tokens_bt)
+    (logits_btv * functional_btv).sum().backward()
+    named = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    expected_btv = literal_logits(named, tokens_bt, size, shape, connection, attention, loops)
+    (expected_btv * functional_btv).sum().backward()
+
+    assert deviation(logits_btv, expected_btv) < 1e-10
+    off = {name: deviation(parameter.grad, named[name].grad) for name, parameter in model.named_parameters()}
+    assert {name: value for name, value in off.items() if not value < 1e-10} == {}
+
+
+def deviation(actual, expected):
+    """The largest difference, relative to the largest entry; no gradient means zero."""
+    if actual is None or expected is None:
+        given = [tensor for tensor in (actual, expected) if tensor is not None]
+        return max((tensor.abs().max().item() for tensor in given), default=0.0)
+    scale = expected.abs().max().clamp(min=0.1)
+    return ((actual - expected).abs().max() / scale).item()

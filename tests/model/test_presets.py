@@ -1,0 +1,335 @@
+"""The contract that every preset of conf/model keeps, whatever its mechanism."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import depthlm
+from depthlm.evaluation import generate
+from depthlm.model import Decoder, compile_sublayers, initialize
+from depthlm.model.place import Place
+
+CONF = Path(__file__).parents[2] / "conf"
+PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
+ATTENTIONS = sorted(path.stem for path in (CONF / "model/attention").glob("*.yaml"))
+BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
+SHAPE = [
+    "size=micro", "size.num_layers=4", "size.hidden_size=32", "size.intermediate_size=48", "size.num_heads=4",
+    "size.num_kv_heads=2", "size.head_size=8", "size.vocab_size=320", "data.tokenizer=bytes", "precision=fp32",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def build() -> Callable[..., Decoder]:
+    """The decoder of overrides, small. awake: every mechanism's parameters are moved away from their start."""
+
+    def make(*overrides: str, awake: bool = True) -> Decoder:
+        model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
+        initialize(model, seed=0, std=0.1)
+        generator = torch.Generator().manual_seed(1)
+        if awake:
+            with torch.no_grad():
+                for parameter in model.connections.parameters():
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+        return model
+
+    return make
+
+
+def batch(length: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 320, (2, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_and_gradients(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    sums = model(*batch())
+    loss = sums.nll / sums.tokens
+    loss.backward()
+    return loss.detach(), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def assert_same(model: Decoder, other: Decoder, tolerance: float) -> None:
+    """Loss and gradients of two decoders; tolerance relative to each parameter's largest gradient."""
+    (expected, expected_grads), (loss, grads) = loss_and_gradients(model), loss_and_gradients(other)
+    torch.testing.assert_close(loss, expected, rtol=max(tolerance, 1e-7), atol=0)
+    largest = max(grad.abs().max() for grad in expected_grads.values())
+    for name, grad in grads.items():
+        # some gradients are zero but for rounding: that of a factor which the next norm takes out again
+        bound = tolerance * max(expected_grads[name].abs().max(), 1e-3 * largest)
+        assert (grad - expected_grads[name]).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_token_sees_only_those_before_it(build: Any, preset: str) -> None:
+    model = build(f"model={preset}")
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 320
+    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:9].max() == 0
+    assert difference[9:].min() > 0
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_a_connection_reads_and_writes_each_position_alone(build: Any, connection: str) -> None:
+    model = build(f"model/connection={connection}")
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(1 + len(model.connections), 1, 6, 32, generator=generator)
+    changed = values.clone()
+    changed[:, :, 3] = torch.randn(len(values), 1, 32, generator=generator)
+
+    def reads(outputs: Tensor) -> list[Tensor]:
+        stream, found = model.connections[0].open(outputs[0]), []
+        for connection, output in zip(list(model.connections)[:-1], outputs[1:], strict=False):
+            inputs, carry = connection.read(stream)
+            found.extend(inputs)
+            stream = connection.write(stream, output, carry)
+        return [*found, model.connections[-1].close(stream)]
+
+    for a, b in zip(reads(values), reads(changed), strict=True):
+        assert (a - b).abs().amax(dim=(0, 2)).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("attention", ["depth_attention", "moda"])
+def test_a_depth_mix_reads_each_position_alone(build: Any, attention: str) -> None:
+    layer = build(f"model/attention={attention}").layers[2].attention
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
+    depth = [tuple(torch.randn(1, 2, 6, 8, generator=generator) for _ in "kv") for _ in range(2)]
+    changed = [tuple(x.clone() for x in pair) for pair in depth]
+    for pair in changed:
+        for x in pair:
+            x[:, :, 3] += 1
+    (context, passed_on), (other, other_passed_on) = (layer.attend((q, k, v), d, None) for d in (depth, changed))
+    moved = (context - other).abs().amax(dim=(0, 2)).nonzero().flatten().tolist()
+    if attention == "moda":
+        assert moved == [3]
+    else:
+        # the mixed value is one of the sequence: those after it see it too
+        assert moved == [3, 4, 5]
+        mixed, other_mixed = (layer.attend((q, k, v), d, lambda k, v: (k, v))[1] for d in (depth, changed))
+        assert len(mixed) == len(other_mixed) == 3
+    for pair, other_pair in zip(passed_on[2:], other_passed_on[2:], strict=True):
+        for a, b in zip(pair, other_pair, strict=True):
+            assert set((a - b).abs().amax(dim=(0, 1, 3)).nonzero().flatten().tolist()) <= {3}
+
+
+VANILLA_AT_THE_START = [
+    *(f"model={name}" for name in ("denseformer", "grn_v1", "grn_v2", "grn_v3", "dca", "hyper_connections", "laurel")),
+    "model=dca model.connection.last_k=1",
+    "model=grn_v3 model.connection.gate=printed model.connection.w=shared",
+    "model=denseformer model.connection.period=2 model.connection.dilation=2",
+    "model=hyper_connections model.connection.dynamic=false model.connection.num_streams=3",
+    "model=laurel model.connection.variant=lr",
+    "model=laurel model.connection.variant=rw",
+    "model=depth_attention model.attention.sources=relative model.attention.stride=4",
+    "model=moda model.attention.depth_kv=false model.attention.ffn_kv=false",
+]
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("overrides", VANILLA_AT_THE_START)
+def test_equals_vanilla_at_the_start(build: Any, overrides: str, backbone: str) -> None:
+    model, vanilla = (
+        build(f"backbone={backbone}", *o.split(), awake=False).double() for o in (overrides, "model=vanilla")
+    )
+    tokens, _ = batch()
+    torch.testing.assert_close(model(tokens), vanilla(tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_full"])
+@pytest.mark.parametrize("mixing", ["softmax", "scalars"])
+def test_attention_residuals_start_as_the_uniform_mean(build: Any, preset: str, mixing: str) -> None:
+    model = build(f"model={preset}", f"model.connection.mixing={mixing}", awake=False)
+    stream = [torch.randn(2, 3, 32)]
+    for connection in list(model.connections)[:-1]:
+        ((h,), carry) = connection.read(stream)
+        torch.testing.assert_close(h, torch.stack(stream).mean(0))
+        stream = connection.write(stream, torch.randn(2, 3, 32), carry)
+    torch.testing.assert_close(model.connections[-1].close(stream), torch.stack(stream).mean(0))
+
+
+@pytest.mark.parametrize(("noise", "column_bound"), [(0.1, 5e-3), (8.0, 0.5)])
+def test_the_residual_map_of_mhc_lies_on_its_manifold(build: Any, noise: float, column_bound: float) -> None:
+    """Rows are exact, since they are normalised last; columns as far as 20 iterations take them."""
+    model = build("model=mhc", awake=False)
+    generator = torch.Generator().manual_seed(3)
+    for connection in list(model.connections)[:-1]:
+        with torch.no_grad():
+            connection.bias += noise * torch.randn(connection.bias.shape, generator=generator)
+        _, _, res = connection.maps(torch.randn(2, 5, 4, 32, generator=generator))
+        assert res.min() >= 0
+        assert (res.sum(-1) - 1).abs().max() < 1e-6
+        assert (res.sum(-2) - 1).abs().max() < column_bound
+
+
+# parameters that cannot move in the first steps, by construction
+UNMOVED = {
+    # one source has weight 1 whatever its score
+    "attention_residuals": ["connections.0.query", "connections.0.key_norm"],
+    "attention_residuals_full": ["connections.0.query", "connections.0.key_norm"],
+    # two equal sources, the embedding and the running sum: any mix of them is the same
+    "attention_residuals_recency": ["connections.0.query", "connections.0.key_norm", "connections.0.recency"],
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_parameter_has_moved_after_three_steps(build: Any, preset: str) -> None:
+    model = build(f"model={preset}", awake=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for seed in range(3):
+        sums = model(*batch(seed=seed))
+        optimizer.zero_grad()
+        (sums.nll / sums.tokens).backward()
+        optimizer.step()
+    unmoved = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    assert sorted(unmoved) == sorted(UNMOVED.get(preset, []))
+
+
+def test_mixing_equal_streams_gives_the_maps_no_gradient(build: Any) -> None:
+    """The first residual map of mhc acts on copies of the embedding, and its rows sum to 1 whatever its bias."""
+    model = build("model=mhc", awake=False).double()
+    _, grads = loss_and_gradients(model)
+    assert grads["connections.0.bias"][8:].abs().max() < 1e-12
+    assert grads["connections.1.bias"][8:].abs().max() > 1e-12
+
+
+def test_projections_that_nobody_reads_get_no_gradient(build: Any) -> None:
+    model = build("model=moda", "model.attention.last_layer_kv=true")
+    _, grads = loss_and_gradients(model)
+    silent = [name for name, grad in grads.items() if not grad.any()]
+    assert silent == ["layers.3.attention.ffn_k_proj.weight", "layers.3.attention.ffn_v_proj.weight"]
+
+
+def test_the_printed_gate_never_wakes(build: Any) -> None:
+    """relu has no gradient at 0, so w of b + relu(w . G) stays at its start; relu(b + w . G) is alive."""
+    for gate, alive in (("printed", False), ("relu_of_sum", True)):
+        _, grads = loss_and_gradients(build("model=grn_v3", f"model.connection.gate={gate}", awake=False))
+        assert grads["connections.2.w"].any().item() == alive
+
+
+NO_DECAY = {"query", "scores", "recency", "a", "b", "w_of_grn", "static_pre", "static_post", "static_res", "gamma"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_depth_parameters_that_take_no_decay_have_none(build: Any, preset: str) -> None:
+    model = build(f"model={preset}")
+    groups = depthlm.model.optimizer_groups(model, 0.1)
+    decay = {name: group["weight_decay"] for group in groups for name in group["names"]}
+    assert decay.keys() == dict(model.named_parameters()).keys()
+    for name, value in decay.items():
+        leaf = name.split(".")[-1]
+        leaf = "w_of_grn" if leaf == "w" and preset.startswith(("grn", "dca")) else leaf
+        if leaf in NO_DECAY:
+            assert value == 0.0, name
+        elif leaf in ("w", "phi", "up", "down") or (leaf == "weight" and "_proj" in name):
+            assert value == 0.1, name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_activation_checkpointing_changes_nothing(build: Any, preset: str) -> None:
+    model = build(f"model={preset}")
+    other = copy.deepcopy(model)
+    other.activation_checkpointing = True
+    assert_same(model, other, 0)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compile_changes_nothing(build: Any, preset: str) -> None:
+    torch.compiler.reset()
+    model = build(f"model={preset}")
+    other = copy.deepcopy(model)
+    compile_sublayers(other, backend="aot_eager")
+    assert_same(model, other, 1e-3)
+
+
+@pytest.mark.parametrize("preset", ["mhc", "dca", "moda"])
+def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
+    torch.compiler.reset()
+    model = build(f"model={preset}")
+    other = copy.deepcopy(model)
+    compile_sublayers(other)
+    assert_same(model, other, 1e-3)
+
+
+@pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_greedy_generation_with_the_cache_equals_without(build: Any, preset: str, loops: int) -> None:
+    model = build(f"model={preset}", f"model.loops={loops}")
+    prompt = batch(7)[0]
+    expected = generate(model, prompt, 12, use_cache=False)
+    assert torch.equal(generate(model, prompt, 12), expected)
+    cache = model.make_cache()
+    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 5, 9), dim=1)], dim=1)
+    torch.testing.assert_close(logits, model(expected), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_cache_is_that_of_a_vanilla_decoder(build: Any, preset: str) -> None:
+    sizes = []
+    for name in (preset, "vanilla"):
+        model = build(f"model={name}")
+        cache = model.make_cache()
+        model(batch()[0], cache=cache)
+        sizes.append(cache.bytes())
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bf16_autocast_is_near_fp32(build: Any, preset: str) -> None:
+    model = build(f"model={preset}")
+    expected, expected_grads = loss_and_gradients(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, grads = loss_and_gradients(model)
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+    largest = max(grad.norm() for grad in expected_grads.values())
+    for name, grad in grads.items():
+        if expected_grads[name].norm() > 1e-3 * largest:
+            similarity = torch.nn.functional.cosine_similarity(grad.flatten(), expected_grads[name].flatten(), dim=0)
+            assert similarity > 0.95, name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_two_mechanisms_share_starts_the_same(build: Any, preset: str) -> None:
+    model, vanilla = (depthlm.build_model(depthlm.compose([*SHAPE, f"model={name}"])) for name in (preset, "vanilla"))
+    ours = dict(model.named_parameters())
+    for name, parameter in vanilla.named_parameters():
+        if name in ours:
+            assert torch.equal(ours[name], parameter), name
+    assert preset == "dca" or set(dict(vanilla.named_parameters())) <= set(ours)
+
+
+@pytest.mark.parametrize("connection", CONNECTIONS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_any_pair_trains_on_every_backbone_looped(build: Any, connection: str, attention: str) -> None:
+    for backbone in BACKBONES:
+        model = build(
+            f"model/connection={connection}", f"model/attention={attention}", f"backbone={backbone}",
+            "model.loops=2", "size.num_layers=2",
+        )  # fmt: skip
+        model.activation_checkpointing = True
+        loss, grads = loss_and_gradients(model)
+        assert loss.isfinite()
+        assert all(grad.isfinite().all() for grad in grads.values())
+        assert all(grad.any() for name, grad in grads.items() if name.startswith("layers.1"))
+
+
+def test_every_model_composes_at_every_size() -> None:
+    for path in sorted((CONF / "size").glob("*.yaml")):
+        for preset in PRESETS:
+            config = depthlm.compose([f"model={preset}", f"size={path.stem}"], here=False)
+            assert config.model.name == preset
+
+
+def test_places_count_loops_for_connections_alone(build: Any) -> None:
+    model = build("model.loops=3", "size.num_layers=2")
+    assert [c.place for c in model.connections][-1] == Place(6, "final", 6)
+    assert [layer.attention.place for layer in model.layers] == [Place(i, "attention", 2, 3) for i in range(2)]
