@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from depthlm.analysis.summary import print_summary
+from depthlm.analysis.summary import print_overhead, print_summary
 from depthlm.config import compose
 from depthlm.config.command_line import exit_on_mistake
 
@@ -14,10 +14,14 @@ def summary(arguments: list[str]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--gpus", type=int, default=8, help="ranks that ZeRO shards over (default 8)")
     parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("--overhead", action="store_true", help="instead, what every mechanism costs beyond vanilla")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: at least 1")
+    if parsed.overhead:
+        print_overhead(parsed.overrides, parsed.config_dir, parsed.json)
+        return
     print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
 
 

@@ -1,17 +1,23 @@
 """`python -m depthlm summary`: what a configuration costs, before anything is built."""
 
 import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from depthlm.analysis.flops import flops_per_token
 from depthlm.analysis.memory import estimate_memory
+from depthlm.analysis.overhead import Overhead, overhead
 from depthlm.analysis.parameters import count_parameters
 from depthlm.build import build_model
-from depthlm.config import Config, run_steps
+from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
 
 
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
@@ -36,6 +42,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "parameters": counts,
         "flops_per_token": round(flops.training),
         "forward_flops_per_token": round(flops.forward),
+        "extra": extra(overhead(model)),
         "sequence_length": training.sequence_length,
         "steps": steps,
         "tokens": steps * training.batch_size * training.sequence_length,
@@ -68,6 +75,8 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_row("FLOPs per token, forward", f"{summary['forward_flops_per_token']:.4g}")
     table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
+    for name, text in overhead_texts(summary["extra"]).items():
+        table.add_row(f"beyond vanilla: {name}", text)
     table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
     table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
     console.print(table)
@@ -79,3 +88,53 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     for name, size in summary["memory_per_gpu"].items():
         table.add_row(name, f"{size / 2**30:.2f} GiB")
     console.print(table)
+
+
+def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
+    """Print what every mechanism of conf/model costs beyond vanilla (Depth-Attention, Table 2), as a table or as JSON.
+
+    overrides: of everything but the mechanism. Raises ConfigError for an override of it.
+    """
+    taken = [override for override in overrides if override.lstrip("+").startswith(("model=", "model."))]
+    taken = [override for override in taken if not override.startswith("model.loops=")]
+    if taken:
+        raise ConfigError([f"{override}: --overhead goes through every mechanism; leave it out" for override in taken])
+    names = [name for name in mechanisms(config_dir) if name != "vanilla"]
+    costs = {}
+    for name in track(names, "mechanisms", console=Console(stderr=True), transient=True):
+        config = compose([*overrides, f"model={name}"], config_dir, here=False)
+        costs[name] = extra(overhead(build_model(config, "meta")))
+    if as_json:
+        print(json.dumps(costs, indent=1))
+        return
+    size = config.size.name
+    title = f"Beyond vanilla, size {size}\n"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
+    table.add_column("mechanism", min_width=max(map(len, names)))
+    for column in overhead_texts(costs[names[0]]):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in names:
+        table.add_row(name, *overhead_texts(costs[name]).values())
+    Console(highlight=False).print(table)
+
+
+def extra(cost: Overhead) -> dict[str, int]:
+    """An overhead under its public names."""
+    return {name: round(value) for name, value in asdict(cost).items()}
+
+
+def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
+    """An overhead as people read it: column and value."""
+    return {
+        "parameters": f"{cost['parameters']:,}",
+        "FLOPs/token": f"{cost['flops_per_token']:.2e}",
+        "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
+        "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
+    }
+
+
+def _bytes_text(count: float) -> str:
+    if count < 2**20:
+        return f"{count / 2**10:.0f} KiB"
+    # halves upwards, as the papers round
+    return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"

@@ -1,8 +1,8 @@
 """Configuration: the schema, and the way from overrides to one checked `Config`."""
 
-from depthlm.config.compose import compose, finish
+from depthlm.config.compose import compose, finish, mechanisms
 from depthlm.config.errors import ConfigError
 from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose", "finish", "run_steps", "warmup_steps"]
+__all__ = ["Config", "ConfigError", "compose", "finish", "mechanisms", "run_steps", "warmup_steps"]

@@ -51,6 +51,12 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     return hydra.compose("config", [*overrides, *search])
 
 
+def mechanisms(config_dir: str | Path | None = None) -> list[str]:
+    """What `model=` may be: the presets of conf/model, and of config_dir."""
+    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
+    return sorted({path.stem for folder in folders for path in (folder / "model").glob("*.yaml")})
+
+
 def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Config:
     """What Hydra composed from these overrides: typed, resolved and checked across fields. Raises ConfigError."""
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
