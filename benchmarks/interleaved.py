@@ -2,7 +2,11 @@
 
 import json
 import os
+import platform
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +45,31 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
 def spread(seconds: dict[str, list[float]], one: str, twin: str) -> float:
     """Largest deviation from 1 of the ratio of two runs of the same code: what this machine cannot resolve."""
     return max(abs(b / a - 1) for a, b in zip(seconds[one], seconds[twin], strict=True))
+
+
+def peak_memory_gib(script: str, *arguments: str) -> float:
+    """Of `script --memory-of <arguments>`, a process of its own that ends with `print_peak_memory`.
+
+    Asked for while this process is small: on Linux a child's peak begins at that of its parent.
+    """
+    command = [sys.executable, script, "--memory-of", *arguments]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+
+
+def print_peak_memory(step: Step) -> None:
+    """The peak memory of two steps in GiB, of the GPU where there is one."""
+    step()
+    step()
+    if torch.cuda.is_available():
+        print(torch.cuda.max_memory_allocated() / 2**30)
+    else:
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def result_path(benchmark: str) -> Path:
+    """Where the results of a benchmark on this machine go."""
+    name = torch.cuda.get_device_name().replace(" ", "-").lower() if torch.cuda.is_available() else platform.node()
+    return Path(__file__).parent / "results" / f"{benchmark}-{name}.json"
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:

@@ -9,16 +9,12 @@ resolution of the machine.
 
 import argparse
 import json
-import platform
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import Step, measure, ratio, spread, write_json
+from interleaved import Step, measure, peak_memory_gib, print_peak_memory, ratio, result_path, spread, write_json
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -155,22 +151,6 @@ def translate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def peak_memory_gib(kind: str, mode: str) -> float:
-    """Of two steps in a process of their own."""
-    command = [sys.executable, __file__, "--memory-of", kind, mode]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-
-
-def print_peak_memory(kind: str, mode: str, device: torch.device) -> None:
-    step, _ = contender(kind, mode, device)
-    step()
-    step()
-    if device.type == "cuda":
-        print(torch.cuda.max_memory_allocated() / 2**30)
-    else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-
-
 def markdown(path: Path) -> str:
     """The results of an earlier run as a Markdown table."""
     results = json.loads(path.read_text())
@@ -199,14 +179,13 @@ def main() -> None:
     torch.set_num_threads(environment.cores())
     device = start_distributed(environment.ranks())
     if arguments.memory_of:
-        print_peak_memory(*arguments.memory_of, device)
+        print_peak_memory(contender(*arguments.memory_of, device)[0])
         return
     console = Console(highlight=False)
     seconds: dict[str, dict[str, list[float]]] = {}
     kinds = {mode: [kind for kind in KINDS if not (kind == "zero1" and MODES[mode][1])] for mode in MODES}
-    # first, while this process is small: on Linux a child's peak begins at that of its parent
     memory = {
-        mode: {kind: peak_memory_gib(kind, mode) for kind in kinds[mode] if kind != "transformers again"}
+        mode: {kind: peak_memory_gib(__file__, kind, mode) for kind in kinds[mode] if kind != "transformers again"}
         for mode in MODES
     }
     for mode in MODES:
@@ -220,8 +199,7 @@ def main() -> None:
                 )
         seconds[mode] = measure({kind: step for kind, (step, _) in built.items()}, arguments.rounds, arguments.steps)
     results = report(console, seconds, memory)
-    name = platform.node() if device.type == "cpu" else torch.cuda.get_device_name().replace(" ", "-").lower()
-    output = arguments.output or Path(__file__).parent / "results" / f"throughput-{name}.json"
+    output = arguments.output or result_path("throughput")
     write_json(output, results)
     console.print(f"written to {output}")
 

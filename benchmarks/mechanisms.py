@@ -1,0 +1,129 @@
+"""What each mechanism adds to a training step: every preset against vanilla, interleaved in one run.
+
+    python benchmarks/mechanisms.py [key=value ...] [--presets mhc dca] [--rounds 8] [--output results/...json]
+
+All take the step that train.py takes (DeepSpeed, ZeRO 0) on the same batch, from the same seed. `vanilla again` is the
+same code twice: its ratio is what the machine cannot resolve. Overrides change the shape, which is D 512, 24 layers,
+T 512, batch 4, 8 heads of which 4 key/value, vocabulary 4 096, bf16 where the device is fast at it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import Step, measure, peak_memory_gib, print_peak_memory, ratio, result_path, spread, write_json
+from rich.console import Console
+from rich.table import Table
+
+import depthlm
+from depthlm import environment
+from depthlm.config import mechanisms
+from depthlm.model import compile_sublayers
+from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.loop import train_step
+from depthlm.training.plan import make_plan
+
+SHAPE = ["size.hidden_size=512", "size.intermediate_size=1408", "size.num_layers=24", "size.num_heads=8",
+         "size.num_kv_heads=4", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",
+         "training.batch_size=4", "tracker=none"]  # fmt: skip
+AGAIN = "vanilla again"
+# of a step at 1.5B, by the reference implementation of Depth-Attention (arXiv 2606.05014, Table 3)
+PAPER = {"depth_attention": 0.091, "denseformer": 0.506, "attention_residuals": 0.478, "mhc": 3.21}
+
+
+def contender(name: str, overrides: list[str], device: torch.device) -> tuple[Step, int]:
+    """(one training step, its tokens)."""
+    preset = "vanilla" if name == AGAIN else name
+    config = depthlm.compose([*SHAPE, *overrides, f"model={preset}"])
+    plan = make_plan(config, environment.ranks())
+    model = depthlm.build_model(config, device)
+    model.activation_checkpointing = config.training.activation_checkpointing
+    if config.training.compile:
+        compile_sublayers(model)
+    engine = build_engine(config, plan, model)
+    shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
+    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    return (lambda: train_step(engine, batch, plan, 0.0).item()), plan.tokens_per_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, of all contenders")
+    parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--memory-of", metavar="PRESET", help=argparse.SUPPRESS)
+    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
+    arguments = parser.parse_intermixed_args()
+    if arguments.markdown:
+        print(markdown(json.loads(arguments.markdown.read_text())))
+        return
+    torch.set_num_threads(environment.cores())
+    device = start_distributed(environment.ranks())
+    if arguments.memory_of:
+        print_peak_memory(contender(arguments.memory_of, arguments.overrides, device)[0])
+        return
+    names = ["vanilla", *arguments.presets]
+    memory = {name: peak_memory_gib(__file__, name, *arguments.overrides) for name in names}
+    built = {name: contender(name, arguments.overrides, device) for name in [*names, AGAIN]}
+    seconds = measure({name: step for name, (step, _) in built.items()}, arguments.rounds, steps=1)
+    tokens = built["vanilla"][1]
+    results: dict[str, Any] = {
+        "shape": [*SHAPE, *arguments.overrides],
+        "tokens_per_step": tokens,
+        "spread": spread(seconds, "vanilla", AGAIN),
+        "presets": {
+            name: {
+                "ratio": ratio(seconds, name, "vanilla"),
+                "overhead": 1 / ratio(seconds, name, "vanilla") - 1,
+                "paper_overhead": PAPER.get(name),
+                "microseconds_per_token": 1e6 * min(seconds[name]) / tokens,
+                "tokens_per_second": tokens / min(seconds[name]),
+                "peak_memory_gib": memory.get(name),
+                "seconds": seconds[name],
+            }
+            for name in built
+        },
+    }
+    Console(highlight=False).print(table(results))
+    output = arguments.output or result_path("mechanisms")
+    write_json(output, results)
+    print(f"written to {output}")
+
+
+COLUMNS = ("preset", "tokens/s (best)", "us per token", "ratio (paired median)", "added", "peak memory", "paper added")
+
+
+def cells(name: str, row: dict[str, Any]) -> list[str]:
+    """One preset's line."""
+    paper, gib = row["paper_overhead"], row["peak_memory_gib"]
+    return [
+        name,
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['microseconds_per_token']:,.0f}",
+        f"{row['ratio']:.3f}",
+        f"{row['overhead']:+.1%}",
+        "" if gib is None else f"{gib:.2f} GiB",
+        "" if paper is None else f"{paper:+.0%}",
+    ]
+
+
+def table(results: dict[str, Any]) -> Table:
+    shown = Table(*COLUMNS, caption=f"largest A/A deviation of a single round: {results['spread']:.1%}")
+    for name, row in results["presets"].items():
+        shown.add_row(*cells(name, row))
+    return shown
+
+
+def markdown(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    lines = [f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}:", ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(cells(name, row))} |" for name, row in results["presets"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
