@@ -1,0 +1,93 @@
+"""docs/your_own_mechanism.md to the letter: its files written and its commands run, in the order of the page.
+
+A file is a fenced block below a line that holds its name alone, as `check.py`: and commands are the blocks marked sh.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import depthlm
+from depthlm.config import ConfigError
+from depthlm.environment import REPOSITORY
+from depthlm.errors import UserError
+from depthlm.training.metrics import read_metrics
+
+PAGE = (REPOSITORY / "docs/your_own_mechanism.md").read_text()
+BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def script_of(page: str) -> str:
+    """Everything the page asks for, as one shell session that stops at the first failure."""
+    lines = ["set -ex"]
+    for block in BLOCK.finditer(page):
+        if block["file"]:
+            lines.append(f"cat > {block['file']} <<'END OF FILE'\n{block['text']}END OF FILE")
+        elif block["kind"] == "sh":
+            lines.append(block["text"])
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reader's folder after all of the page, beside a checkout of which only links are here."""
+    checkout = tmp_path_factory.mktemp("reader") / "depthlm"
+    checkout.mkdir()
+    for name in ("train.py", "conf", "depthlm", "README.md"):
+        (checkout / name).symlink_to(REPOSITORY / name)
+    (checkout / ".venv").symlink_to(sys.prefix)
+    done = subprocess.run(["bash", "-c", script_of(PAGE)], cwd=checkout, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return checkout.parent / "my_work"
+
+
+def test_the_page_names_files_and_commands() -> None:
+    script = script_of(PAGE)
+    assert script.count("END OF FILE'") == 7
+    assert script.count("train.py --config-dir") == 3
+
+
+@pytest.mark.parametrize("run", ["gated_skip", "both"])
+def test_the_loss_of_both_runs_falls(work: Path, run: str) -> None:
+    losses = [row["loss"] for row in read_metrics(work / "outputs" / run / "metrics.jsonl")]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_a_run_is_loaded_with_trust_alone(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(work))
+    with pytest.raises(UserError, match=r"name that module in trust=\[\.\.\.\]") as refused:
+        depthlm.load(work / "outputs/gated_skip")
+    assert str(refused.value).replace(str(work / "outputs"), "outputs") in PAGE
+    _, config = depthlm.load(work / "outputs/both", trust=["my_mechanisms"])
+    assert config.model.attention["_target_"] == "my_mechanisms.first_value.FirstValue"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.connection.spn=3", "model.connection.spn=3: no such key; did you mean"),
+        ("+model.connection.spn=3", "has no such setting; allowed: span"),
+        ("model.connection.span=0", "model.connection.span=0: must be a whole number of at least 1"),
+        (
+            "model.connection._target_=my_mechanisms.first_value.FirstValue",
+            "not a subclass of depthlm.model.connections.connection.Connection",
+        ),
+    ],
+)
+def test_a_mistake_is_answered_in_the_words_of_the_page(
+    work: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.syspath_prepend(str(work))
+    with pytest.raises(ConfigError) as error:
+        depthlm.compose(["model/connection=gated_skip", override], config_dir=work / "my_conf")
+    assert message in str(error.value)
+    assert message in PAGE
+
+
+def test_the_preset_of_the_page_composes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(work))
+    config = depthlm.compose(["model=gated_skip_moda"], config_dir=work / "my_conf")
+    assert (config.model.name, config.model.connection["span"]) == ("gated_skip_moda", 2)
