@@ -1,7 +1,5 @@
 """What a configuration must satisfy: each field alone, then the fields together. Every mistake is reported."""
 
-import importlib
-import inspect
 import math
 import os
 import shutil
@@ -14,11 +12,10 @@ from depthlm import environment
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import Key, keys, leaves, parse_count
 from depthlm.config.length import run_steps, warmup_steps
+from depthlm.config.mechanism import check_target, check_values
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.data import padded_vocab_size
-from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.connection import Connection
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -59,32 +56,6 @@ def _fits(key: Key, value: Any) -> bool:
     )
 
 
-def check_target(name: str, settings: Any) -> list[str]:
-    """Whether the settings of model.connection or model.attention name such a class and what it takes; the mistakes."""
-    target = settings.get("_target_")
-    if not isinstance(target, str) or "." not in target:
-        return [f"{name}._target_={target}: not a class, as in depthlm.model.connections.residual.Residual"]
-    module, attribute = target.rsplit(".", 1)
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        return [f"{name}._target_={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
-    interface = {"model.connection": Connection, "model.attention": SelfAttention}[name]
-    if not (inspect.isclass(found) and issubclass(found, interface)):
-        return [f"{name}._target_={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
-    parameters = inspect.signature(found).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return []
-    # what the decoder itself passes to each of its parts
-    allowed = [p for p in parameters if p not in ("place", "size", "backbone")]
-    return [
-        f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
-        + nearest(setting, allowed)
-        for setting in settings
-        if not setting.startswith("_") and setting not in allowed
-    ]
-
-
 def check_together(config: Config, given: set[str], here: bool) -> list[str]:
     """What spans fields: shapes that divide, settings that exclude each other, what this device can do.
 
@@ -92,9 +63,11 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
     """
     return [
         *_check_shape(config, given),
+        *check_values(config),
         *_check_batch(config, given),
         *_check_length(config),
         *_check_optimizer(config),
+        *_check_sharding(config),
         *(_check_device(config) if here else []),
         *(_check_files(config) if here else []),
     ]
@@ -178,6 +151,15 @@ def _check_optimizer(config: Config) -> list[str]:
     return errors
 
 
+def _check_sharding(config: Config) -> list[str]:
+    if config.deepspeed.stage == 3 and config.training.compile:
+        return [
+            "training.compile=true with deepspeed.stage=3: compiled code cannot follow weights that come and go; "
+            "allowed: deepspeed=zero0, zero1 or zero2, or training.compile=false"
+        ]
+    return []
+
+
 def _check_device(config: Config) -> list[str]:
     errors, device = [], environment.device_type()
     if config.precision.name == "fp16" and device == "cpu":
@@ -200,8 +182,14 @@ def _check_files(config: Config) -> list[str]:
         errors.append(f"data.tokenizer={data.tokenizer}: not bpe, not bytes, and no such tokenizer.json")
     if not config.output_dir:
         return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
+    if config.import_from is not None and not any(map(_holds_checkpoints, (config.output_dir, config.import_from))):
+        errors.append(f"import_from={config.import_from}: no run with a checkpoint in it; give its run directory")
     folder = Path(config.output_dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         errors.append(f"output_dir={config.output_dir}: {existing} is no folder that this user may write to")
     return errors
+
+
+def _holds_checkpoints(directory: str) -> bool:
+    return any(Path(directory).glob("checkpoints/step-*"))

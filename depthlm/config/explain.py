@@ -41,7 +41,9 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
                 groups.append(given)
             else:
                 word = f"allowed: {listed(options)}" if options else "there are none yet"
-                errors.append(f"{given}: no such {name}; {word}{nearest(str(override.value()), options)}")
+                # mechanisms are what readers add
+                own = "; one of your own: --config-dir" if name.startswith("model") and config_dir is None else ""
+                errors.append(f"{given}: no such {name}; {word}{nearest(str(override.value()), options)}{own}")
         else:
             values[given] = override
     composed, failure = _try(compose, groups, config_dir)

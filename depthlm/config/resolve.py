@@ -43,6 +43,8 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
         training.batch_size = max(1, training.batch_tokens // training.sequence_length)
     if "size.vocab_size" not in given and tokenizer_exists(config):
         config.size.vocab_size = max(config.size.vocab_size, padded_vocab_size(config.data))
+    if "model.name" not in given:
+        config.model.name = mechanism_name(config.model.name, overrides)
     if config.output_dir is None:
         config.output_dir = str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
 
@@ -65,6 +67,16 @@ def run_name(overrides: Sequence[str]) -> str:
         return text
     # a name that lost characters would clash with another's
     return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
+    """The name of a preset, with the connection and attention that replace its own: `mhc+depth_attention`."""
+    parts = [] if preset == "vanilla" else [preset]
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if name in ("model/connection", "model/attention") and value not in ("residual", "self_attention"):
+            parts.append(value)
+    return "+".join(parts) or preset
 
 
 def experiment_of(overrides: Sequence[str]) -> str | None:

@@ -14,6 +14,7 @@ class Model:
     name: str = key("", "name of the mechanism, for reports")
     connection: dict[str, Any] = key({}, "how a sublayer reads from and writes to the depth stream")
     attention: dict[str, Any] = key({}, "which keys and values of earlier layers an attention may use")
+    loops: int = key(1, "passes through the same layers; each pass has connections of its own", minimum=1)
 
 
 @dataclass
@@ -109,7 +110,10 @@ class DeepSpeed:
     """How the states are spread over ranks."""
 
     stage: int = key(
-        0, "ZeRO stage: 0 replicates all, 1 shards the optimizer, 2 the gradients too", minimum=0, maximum=2
+        0,
+        "ZeRO stage: 0 replicates all, 1 shards the optimizer, 2 the gradients too, 3 the weights too",
+        minimum=0,
+        maximum=3,
     )
 
 
@@ -146,6 +150,11 @@ class Config:
         "auto",
         "auto: go on from the newest whole checkpoint; never: refuse a directory that holds a run",
         choices=("auto", "never"),
+    )
+    import_from: Optional[str] = key(
+        None,
+        "start with the weights of this run directory's newest whole checkpoint, also of vanilla's in another "
+        "mechanism; optimizer and step start anew, and a run that has a checkpoint of its own resumes that",
     )
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,11 +63,15 @@ BROKEN = [
     (["backbone.norm=batchnorm"], ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),
     (["backbone.qk_norm=heads"], ["backbone.qk_norm=heads", "did you mean `head`?"]),
     (["data.validation_fraction=0"], ["data.validation_fraction=0", "above 0"]),
-    (["deepspeed.stage=7"], ["deepspeed.stage=7", "at most 2"]),
+    (["deepspeed.stage=7"], ["deepspeed.stage=7", "at most 3"]),
+    (["model.loops=0"], ["model.loops=0", "at least 1"]),
+    (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
+    (["model=attention_residuals", "model.connection.block_size=0"], ["model.connection.block_size=0: must be"]),
+    (["model.connection._target_=depthlm.model.connections.residual.Residul"], ["has no Residul", "`Residual`"]),
     (["model.connection._target_=nowhere.Mixer"], ["cannot be imported", "PYTHONPATH"]),
     (["model.attention._target_=math.pi"], ["math.pi", "not a subclass of"]),
     (["model.connection._target_=torch.nn.Linear"], ["torch.nn.Linear", "connection.Connection"]),
-    (["model.attention._target_=depthlm.model.attention.Nothing"], ["cannot be imported"]),
+    (["model.attention._target_=depthlm.model.attention.Nothing"], ["has no Nothing"]),
     (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
     # the grammar
     (["seed"], ["seed", "write key=value"]),
@@ -87,7 +92,11 @@ BROKEN = [
     (["schedule=inverse_sqrt", "schedule.warmup_steps=0"], ["needs a warm-up"]),
     (["schedule=wsd", "schedule.decay_ratio=0.99"], ["overlap"]),
     (["optimizer=muon", "deepspeed=zero1"], ["Muon needs whole matrices", "deepspeed=zero0"]),
+    (["optimizer=muon", "deepspeed=zero3"], ["Muon needs whole matrices", "deepspeed=zero0"]),
+    (["training.compile=true", "deepspeed=zero3"], ["training.compile=true with deepspeed.stage=3", "allowed"]),
     (["precision=fp16"], ["precision=fp16"]),
+    (["import_from=/nowhere/at/all"], ["import_from=/nowhere/at/all", "no run with a checkpoint in it"]),
+    (["import_from="], ["import_from=", "no run with a checkpoint in it"]),
     (["data.source=/nowhere/at/all"], ["data.source=/nowhere/at/all", "no such folder"]),
     (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
     (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "no folder"]),
@@ -116,6 +125,42 @@ def test_all_cross_field_errors_are_told_together() -> None:
             ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"]
         )
     assert len(caught.value.errors) == 4
+
+
+def test_a_mechanism_judges_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judging.py").write_text(
+        "from depthlm.model.attention.self_attention import SelfAttention\n"
+        "from depthlm.model.connections.residual import Residual\n"
+        "class Strided(Residual):\n"
+        "    def __init__(self, place, size, backbone, stride, last=None):\n"
+        "        super().__init__(place, size, backbone)\n"
+        "        if stride < 1:\n"
+        "            raise ValueError(f'stride={stride}: must be at least 1')\n"
+        "        if last == place.kind:\n"
+        "            raise ValueError('cannot be ' + last)\n"
+        "class Windowed(SelfAttention):\n"
+        "    def __init__(self, place, size, backbone, window=1):\n"
+        "        super().__init__(place, size, backbone)\n"
+        "        if place.layer == size.num_layers - 1 and window > place.layer:\n"
+        "            raise ValueError(f'window={window}: only {place.layer} layers below')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    connection = ["model.connection._target_=judging.Strided", "+model.connection.stride=2"]
+    attention = ["model.attention._target_=judging.Windowed", "size.num_layers=3", "model.loops=2"]
+    compose([*connection, *attention])
+    with pytest.raises(ConfigError) as caught:
+        compose([*connection, *attention, "model.connection.stride=0", "+model.attention.window=3", "schedule=wsd",
+                 "schedule.decay_ratio=0.99"])  # fmt: skip
+    assert caught.value.errors[:2] == [
+        "model.connection.stride=0: must be at least 1", "model.attention.window=3: only 2 layers below"
+    ]  # fmt: skip
+    assert len(caught.value.errors) == 3
+    with pytest.raises(ConfigError, match=r"- model\.connection: cannot be final"):
+        compose([*connection, "+model.connection.last=final"])
+    with pytest.raises(ConfigError, match=r"- model\.connection: .*missing 1 required positional argument: 'stride'"):
+        compose(connection[:1])
+    with pytest.raises(ConfigError, match=r"- model\.connection: '<' not supported"):
+        compose([*connection, "model.connection.stride=few"])
 
 
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +202,11 @@ def test_the_command_line_ends_with_2(arguments: list[str], capsys: pytest.Captu
         ["train.py", "size=1.6b", "optimzer.lr=1"],
         ["-m", "depthlm", "summary", "size=1.6b"],
         ["train.py", "size.num_kv_heads=3"],
+        ["train.py", "model=dca", "model.connection.version=9"],
     ],
 )
 def test_the_commands_end_with_2_and_no_traceback(command: list[str]) -> None:
     done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    assert "did you mean" in done.stderr or "must divide" in done.stderr
+    assert "did you mean" in done.stderr or "must " in done.stderr
