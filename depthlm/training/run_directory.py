@@ -67,17 +67,22 @@ def check_run_directory(config: Config) -> Path:
     if finished(directory) is None and not any(directory.glob("checkpoints/step-*")):
         # it failed before its first checkpoint: nothing is lost by another attempt
         return directory
-    differences = compare(_saved_config(directory), dataclasses.asdict(config))
+    saved = saved_config(directory)
+    differences = compare(saved, dataclasses.asdict(config))
     if differences:
         lines = "\n".join(f"  - {line}" for line in differences)
+        stages = {saved.get("deepspeed", {}).get("stage"), config.deepspeed.stage}
+        reason = "DeepSpeed cannot bring an optimizer to ZeRO 3, or back. " if len(stages) == 2 and 3 in stages else ""
         raise UserError(
             f"{directory} holds a run with another configuration:\n{lines}\n"
-            f"Give the same settings to resume it, or another directory, as in output_dir={directory}-2"
+            f"{reason}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; "
+            f"import_from={directory} starts a run there with these weights"
         )
     return directory
 
 
-def _saved_config(directory: Path) -> Any:
+def saved_config(directory: Path) -> Any:
+    """The configuration of the run in a directory, as plain data. Raises UserError where it cannot be read."""
     try:
         saved = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
     except (OSError, YAMLError) as error:
