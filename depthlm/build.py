@@ -1,9 +1,9 @@
 """From a configuration to a decoder with its starting weights."""
 
-import hydra
 import torch
 
 from depthlm.config import Config
+from depthlm.config.mechanism import factories
 from depthlm.model import Decoder, initialize
 
 
@@ -14,10 +14,9 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     (seed, its name), so that what two mechanisms share starts the same. A mechanism's settings are data: no `_target_`
     inside them is built.
     """
-    connection = hydra.utils.instantiate(config.model.connection, _partial_=True, _recursive_=False)
-    attention = hydra.utils.instantiate(config.model.attention, _partial_=True, _recursive_=False)
+    connection, attention = factories(config.model)
     with torch.device("meta"):
-        model = Decoder(config.size, config.backbone, connection, attention)
+        model = Decoder(config.size, config.backbone, connection, attention, loops=config.model.loops)
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
         initialize(model, config.seed, config.size.init_std)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.config.checks import check_target
+from depthlm.config.mechanism import check_target
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training.checkpoints import newest_checkpoint

@@ -49,6 +49,7 @@ def estimate_memory(config: "Config", parameters: int, stage: int, ranks: int, m
     """`memory_per_gpu` of a configuration, with the activations of one micro-batch."""
     activations = activation_memory(
         config.size,
+        config.model.loops * config.size.num_layers,
         config.backbone,
         micro_batch_size,
         config.training.sequence_length,
@@ -59,11 +60,18 @@ def estimate_memory(config: "Config", parameters: int, stage: int, ranks: int, m
 
 
 def activation_memory(
-    size: Size, backbone: Backbone, micro_batch_size: int, sequence_length: int, precision: str, checkpointing: bool
+    size: Size,
+    num_layers: int,
+    backbone: Backbone,
+    micro_batch_size: int,
+    sequence_length: int,
+    precision: str,
+    checkpointing: bool,
 ) -> float:
     """Bytes kept for the backward pass by a vanilla decoder, of one micro-batch.
 
-    Per token, with D hidden, F of the MLP, H and K heads of size e, V vocabulary, L layers, w bytes of a number:
+    Per token, with D hidden, F of the MLP, H and K heads of size e, V vocabulary, L layers passed (num_layers, loops
+    counted), w bytes of a number:
 
         layer:  2 D s + w (3 D + (3 H + 3 K) e + 4 F)    both sublayers' inputs (s = 4 bytes); two normed inputs and the
                                                          MLP's output; q and k before and after norm and rope, v,
@@ -77,5 +85,5 @@ def activation_memory(
     heads = 3 * (size.num_heads + size.num_kv_heads) * size.head_size
     mlp = (4 if backbone.mlp == "swiglu" else 2) * size.intermediate_size
     layer = 2 * 4 * size.hidden_size + w * (3 * size.hidden_size + heads + mlp)
-    kept = size.num_layers * 4 * size.hidden_size + layer if checkpointing else size.num_layers * layer
+    kept = num_layers * 4 * size.hidden_size + layer if checkpointing else num_layers * layer
     return micro_batch_size * sequence_length * float(kept + 2 * w * size.vocab_size)

@@ -106,7 +106,8 @@ def validation_batches(
     """Yield (inputs [b, T], targets [b, T]), b <= micro_batch, over the first max_tokens tokens, once, in order.
 
     Every token but the first is a target once. The last window is filled up with inputs 0 and targets IGNORED.
-    Of several ranks each takes every ranks-th window; some may have a batch less.
+    Of several ranks each takes every ranks-th window. Each gets as many batches, since at ZeRO 3 all must go through
+    the model together: one that would have a batch less gets a last one without targets.
 
     Raises DataError where there are not two tokens.
     """
@@ -114,9 +115,11 @@ def validation_batches(
     if total < 2:
         remedy = "Give more text, or raise training.validation_tokens."
         raise DataError(f"{total} validation tokens leave nothing to predict", tokens.folder, remedy)
-    starts = range(0, total - 1, sequence_length)[rank::ranks]
-    for first in range(0, len(starts), micro_batch):
-        windows = [_window(tokens, start, sequence_length, total) for start in starts[first : first + micro_batch]]
+    starts = range(0, total - 1, sequence_length)
+    for first in range(0, len(starts[::ranks]), micro_batch):
+        # a window past the end has no targets
+        mine = starts[rank::ranks][first : first + micro_batch] or [total]
+        windows = [_window(tokens, start, sequence_length, total) for start in mine]
         samples = torch.from_numpy(np.stack(windows))
         inputs, targets = samples[:, :-1], samples[:, 1:]
         yield inputs.clamp(min=0), targets.contiguous()

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from depthlm.errors import UserError
+from depthlm.training.sharding import whole_weights
 
 log = logging.getLogger("depthlm")
 STATE = "deepspeed"
@@ -43,8 +44,8 @@ def save_checkpoint(engine: Any, directory: Path, state: dict[str, Any], keep_la
         aside.mkdir(parents=True)
     torch.distributed.barrier()
     engine.save_checkpoint(str(aside), tag=STATE, save_latest=False)
+    weights = whole_weights(engine)
     if first:
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in engine.module.state_dict().items()}
         save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
     torch.distributed.barrier()
     if first:

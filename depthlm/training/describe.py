@@ -21,7 +21,8 @@ def derived(config: Config, plan: Plan, corpus: Corpus, model: Decoder, flops_pe
     memory = estimate_memory(config, counts["total"], config.deepspeed.stage, plan.world_size, plan.micro_batch_size)
     return {
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
-        f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)",
+        f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
+        f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
         "parameters": f"{count_text(counts['total'])} ({counts['total']:,})",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
         "data": f"{corpus.manifest.name}: {count_text(len(corpus.train))} training tokens, "

@@ -7,14 +7,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import nn
 
 from depthlm import environment
 from depthlm.config import Config
 from depthlm.environment import Ranks
 from depthlm.errors import UserError
+from depthlm.model import Decoder
 from depthlm.training.optimizers import build_optimizer, guard_step
 from depthlm.training.plan import Plan
+from depthlm.training.sharding import prepare_sharding, undo_sharding
 
 
 def start_distributed(ranks: Ranks) -> torch.device:
@@ -56,7 +57,7 @@ def leave_distributed() -> None:
         torch.distributed.destroy_process_group()
 
 
-def build_engine(config: Config, plan: Plan, model: nn.Module) -> Any:
+def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
     """A DeepSpeed engine that holds the model and its optimizer, at step 0."""
     import deepspeed
 
@@ -67,14 +68,18 @@ def build_engine(config: Config, plan: Plan, model: nn.Module) -> Any:
     optimizer = build_optimizer(model, config.optimizer)
     if config.deepspeed.stage == 0:
         guard_step(optimizer, config.training.gradient_clipping)
+    undo_sharding()
+    if config.deepspeed.stage == 3:
+        prepare_sharding(model)
+    settings = deepspeed_settings(config, plan, sum(parameter.numel() for parameter in model.parameters()))
     # its bf16 optimizer prints its memory whatever the level of the log
     with contextlib.redirect_stdout(io.StringIO()):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_settings(config, plan))
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
 
 
-def deepspeed_settings(config: Config, plan: Plan) -> dict[str, Any]:
-    """The JSON that DeepSpeed reads."""
+def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str, Any]:
+    """The JSON that DeepSpeed reads. parameters: how many the model has."""
     stage, precision = config.deepspeed.stage, config.precision
     settings: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
@@ -87,6 +92,9 @@ def deepspeed_settings(config: Config, plan: Plan) -> dict[str, Any]:
         "gradient_clipping": config.training.gradient_clipping if stage else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
     }
+    if stage == 3:
+        # room for so many gradients is taken at once; without this, for 500M of them, whatever the model
+        settings["zero_optimization"]["reduce_bucket_size"] = min(500_000_000, parameters)
     if precision.name == "bf16" and stage == 0:
         # bf16 weights at stage 0 start with a wrong Adam step: fp32 weights under autocast instead
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}

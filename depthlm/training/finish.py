@@ -28,16 +28,14 @@ def final_losses(run: Run) -> dict[str, float | None]:
     return run.validate()
 
 
-def finish(
-    run: Run, progress: Progress, model: Decoder, corpus: Corpus, losses: dict[str, float | None]
-) -> dict[str, Any]:
-    """Write and show what the whole run came to: summary.json, the loss curve, a sample."""
+def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float | None]) -> dict[str, Any]:
+    """Write and show what the whole run came to: summary.json and the loss curve."""
     finite = [loss for loss in losses.values() if loss is not None]
     mean = sum(finite) / len(losses) if len(finite) == len(losses) else None
     tokens_per_second = progress.tokens / progress.wall_seconds
     flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
     summary = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": run.parameters,
         "steps": progress.step,
         "tokens": progress.tokens,
         "training_loss": run.metrics.last.get("loss"),
@@ -56,12 +54,17 @@ def finish(
     os.replace(temporary, run.directory / "summary.json")
     plot_loss(run.directory, corpus.manifest.train.unigram_entropy)
     show_summary("This run is complete", run.directory, summary, 0)
-    prompt = run.config.training.sample
-    if prompt is not None:
-        tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
-        generator = torch.Generator(run.device).manual_seed(run.config.seed)
-        # a sample is not worth compiling for each of its lengths
-        with autocast(run.config, run.device), torch.compiler.set_stance("force_eager"):
-            sampled = generate(model, tokens.to(run.device), 64, temperature=0.7, top_k=50, generator=generator)
-        log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))
     return summary
+
+
+def show_sample(run: Run, model: Decoder, corpus: Corpus) -> None:
+    """Show what the model makes of training.sample. All ranks draw the same: at ZeRO 3 none can compute alone."""
+    prompt = run.config.training.sample
+    if prompt is None:
+        return
+    tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
+    generator = torch.Generator(run.device).manual_seed(run.config.seed)
+    # a sample is not worth compiling for each of its lengths
+    with autocast(run.config, run.device), torch.compiler.set_stance("force_eager"):
+        sampled = generate(model, tokens.to(run.device), 64, temperature=0.7, top_k=50, generator=generator)
+    log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))

@@ -43,7 +43,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with."""
+    """What the loop works with. parameters: how many the model has."""
 
     config: Config
     plan: Plan
@@ -52,6 +52,7 @@ class Run:
     device: torch.device
     batches: Iterator[torch.Tensor]
     validate: Callable[[], dict[str, float | None]]
+    parameters: int
     flops_per_token: float
     peak_flops: float | None
     metrics: MetricsFile

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from depthlm import environment
-from depthlm.analysis import flops_per_token
+from depthlm.analysis import count_parameters, flops_per_token
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.data import Batches, Corpus, loader, open_corpus, prepare
@@ -23,11 +23,13 @@ from depthlm.training.describe import derived, show_summary
 from depthlm.training.display import show_table, start_logging
 from depthlm.training.dry_run import dry_run
 from depthlm.training.engine import build_engine, leave_distributed, start_distributed
-from depthlm.training.finish import final_losses, finish
+from depthlm.training.finish import final_losses, finish, show_sample
+from depthlm.training.import_weights import import_weights
 from depthlm.training.loop import DivergedError, Progress, Run, train_steps
 from depthlm.training.metrics import MetricsFile, peak_flops
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.run_directory import check_run_directory, finished, open_run_directory
+from depthlm.training.sharding import undo_sharding
 from depthlm.training.signals import stop_on_signal
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
 from depthlm.training.validation import validator
@@ -92,7 +94,10 @@ def train_in(
     """Train in a run directory that is this process's alone. Returns the exit code."""
     first = ranks.rank == 0
     model = build_model(config, device=device)
+    if config.import_from is not None:
+        import_weights(config, model, directory)
     model.activation_checkpointing = config.training.activation_checkpointing
+    parameters = count_parameters(model)["total"]
     flops = flops_per_token(model, plan.sequence_length).training
     show_table("depthlm", derived(config, plan, corpus, model, flops), ranks.rank)
     if config.training.compile:
@@ -119,6 +124,7 @@ def train_in(
         device=device,
         batches=iter(steps),
         validate=validator(config, plan, corpus, model, device),
+        parameters=parameters,
         flops_per_token=flops,
         peak_flops=peak_flops(environment.device_name(), config.precision.name),
         metrics=metrics,
@@ -130,13 +136,16 @@ def train_in(
             whole = train_steps(run, progress, request)
         if progress.step == plan.max_steps:
             losses = final_losses(run)
-            summary = finish(run, progress, model, corpus, losses) if first else None
+            summary = finish(run, progress, corpus, losses) if first else None
+            show_sample(run, model, corpus)
     except DivergedError as error:
         log.error("%s", error)
         leave_distributed()
         return FAILED
     finally:
         tracker.close(summary)
+        # else its hooks on the weights keep it in memory, beside the next point of a sweep
+        engine.destroy()
     leave_distributed()
     if not whole:
         log.info("stopped by a signal after step %d; the same command goes on from there", progress.step)
@@ -148,6 +157,7 @@ def train_in(
 
 def forget_the_run_before() -> None:
     """Free what an earlier point of a sweep held in this process, and its peak memory (of a GPU; a CPU's stays)."""
+    undo_sharding()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -43,8 +43,10 @@ def test_activations_are_near_those_that_autograd_saves(vanilla, checkpointing):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(tokens, tokens)
-    estimate = activation_memory(model.size, model.backbone, 4, 128, "fp32", checkpointing)
+    estimate = activation_memory(model.size, model.size.num_layers, model.backbone, 4, 128, "fp32", checkpointing)
     if checkpointing:
-        assert estimate < 0.5 * activation_memory(model.size, model.backbone, 4, 128, "fp32", False)
+        assert estimate < 0.5 * activation_memory(
+            model.size, model.size.num_layers, model.backbone, 4, 128, "fp32", False
+        )
     else:
         assert 0.7 < sum(saved.values()) / estimate < 1.3

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from depthlm.environment import REPOSITORY
 from depthlm.training.metrics import read_metrics
@@ -194,6 +196,29 @@ def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) ->
     assert run([*launch, *overrides, "training.stop_after=4"], OMP_NUM_THREADS="1").returncode == 0
     assert run([*TRAIN, *overrides]).returncode == 0
     assert curve(tmp_path / "two-then-one") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+
+
+def test_two_ranks_at_zero_3_train_validate_sample_and_save_the_run_of_one(
+    small_run: Overrides, tmp_path: Path
+) -> None:
+    # of five windows the first rank has three, so two batches of two, and the second rank one
+    shared = ("model=dca", "training.max_steps=6", "training.validation_tokens=161", "training.sample=depth")
+    alone = run([*TRAIN, *small_run(*shared, name="one")])
+    assert alone.returncode == 0, alone.stderr
+    overrides = small_run(*shared, "deepspeed=zero3", "training.activation_checkpointing=true", name="two")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "train.py"]
+    both = run([*launch, *overrides], OMP_NUM_THREADS="1")
+    assert both.returncode == 0, both.stderr
+    assert not re.search(r"traceback|error|warning", both.stderr, re.IGNORECASE), both.stderr
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
+    assert summaries[0]["validation_loss"] == pytest.approx(summaries[1]["validation_loss"], rel=1e-5)
+    assert summaries[0]["parameters"] == summaries[1]["parameters"]
+    one, two = (load_file(tmp_path / name / "checkpoints/step-00000006/model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(torch.dist(two[name], one[name]) <= 1e-3 * one[name].norm() + 1e-3 for name in one)
+    assert both.stdout.count("a sample:") == 1
+    assert "depth" in both.stdout.split("a sample:")[1]
 
 
 def test_wandb_offline_holds_the_run_and_the_run_id_is_in_the_checkpoint(small_run: Overrides, tmp_path: Path) -> None:

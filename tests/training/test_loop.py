@@ -1,6 +1,7 @@
 """What the loop does when something goes wrong, and what it counts."""
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import depthlm
 from depthlm.model import Decoder
 from depthlm.training import FAILED, train
 from depthlm.training.metrics import read_metrics
-from depthlm.training.run import build_model
+from depthlm.training.run import build_model, forget_the_run_before
 
 
 @pytest.fixture
@@ -104,6 +105,23 @@ def test_a_deterministic_run_gives_the_same_bits_twice(small_run: Callable[..., 
         (tmp_path / name / "checkpoints/step-00000004/model.safetensors").read_bytes() for name in ("one", "two")
     ]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_that_has_ended_leaves_its_memory_to_the_next(
+    small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    models = []
+
+    def build(config: Any, device: Any) -> Decoder:
+        model = build_model(config, device)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr("depthlm.training.run.build_model", build)
+    assert train(depthlm.compose(small_run("training.max_steps=3", f"deepspeed=zero{stage}"))) == 0
+    forget_the_run_before()
+    assert [model() for model in models] == [None]
 
 
 @pytest.mark.slow

@@ -54,6 +54,8 @@ def optimizer_state(directory: Path) -> dict[str, Any]:
         ["precision=fp32", "deepspeed=zero1"],
         ["precision=bf16", "deepspeed=zero1"],
         ["precision=bf16", "deepspeed=zero2"],
+        ["precision=fp32", "deepspeed=zero3"],
+        ["precision=bf16", "deepspeed=zero3", "model=dca"],
         ["precision=fp32", "optimizer=muon"],
     ],
     ids=" ".join,
@@ -167,16 +169,39 @@ def test_a_run_does_not_go_on_with_other_tokens(small_run: Callable[..., list[st
         train(depthlm.compose(overrides))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_sharded_optimizer_does_not_resume_on_another_number_of_ranks(
-    small_run: Callable[..., list[str]], tmp_path: Path
+    small_run: Callable[..., list[str]], tmp_path: Path, stage: int
 ) -> None:
-    assert train(depthlm.compose(small_run("deepspeed=zero1", "training.stop_after=1"))) == 0
+    assert train(depthlm.compose(small_run(f"deepspeed=zero{stage}", "training.stop_after=1"))) == 0
     file = tmp_path / "run/checkpoints/step-00000001/manifest.json"
     manifest = json.loads(file.read_text())
     assert manifest["world_size"] == 1
     file.write_text(json.dumps({**manifest, "world_size": 2}))
     with pytest.raises(UserError, match="over 2 ranks, and there are 1 now"):
-        train(depthlm.compose(small_run("deepspeed=zero1")))
+        train(depthlm.compose(small_run(f"deepspeed=zero{stage}")))
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 3), (3, 1)])
+def test_a_run_does_not_go_to_zero_3_or_back_but_its_weights_do(
+    small_run: Callable[..., list[str]], tmp_path: Path, before: int, now: int
+) -> None:
+    assert train(depthlm.compose(small_run(f"deepspeed=zero{before}", "training.stop_after=1"))) == 0
+    with pytest.raises(UserError, match=f"cannot bring an optimizer to ZeRO 3, or back.*import_from={tmp_path}/run"):
+        train(depthlm.compose(small_run(f"deepspeed=zero{now}")))
+    with_weights = small_run(f"deepspeed=zero{now}", "training.max_steps=1", f"import_from={tmp_path}/run", name="next")
+    assert train(depthlm.compose(with_weights)) == 0
+
+
+def test_a_looped_decoder_resumes_and_loads(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    looped = ["model=dca", "model.loops=2", "training.max_steps=4", "training.checkpoint_every=2"]
+    assert train(depthlm.compose(small_run(*looped, name="straight"))) == 0
+    assert train(depthlm.compose(small_run(*looped, "training.stop_after=2", name="resumed"))) == 0
+    assert train(depthlm.compose(small_run(*looped, name="resumed"))) == 0
+    assert curve(tmp_path / "straight") == curve(tmp_path / "resumed")
+    model, config = depthlm.load(tmp_path / "resumed")
+    assert (model.loops, config.model.loops) == (2, 2)
+    assert len(model.connections) == 2 * 2 * config.size.num_layers + 1
 
 
 def test_two_processes_do_not_train_in_one_directory(
@@ -225,7 +250,11 @@ def test_lost_metrics_do_not_lose_the_run(small_run: Callable[..., list[str]], t
     assert again["validation_loss"] == summary["validation_loss"]
 
 
-@pytest.mark.parametrize("kind", [["precision=fp32"], ["precision=bf16", "deepspeed=zero1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "kind",
+    [["precision=fp32"], ["precision=bf16", "deepspeed=zero1"], ["precision=bf16", "deepspeed=zero3"]],
+    ids=" ".join,
+)
 def test_load_gives_the_newest_weights_back(
     small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]
 ) -> None:
@@ -240,7 +269,8 @@ def test_load_gives_the_newest_weights_back(
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     batches = validation_batches(open_corpus(config.data).validation["local"], 32, 4, config.training.validation_tokens)
     loss = mean_loss(model, batches, torch.device("cpu"))
-    assert loss == pytest.approx(summary["validation_loss"], rel=1e-6 if kind == ["precision=fp32"] else 5e-3)
+    assert loss == pytest.approx(summary["validation_loss"], rel=1e-6 if "precision=fp32" in kind else 5e-3)
+    assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(UserError, match="no run in it"):
         depthlm.load(tmp_path / "nowhere")
 
