@@ -1,6 +1,7 @@
 """What one does with a trained model: measure it, and let it write."""
 
+from depthlm.evaluation.diagnostics import diagnose
 from depthlm.evaluation.generation import generate
 from depthlm.evaluation.perplexity import mean_loss
 
-__all__ = ["generate", "mean_loss"]
+__all__ = ["diagnose", "generate", "mean_loss"]

@@ -50,7 +50,8 @@ class WeightedSum(torch.autograd.Function):
         if needs_weights:
             positions = tuple(range(grad.ndim - 1))
             dims = (-1,) if _per_position(weights, grad) else (*positions, -1) if weights.ndim == 1 else positions
-            grad_weights = torch.stack([_sum(grad, x, dims) for x in sources]).to(weights.dtype)
+            exact = upcast(grad)
+            grad_weights = torch.stack([_sum(exact, x, dims) for x in sources]).to(weights.dtype)
         pairs = zip(_broadcast(weights, sources), sources, needs, strict=True)
         return grad_weights, *((grad * w.to(grad.dtype)).to(x.dtype) if need else None for w, x, need in pairs)
 

@@ -5,7 +5,7 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from depthlm.kernels.functions import cross_entropy
 from depthlm.model.attention.self_attention import AttentionFactory, Depth
 from depthlm.model.cache import KVCache
-from depthlm.model.connections.connection import Connection, ConnectionFactory
+from depthlm.model.connections.connection import Connection, ConnectionFactory, Observe, Observed
 from depthlm.model.layer import REGIONS, Layer, Regions
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.place import Place
@@ -79,17 +79,19 @@ class Decoder(nn.Module):
         tokens_bt: Tensor,
         targets_bt: Tensor | None = None,
         cache: KVCache | None = None,
+        observe: Observe | None = None,
     ) -> Tensor | Loss:
         """logits_btv; with targets (-100: does not count), the sums of the loss instead.
 
         cache: keys and values of the tokens before these; it is extended by these.
+        observe: called with each connection and the stream that it is about to read.
         """
-        hidden_btd = self.hidden(tokens_bt, cache)
+        hidden_btd = self.hidden(tokens_bt, cache, observe)
         if targets_bt is None:
             return self.logits(hidden_btd)
         return self.head_and_loss(self, hidden_btd, targets_bt)
 
-    def hidden(self, tokens_bt: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden(self, tokens_bt: Tensor, cache: KVCache | None = None, observe: Observe | None = None) -> Tensor:
         """hidden_btd before the final norm."""
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         positions_t = torch.arange(start, start + length, device=tokens_bt.device)
@@ -101,7 +103,9 @@ class Decoder(nn.Module):
         depth: Depth = []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
-            connections = self.connections[2 * position], self.connections[2 * position + 1]
+            connections: Any = self.connections[2 * position], self.connections[2 * position + 1]
+            if observe is not None:
+                connections = tuple(Observed(connection, observe) for connection in connections)
             update = partial(cache.update, position) if cache is not None else None
             if self.activation_checkpointing and torch.is_grad_enabled():
                 layer = partial(checkpoint, layer, use_reentrant=False)

@@ -86,7 +86,9 @@ class Bar:
 
 def number_text(value: float | None) -> str:
     """Four digits, or what stands for a number that JSON cannot hold."""
-    return "not finite" if value is None else f"{value:.4f}"
+    if value is None:
+        return "not finite"
+    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def row_text(row: dict[str, Any], last: int) -> str:

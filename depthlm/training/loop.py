@@ -52,6 +52,7 @@ class Run:
     device: torch.device
     batches: Iterator[torch.Tensor]
     validate: Callable[[], dict[str, float | None]]
+    diagnose: Callable[[], dict[str, float | None]]
     parameters: int
     flops_per_token: float
     peak_flops: float | None
@@ -138,10 +139,10 @@ def validation_due(config: Config, plan: Plan, step: int) -> bool:
 
 
 def validate(run: Run) -> None:
-    """Measure every validation set and add the losses to the newest row of metrics."""
-    losses = run.validate()
-    run.metrics.amend(losses)
-    log.info("%s", "  ".join(f"{name} {number_text(loss)}" for name, loss in losses.items()))
+    """Measure every validation set, and add losses and what the mechanism tells to the newest row of metrics."""
+    measured = run.validate() | run.diagnose()
+    run.metrics.amend(measured)
+    log.info("%s", "  ".join(f"{name} {number_text(value)}" for name, value in measured.items()))
 
 
 def train_step(engine: Any, batch: torch.Tensor, plan: Plan, z_loss: float) -> torch.Tensor:

@@ -32,7 +32,7 @@ from depthlm.training.run_directory import check_run_directory, finished, open_r
 from depthlm.training.sharding import undo_sharding
 from depthlm.training.signals import stop_on_signal
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
-from depthlm.training.validation import validator
+from depthlm.training.validation import diagnoser, validator
 
 log = logging.getLogger("depthlm")
 
@@ -124,6 +124,7 @@ def train_in(
         device=device,
         batches=iter(steps),
         validate=validator(config, plan, corpus, model, device),
+        diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,
         flops_per_token=flops,
         peak_flops=peak_flops(environment.device_name(), config.precision.name),

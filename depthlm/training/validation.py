@@ -1,13 +1,14 @@
-"""Validation during training."""
+"""Validation during training: losses, and what the mechanism tells of its work."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from depthlm.config import Config
-from depthlm.data import Corpus, validation_batches
-from depthlm.evaluation import mean_loss
+from depthlm.data import Corpus, TokenFiles, validation_batches
+from depthlm.evaluation import diagnose, mean_loss
 from depthlm.model import Decoder
 from depthlm.training.engine import autocast
 from depthlm.training.plan import Plan
@@ -24,17 +25,42 @@ def validator(
     def losses() -> dict[str, float | None]:
         measured = {}
         for name, tokens in corpus.validation.items():
-            batches = validation_batches(
-                tokens,
-                plan.sequence_length,
-                plan.micro_batch_size,
-                config.training.validation_tokens,
-                rank=torch.distributed.get_rank(),
-                ranks=plan.world_size,
-            )
             with autocast(config, device):
-                loss = mean_loss(model, batches, device)
+                loss = mean_loss(model, batches(config, plan, tokens), device)
             measured[f"validation/{name}/loss"] = loss if math.isfinite(loss) else None
         return measured
 
     return losses
+
+
+def diagnoser(
+    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
+) -> Callable[[], dict[str, float | None]]:
+    """A function that gives what the mechanism tells of the first validation batch, the largest of all ranks;
+    collective.
+
+    By the names in metrics.jsonl; what is not finite is None.
+    """
+
+    def diagnostics() -> dict[str, float | None]:
+        inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
+        with autocast(config, device):
+            told = diagnose(model, inputs.to(device))
+        largest = torch.tensor(list(told.values()), device=device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        pairs = zip(told, largest.tolist(), strict=True)
+        return {f"mechanism/{name}": value if math.isfinite(value) else None for name, value in pairs}
+
+    return diagnostics
+
+
+def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of a validation set."""
+    return validation_batches(
+        tokens,
+        plan.sequence_length,
+        plan.micro_batch_size,
+        config.training.validation_tokens,
+        rank=torch.distributed.get_rank(),
+        ranks=plan.world_size,
+    )

@@ -3,6 +3,7 @@
 Shapes: b batch, t tokens, d hidden size.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -62,6 +63,26 @@ class Connection(nn.Module):
     def io_values(self) -> float:
         """Activation values that its moves read and write per token, beyond those of the residual connection."""
         return 0.0
+
+    def diagnostics(self, stream: Stream) -> dict[str, Tensor]:
+        """What to log at validations of the read that this stream is about to get: names and tensors of any shape, of
+        which the largest value over tokens and sublayers counts."""
+        return {}
+
+
+class Observed:
+    """A connection that shows a function each stream it is about to read."""
+
+    def __init__(self, connection: Connection, observe: "Observe"):
+        self.connection, self.observe = connection, observe
+        self.open, self.write, self.close = connection.open, connection.write, connection.close
+
+    def read(self, stream: Stream) -> tuple[Inputs, Any]:
+        self.observe(self.connection, stream)
+        return self.connection.read(stream)
+
+
+Observe = Callable[[Connection, Stream], None]
 
 
 class ConnectionFactory(Protocol):

@@ -176,6 +176,14 @@ class ManifoldHyperConnections(Connection):
         assert self.collapse is not None
         return self.collapse(stream[0])
 
+    def diagnostics(self, stream: Stream) -> dict[str, Tensor]:
+        """How far H_res is from its manifold, where rows and columns sum to 1."""
+        if self.collapse is not None:
+            return {}
+        _, _, res_btij = self.maps(stream[0])
+        sums = {"row": res_btij.sum(-1), "column": res_btij.sum(-2)}
+        return {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
+
     def forward_flops(self, length: int, causal: bool) -> float:
         if self.collapse is not None:
             return 0.0

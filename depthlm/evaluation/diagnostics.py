@@ -1,0 +1,21 @@
+"""What a mechanism tells of its work inside a decoder."""
+
+import torch
+from torch import Tensor
+
+from depthlm.model import Connection, Decoder
+
+
+@torch.no_grad()
+def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
+    """The largest value, over tokens and sublayers, of all that `Connection.diagnostics` names."""
+    if all(type(connection).diagnostics is Connection.diagnostics for connection in model.connections):
+        return {}
+    largest: dict[str, Tensor] = {}
+
+    def observe(connection: Connection, stream: list[Tensor]) -> None:
+        for name, value in connection.diagnostics(stream).items():
+            largest[name] = torch.maximum(largest[name], value.max()) if name in largest else value.max()
+
+    model(tokens_bt, observe=observe)
+    return {name: float(value) for name, value in largest.items()}
