@@ -19,8 +19,13 @@ from depthlm import environment
 Step = Callable[[], object]
 
 
-def measure(contenders: dict[str, Step], rounds: int, steps: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of one step of each contender in each round; the order of a round alternates."""
+def measure(
+    contenders: dict[str, Step], rounds: int, steps: int, warmup: int = 2, settle: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of one step of each contender in each round; the order of a round alternates.
+
+    settle: untimed steps at the beginning of a turn, which take what the contender before has left in caches and heap.
+    """
     for step in contenders.values():
         for _ in range(warmup):
             step()
@@ -28,6 +33,8 @@ def measure(contenders: dict[str, Step], rounds: int, steps: int, warmup: int = 
     for number in range(rounds):
         order = list(contenders.items())
         for name, step in order if number % 2 == 0 else reversed(order):
+            for _ in range(settle):
+                step()
             _synchronize()
             started = time.perf_counter()
             for _ in range(steps):

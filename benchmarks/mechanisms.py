@@ -2,7 +2,7 @@
 
     python benchmarks/mechanisms.py [key=value ...] [--presets mhc dca] [--rounds 8] [--output results/...json]
 
-All take the step that train.py takes (DeepSpeed, ZeRO 0) on the same batch, from the same seed. Presets take their
+All take the step that train.py takes (DeepSpeed, at ZeRO 0) on the same batch, from the same seed. Presets take their
 turns in groups, each beside two vanilla decoders: their mean in a round is what that round is measured against, their
 ratio what the machine cannot resolve. Overrides change the shape, which is D 512, 24 layers, T 512, batch 4, 8 heads of
 which 4 key/value, vocabulary 4 096, bf16 where the device is fast at it.
@@ -33,7 +33,7 @@ SHAPE = ["size.hidden_size=512", "size.intermediate_size=1408", "size.num_layers
          "training.batch_size=4", "tracker=none"]  # fmt: skip
 AGAIN = "vanilla again"
 # presets that are in memory at once
-GROUP = 3
+GROUP = 7
 # of a step at 1.5B, by the reference implementation of Depth-Attention (arXiv 2606.05014, Table 3)
 PAPER = {"depth_attention": 0.091, "denseformer": 0.506, "attention_residuals": 0.478, "mhc": 3.21}
 
@@ -58,25 +58,33 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, of all contenders")
     parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--memory-from", type=Path, metavar="JSON", help="take peak memory from an earlier run")
     parser.add_argument("--memory-of", metavar="PRESET", help=argparse.SUPPRESS)
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
     arguments = parser.parse_intermixed_args()
     if arguments.markdown:
         print(markdown(json.loads(arguments.markdown.read_text())))
         return
-    torch.set_num_threads(environment.cores())
+    torch.set_num_threads(arguments.threads)
     device = start_distributed(environment.ranks())
     if arguments.memory_of:
         print_peak_memory(contender(arguments.memory_of, arguments.overrides, device)[0])
         return
-    memory = {name: peak_memory_gib(__file__, name, *arguments.overrides) for name in ["vanilla", *arguments.presets]}
+    if arguments.memory_from:
+        earlier = json.loads(arguments.memory_from.read_text())["presets"]
+        memory = {name: earlier[name]["peak_memory_gib"] for name in ["vanilla", *arguments.presets]}
+    else:
+        memory = {n: peak_memory_gib(__file__, n, *arguments.overrides) for n in ["vanilla", *arguments.presets]}
     results: dict[str, Any] = {"shape": [*SHAPE, *arguments.overrides], "again": [], "presets": {}}
     for start in range(0, len(arguments.presets), GROUP):
         names = ["vanilla", *arguments.presets[start : start + GROUP], AGAIN]
         built = {name: contender(name, arguments.overrides, device) for name in names}
         tokens = built["vanilla"][1]
-        seconds = measure({name: step for name, (step, _) in built.items()}, arguments.rounds, steps=1)
+        seconds = measure(
+            {name: step for name, (step, _) in built.items()}, arguments.rounds, steps=1, warmup=1, settle=1
+        )
         vanilla = [statistics.mean(pair) for pair in zip(seconds["vanilla"], seconds[AGAIN], strict=True)]
         results["again"] += [a / b for a, b in zip(seconds[AGAIN], seconds["vanilla"], strict=True)]
         for name, times in {**seconds, "vanilla": vanilla}.items():
@@ -99,6 +107,7 @@ def row(times: list[float], vanilla: list[float], tokens: int) -> dict[str, Any]
     best = min(times)
     return {
         "ratio": 1 / (1 + added),
+        "overhead_of_best": best / min(vanilla) - 1,
         "overhead": added,
         "tokens_per_second": tokens / best,
         "microseconds_per_token": 1e6 * best / tokens,
@@ -107,7 +116,7 @@ def row(times: list[float], vanilla: list[float], tokens: int) -> dict[str, Any]
     }
 
 
-COLUMNS = ("preset", "tokens/s", "us/token", "ratio", "added", "us added", "GiB", "paper")
+COLUMNS = ("preset", "tokens/s", "us/token", "ratio", "added", "best", "us added", "GiB", "paper")
 
 
 def cells(name: str, line: dict[str, Any]) -> list[str]:
@@ -119,6 +128,7 @@ def cells(name: str, line: dict[str, Any]) -> list[str]:
         f"{line['microseconds_per_token']:,.0f}",
         f"{line['ratio']:.3f}",
         f"{line['overhead']:+.1%}",
+        f"{line['overhead_of_best']:+.1%}",
         f"{line['microseconds_added']:+,.0f}",
         f"{gib:.2f}",
         "" if paper is None else f"{paper:+.0%}",

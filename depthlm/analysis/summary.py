@@ -76,14 +76,14 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     table.add_row("FLOPs per token, forward", f"{summary['forward_flops_per_token']:.4g}")
     table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
     for name, text in overhead_texts(summary["extra"]).items():
-        table.add_row(f"beyond vanilla: {name}", text)
+        table.add_row(f"beyond vanilla, forward: {name}", text)
     table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
     table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
     console.print(table)
     setting = (
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
     )
-    console.print(f"memory per GPU: {setting}")
+    console.print(f"memory per GPU, with the activations of vanilla: {setting}")
     table = Table(box=box.SIMPLE, show_header=False)
     for name, size in summary["memory_per_gpu"].items():
         table.add_row(name, f"{size / 2**30:.2f} GiB")
@@ -95,7 +95,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
 
     overrides: of everything but the mechanism. Raises ConfigError for an override of it.
     """
-    taken = [override for override in overrides if override.lstrip("+").startswith(("model=", "model."))]
+    taken = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
     taken = [override for override in taken if not override.startswith("model.loops=")]
     if taken:
         raise ConfigError([f"{override}: --overhead goes through every mechanism; leave it out" for override in taken])

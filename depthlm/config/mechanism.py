@@ -77,7 +77,11 @@ def check_values(config: Config) -> list[str]:
             for place in places:
                 try:
                     make(place, size, config.backbone)
-                except (ValueError, TypeError) as error:
-                    names_setting = re.match(r"\w+=", str(error))
-                    errors.append(f"{name}.{error}" if names_setting else f"{name}: {error}")
+                except ValueError as error:
+                    for line in str(error).splitlines():
+                        errors.append(f"{name}.{line}" if re.match(r"\w+=", line) else f"{name}: {line}")
+                except (TypeError, RuntimeError) as error:
+                    # a value that its code did not expect
+                    given = {k: v for k, v in getattr(config.model, name.split(".")[1]).items() if k != "_target_"}
+                    errors.append(f"{name}: {str(error).splitlines()[0]}; its settings are {given}")
     return list(dict.fromkeys(errors))

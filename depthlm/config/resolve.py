@@ -70,13 +70,12 @@ def run_name(overrides: Sequence[str]) -> str:
 
 
 def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
-    """The name of a preset, with the connection and attention that replace its own: `mhc+depth_attention`."""
-    parts = [] if preset == "vanilla" else [preset]
-    for override in overrides:
-        name, _, value = override.partition("=")
-        if name in ("model/connection", "model/attention") and value not in ("residual", "self_attention"):
-            parts.append(value)
-    return "+".join(parts) or preset
+    """`mhc+depth_attention` for a pair; a preset of which a part was replaced says so: `dca,connection=mhc`."""
+    given = dict(override.split("=", 1) for override in overrides if override.startswith(("model/", "+model/")))
+    parts = {name.rpartition("/")[2]: value for name, value in given.items()}
+    if preset != "vanilla":
+        return ",".join([preset, *(f"{part}={value}" for part, value in parts.items())])
+    return "+".join(value for value in parts.values() if value not in ("residual", "self_attention")) or preset
 
 
 def experiment_of(overrides: Sequence[str]) -> str | None:

@@ -31,23 +31,28 @@ def merged_attention(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Sequ
 
 def has_flash(q_bhte: Tensor, k_bkse: Tensor) -> bool:
     """Whether this machine's flash attention takes these tensors: its one mask is the causal square."""
-    fits = q_bhte.is_cpu or (q_bhte.is_cuda and q_bhte.itemsize == 2 and q_bhte.shape[3] % 8 == 0)
+    fits = q_bhte.is_cpu
+    if q_bhte.is_cuda:
+        ampere = torch.cuda.get_device_capability(q_bhte.device) >= (8, 0)
+        fits = ampere and q_bhte.itemsize == 2 and q_bhte.shape[3] % 8 == 0 and q_bhte.shape[3] <= 256
     return fits and q_bhte.shape[2] in (1, k_bkse.shape[2])
 
 
 def attend_with_scores(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: Tensor) -> Tensor:
     """context_bhte, from one row of scores per query: what `DepthMerge` must equal, and the way without flash."""
     t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
-    scale = q_bhte.shape[3] ** -0.5
-    k, v, *depth_bhte = (x.repeat_interleave(groups, 1) for x in (k_bkse, v_bkse, *depth))
+    q, (k, v, *depth_bhte) = (
+        upcast(q_bhte) * q_bhte.shape[3] ** -0.5,
+        (upcast(x).repeat_interleave(groups, 1) for x in (k_bkse, v_bkse, *depth)),
+    )
     seen_ts = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t)
-    scores = upcast(q_bhte @ k.mT).masked_fill(~seen_ts, -torch.inf)
-    depth_scores = [upcast(q_bhte * key).sum(-1, keepdim=True) for key in depth_bhte[::2]]
-    p = (torch.cat([scores, *depth_scores], dim=-1) * scale).softmax(-1).to(v.dtype)
+    scores = (q @ k.mT).masked_fill(~seen_ts, -torch.inf)
+    depth_scores = [(q * key).sum(-1, keepdim=True) for key in depth_bhte[::2]]
+    p = torch.cat([scores, *depth_scores], dim=-1).softmax(-1)
     context = p[..., :s] @ v
     for j, value in enumerate(depth_bhte[1::2]):
         context = torch.addcmul(context, p[..., s + j, None], value)
-    return context
+    return context.to(q_bhte.dtype)
 
 
 class DepthMerge(torch.autograd.Function):

@@ -79,17 +79,19 @@ class GatedSum(torch.autograd.Function):
 class SourceScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, eps: float | None, *sources: Tensor) -> Tensor:
-        scale_np = torch.stack([_reciprocal_rms(x, eps) for x in sources])
         queries = query if _per_source(query, sources) else [query] * len(sources)
-        score_np = torch.stack([_sum(x, q, (-1,)) for x, q in zip(sources, queries, strict=True)]) * scale_np
+        score_np = torch.stack([_sum(x, q, (-1,)) for x, q in zip(sources, queries, strict=True)])
+        scale_np = None
+        if eps is not None:
+            scale_np = torch.stack([_reciprocal_rms(x, eps) for x in sources])
+            score_np *= scale_np
         ctx.save_for_backward(query, scale_np, score_np, *sources)
-        ctx.normed = eps is not None
         return score_np
 
     @staticmethod
     def backward(ctx: Any, grad_np: Tensor) -> tuple[Tensor | None, ...]:
         query, scale_np, score_np, *sources = ctx.saved_tensors
-        scaled_np = grad_np * scale_np
+        scaled_np = grad_np if scale_np is None else grad_np * scale_np
         per_source = _per_source(query, sources)
         queries = upcast(query) if per_source else [upcast(query)] * len(sources)
         if query.ndim == sources[0].ndim:
@@ -99,7 +101,7 @@ class SourceScores(torch.autograd.Function):
             grads = [_sum(x, s[..., None], positions) for x, s in zip(sources, scaled_np, strict=True)]
             grad_query = torch.stack(grads) if per_source else sum(grads[1:], grads[0])
         # d rms(x) is along x itself
-        along_np = -scaled_np * score_np * scale_np / sources[0].shape[-1] if ctx.normed else None
+        along_np = None if scale_np is None else -scaled_np * score_np * scale_np / sources[0].shape[-1]
         grads = []
         for j, (x, q) in enumerate(zip(sources, queries, strict=True)):
             grad = scaled_np[j, ..., None] * q
@@ -143,8 +145,6 @@ def _gate(bias_d: Tensor, score_p: Tensor) -> Tensor:
     return (bias_d + score_p[..., None]).relu_()
 
 
-def _reciprocal_rms(x: Tensor, eps: float | None) -> Tensor:
-    if eps is None:
-        return torch.ones(x.shape[:-1], dtype=upcast(x[:0]).dtype, device=x.device)
+def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
     kind = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, dtype=kind).square_().div_(x.shape[-1]).add_(eps).rsqrt_()

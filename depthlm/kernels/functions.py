@@ -53,7 +53,9 @@ class RMSNorm(torch.autograd.Function):
         y = upcast(x) * scale
         grad_weight = (grad * y).flatten(0, -2).sum(0).to(weight_d.dtype)
         grad_y = grad * upcast(weight_d)
-        mean = torch.linalg.vecdot(grad_y, y).div_(-x.shape[-1])[..., None]
+        # autocast would round this product, where a backward pass runs inside it
+        with torch.autocast(x.device.type, enabled=False):
+            mean = torch.linalg.vecdot(grad_y, y).div_(-x.shape[-1])[..., None]
         grad_x = grad_y.addcmul_(y, mean).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
 

@@ -10,7 +10,7 @@ class Place:
     layer: index from 0. Of a connection in a looped decoder: its unrolled position, as each loop has its own
         connections; an attention is shared by the loops.
     kind: "attention" or "mlp" for a sublayer, "final" for the read before the final norm (its layer is num_layers).
-    num_layers: how many values `layer` takes.
+    num_layers: how many layers there are, counted as `layer` is.
     loops: passes through the layers; only an attention needs it.
     """
 

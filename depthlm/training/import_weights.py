@@ -26,10 +26,16 @@ def import_weights(config: Config, model: Decoder, directory: Path) -> None:
     Collective: every rank takes the first rank's choice. Raises UserError where the run has no whole checkpoint, or
     one that this model cannot take; the model is then as it was.
     """
-    choice: list[Path | None] = [None]
+    choice: list[Path | UserError | None] = [None]
     if torch.distributed.get_rank() == 0 and not any(directory.glob("checkpoints/step-*")):
-        choice = [_checkpoint(Path(config.import_from or ""))]
+        try:
+            choice = [_checkpoint(Path(config.import_from or ""))]
+        except UserError as error:
+            # told to the other ranks too, which would wait for a choice
+            choice = [error]
     torch.distributed.broadcast_object_list(choice)
+    if isinstance(choice[0], UserError):
+        raise choice[0]
     if choice[0] is None:
         return
     device = str(next(model.parameters()).device)
@@ -39,7 +45,13 @@ def import_weights(config: Config, model: Decoder, directory: Path) -> None:
         log.info("%d parameters that it does not have keep their start: %s", len(kept), "; ".join(_summed(kept)))
     saved, now = saved_config(Path(config.import_from or "")), dataclasses.asdict(config)
     # what gives weights their meaning beside their shapes, as the tokens' ids or the angles of RoPE
-    for part in ("model", "backbone", "size", "data"):
+    parts = ["backbone", "size", "data"]
+    there, here = (saved.get("model") or {}).get("name"), config.model.name
+    if there == here:
+        parts.insert(0, "model")
+    else:
+        log.info("these weights are of model %s, this run's is %s", there, here)
+    for part in parts:
         for line in compare(saved.get(part) or {}, now[part], f"{part}."):
             log.info("these weights were trained otherwise: %s", line)
 

@@ -144,10 +144,11 @@ def test_the_page_on_mechanisms_shows_these_numbers() -> None:
             assert f"| `{name}` | {' | '.join(cost.values())} |" in page
 
 
+@pytest.mark.parametrize("override", ["model=moda", "model/attention=moda", "model.connection.block_size=2"])
 def test_overhead_goes_through_the_mechanisms_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "model=moda"])
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", override])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2

@@ -67,6 +67,16 @@ BROKEN = [
     (["model.loops=0"], ["model.loops=0", "at least 1"]),
     (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
     (["model=attention_residuals", "model.connection.block_size=0"], ["model.connection.block_size=0: must be"]),
+    (["model=attention_residuals", "model.connection.key_norm=foo"], ["key_norm=foo: must be true or false"]),
+    (["model=attention_residuals", "model.connection.block_size=-1"], ["block_size=-1", "at least 1, or null"]),
+    (["model=grn_v3", "model.connection.separate_qkv=null"], ["separate_qkv=null: must be true or false"]),
+    (["model=grn_v3", "model.connection.version=true"], ["version=true: must be one of 1, 2, 3"]),
+    (["model=grn_v3", "model.connection.version=three"], ["version=three: must be one of 1, 2, 3"]),
+    (["model=grn_v3", "model.connection.version=2.0"], ["version=2.0: must be one of 1, 2, 3"]),
+    (["model=mhc", "model.connection.num_streams=1.5"], ["num_streams=1.5: must be a whole number"]),
+    (["model=laurel", "model.connection.rank=null"], ["rank=null: must be a whole number"]),
+    (["model=denseformer", "model.connection.period=99"], ["period=99: the 4 layers end before"]),
+    (["model=hyper_connections", "model.connection.dynamic=1"], ["dynamic=1: must be true or false"]),
     (["model.connection._target_=depthlm.model.connections.residual.Residul"], ["has no Residul", "`Residual`"]),
     (["model.connection._target_=nowhere.Mixer"], ["cannot be imported", "PYTHONPATH"]),
     (["model.attention._target_=math.pi"], ["math.pi", "not a subclass of"]),
@@ -210,3 +220,24 @@ def test_the_commands_end_with_2_and_no_traceback(command: list[str]) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert "did you mean" in done.stderr or "must " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "model=depth_attention",
+            "model.attention.stride=0",
+            "model.attention.sources=x",
+            "model.attention.mixing=foo",
+        ],
+        ["model=mhc", "model.connection.iterations=null", "model.connection.collapse=x"],
+        ["model=moda", "model.attention.slots=0", "model.attention.ffn_kv=no_thanks"],
+    ],
+)
+def test_all_mistakes_of_a_mechanism_are_told_together(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    assert len(caught.value.errors) == len(overrides) - 1
+    for override in overrides[1:]:
+        assert any(error.startswith(f"{override}: must be") for error in caught.value.errors)

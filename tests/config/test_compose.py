@@ -166,7 +166,8 @@ def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> N
         (["model/connection=mhc"], "mhc"),
         (["model/connection=residual", "model/attention=moda"], "moda"),
         (["model/attention=depth_attention", "model/connection=mhc"], "depth_attention+mhc"),
-        (["model=dca", "model/attention=moda"], "dca+moda"),
+        (["model=dca", "model/attention=moda"], "dca,attention=moda"),
+        (["model=moda", "model/attention=self_attention"], "moda,attention=self_attention"),
         (["model/connection=mhc", "model.name=mine"], "mine"),
     ],
 )

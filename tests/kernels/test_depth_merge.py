@@ -1,5 +1,7 @@
 """Attention over sequence and depth, merged from a flash attention and a depth part, equals one softmax over both."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -41,12 +43,13 @@ def test_the_scores_are_those_of_the_formula() -> None:
     torch.testing.assert_close(DepthMerge.apply(q, k, v, key, value)[:, 0, 1], torch.stack(expected))
 
 
+@pytest.mark.parametrize("attend", [DepthMerge.apply, attend_with_scores], ids=["merged", "with scores"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_stays_near(dtype: torch.dtype) -> None:
+def test_lower_precision_stays_near(dtype: torch.dtype, attend: Any) -> None:
     inputs = tensors(6, 2, 33, 33, 5, e=16)
     expected = attend_with_scores(*inputs)
     low = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    output = DepthMerge.apply(*low)
+    output = attend(*low)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     output.backward(torch.ones_like(output))

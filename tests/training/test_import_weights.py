@@ -48,7 +48,7 @@ def test_a_vanilla_run_goes_on_as_dca_from_where_it_was(
     told = capsys.readouterr().out
     assert f"weights imported from {vanilla}/checkpoints/step-00000008" in told
     assert "6 parameters that it does not have keep their start: connections.*.b (3 of them)" in told
-    assert "model.name: the run has vanilla, this command gives dca" in told
+    assert "these weights are of model vanilla, this run's is dca" in told
     assert train(depthlm.compose(small_run(f"import_from={vanilla}", "training.max_steps=1", name="again"))) == 0
     curve = losses(tmp_path / "dca")
     # the first loss is before any update

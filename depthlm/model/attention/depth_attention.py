@@ -10,7 +10,7 @@ from torch import Tensor
 from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 from depthlm.model.attention.self_attention import Depth, SelfAttention, Update, causal_attention
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least, one_of
+from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
 
 
@@ -44,10 +44,12 @@ class DepthAttention(SelfAttention):
         mixes: str = "value",
     ):
         super().__init__(place, size, backbone)
-        at_least(1, stride=stride)
-        one_of(("anchored", "relative"), sources=sources)
-        one_of(("softmax", "uniform"), mixing=mixing)
-        one_of(("value", "key", "key_value"), mixes=mixes)
+        check(
+            at_least(1, stride=stride, optional=True),
+            one_of(("anchored", "relative"), sources=sources),
+            one_of(("softmax", "uniform"), mixing=mixing),
+            one_of(("value", "key", "key_value"), mixes=mixes),
+        )
         self.stride = stride or max(1, place.num_layers // 2)
         self.anchored, self.mixing, self.objects = sources == "anchored", mixing, mixes.split("_")
 

@@ -9,13 +9,13 @@ from depthlm.kernels.depth_merge import merged_attention
 from depthlm.model.attention.self_attention import Depth, SelfAttention, Update, causal_attention
 from depthlm.model.layers import Rope
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least, one_of
+from depthlm.model.settings import at_least, boolean, check
 from depthlm.model.shape import Backbone, Size
 
 
 class Moda(SelfAttention):
     """Each query attends, in one softmax, to the causal keys and values of its layer and to the depth keys and values
-    of all earlier sublayers at its own position (section 3.2, equation 5).
+    of all earlier sublayers at its own position (section 2.2).
 
     depth: (k, v) of earlier attentions and MLPs, at each position --.
     q, k, v ----------------------------------------> softmax over [sequence, depth] -> context
@@ -24,8 +24,8 @@ class Moda(SelfAttention):
 
     depth_kv: an attention's sequence keys and values serve as its depth entry.
     ffn_kv: each MLP's input is projected to one more entry, its key with this layer's K-norm and RoPE.
-    attn_kv: the attention's depth entry has a projection of its own.
-    last_layer_kv: whether the last layer has such projections too, though nobody reads them.
+    attn_kv: the attention's depth entry has a projection of its own, also where depth_kv is false.
+    last_layer_kv: whether the last layer has such projections too, though nobody reads them; with loops it always has.
     slots: how many of the newest entries are kept; None: all.
     """
 
@@ -41,8 +41,10 @@ class Moda(SelfAttention):
         slots: int | None = None,
     ):
         super().__init__(place, size, backbone)
-        one_of((True, False), depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv)
-        at_least(1, slots=slots)
+        check(
+            boolean(depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv),
+            at_least(1, slots=slots, optional=True),
+        )
         self.depth_kv, self.slots = depth_kv, slots
         read = place.layer < place.num_layers - 1 or place.loops > 1
         self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
@@ -102,5 +104,9 @@ class Moda(SelfAttention):
         return 2.0 * self.num_kv_heads * self.head_size * (self.num_entries() + self.ffn_kv + self.attn_kv)
 
     def held_values(self) -> float:
-        """Projected keys and values, which are in no KV cache."""
-        return 2.0 * self.num_kv_heads * self.head_size * (self.ffn_kv + self.attn_kv)
+        """Projected keys and values, which are in no KV cache, as far as the last layer still sees them."""
+        newer = self.entries_of_a_layer * max(self.place.num_layers - 2 - self.place.layer, 0)
+        kept = self.ffn_kv + self.attn_kv
+        if self.slots is not None:
+            kept = (self.ffn_kv and newer < self.slots) + (self.attn_kv and newer + self.ffn_kv < self.slots)
+        return 2.0 * self.num_kv_heads * self.head_size * kept

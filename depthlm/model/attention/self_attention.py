@@ -28,9 +28,9 @@ class SelfAttention(nn.Module):
                                                depth, of the layers below
 
     A layer calls, in this order, `project` and `output` (matrix products; compiled where compiling is on, so neither
-    may touch the depth list), and between them `attend`, where a mechanism does its work. `expose` follows the MLP's
-    norm. The depth list holds tuples of tensors of this forward pass, in the order in which layers appended them; it
-    is copied, never changed in place.
+    may touch the depth list), and between them `attend`, where a mechanism does its work. `expose` follows the MLP and
+    is given what it saw. The depth list holds tuples of tensors of this forward pass, in the order in which layers
+    appended them; it is copied, never changed in place.
     """
 
     def __init__(self, place: Place, size: Size, backbone: Backbone):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least, one_of
+from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 
 
@@ -21,7 +21,8 @@ class AttentionResiduals(Connection):
 
     block_size: sublayers of a block; None: ceil(2L / 8). 1 is the full variant: every sublayer output is a source.
     query: static, a parameter; input_dependent, a projection of the newest source.
-    mixing: softmax; sigmoid of each score alone; or scalars, a softmax over parameters in place of scores.
+    mixing: softmax; sigmoid of each score alone; or scalars, a softmax over parameters in place of scores, which have
+        neither query nor key norm.
     key_norm: whether the score sees RMSNorm(b_j) or b_j.
     """
 
@@ -36,9 +37,12 @@ class AttentionResiduals(Connection):
         key_norm: bool = True,
     ):
         super().__init__(place, size, backbone)
-        at_least(1, block_size=block_size)
-        one_of(("static", "input_dependent"), query=query)
-        one_of(("softmax", "sigmoid", "scalars"), mixing=mixing)
+        check(
+            at_least(1, block_size=block_size, optional=True),
+            one_of(("static", "input_dependent"), query=query),
+            one_of(("softmax", "sigmoid", "scalars"), mixing=mixing),
+            boolean(key_norm=key_norm),
+        )
         self.block_size = block_size or default_block_size(place)
         self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
         self.num_sources = 1 + -(-place.sublayer // self.block_size)
@@ -69,7 +73,8 @@ class AttentionResiduals(Connection):
         if self.begins_block:
             return [*stream, output_btd]
         *blocks, running_sum = stream
-        return [*blocks, running_sum + output_btd]
+        # in the embedding's type, as a residual stream
+        return [*blocks, running_sum.to(stream[0].dtype) + output_btd]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return read_flops(self.size, self.num_sources, scored=self.mixing != "scalars")
@@ -90,10 +95,11 @@ class AttentionResidualsRecency(Connection):
 
     def __init__(self, place: Place, size: Size, backbone: Backbone, block_size: int | None = None):
         super().__init__(place, size, backbone)
-        at_least(1, block_size=block_size)
+        check(at_least(1, block_size=block_size, optional=True))
         self.block_size = block_size or default_block_size(place)
         self.eps = backbone.norm_eps
         self.num_sources = 2 + self.snapshots(place.layer)
+        self.takes_snapshot = place.kind == "mlp" and self.snapshots(place.layer + 1) > self.snapshots(place.layer)
         self.query = nn.Parameter(torch.empty(size.hidden_size))
         self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
         self.recency = nn.Parameter(torch.empty(1))
@@ -120,8 +126,7 @@ class AttentionResidualsRecency(Connection):
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
         *blocks, running_sum = stream
         running_sum = running_sum + output_btd
-        layer = self.place.layer
-        if self.place.kind == "mlp" and self.snapshots(layer + 1) > self.snapshots(layer):
+        if self.takes_snapshot:
             blocks = [*blocks, running_sum]
         return [*blocks, running_sum]
 

@@ -71,11 +71,11 @@ class Connection(nn.Module):
 
 
 class Observed:
-    """A connection that shows a function each stream it is about to read."""
+    """The reads and writes of a connection that shows a function each stream it is about to read."""
 
     def __init__(self, connection: Connection, observe: "Observe"):
         self.connection, self.observe = connection, observe
-        self.open, self.write, self.close = connection.open, connection.write, connection.close
+        self.write = connection.write
 
     def read(self, stream: Stream) -> tuple[Inputs, Any]:
         self.observe(self.connection, stream)

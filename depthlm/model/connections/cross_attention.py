@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from depthlm.kernels.depth_reduce import gated_sum, source_scores, weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least, one_of
+from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 
 
@@ -25,8 +25,8 @@ class GRN(Connection):
     has. One more read is the final hidden state. The stream is G; between attention and MLP, [*G, attention output, h].
 
     last_k: G holds [embedding, sum of the outputs before, the last k outputs]; None: all.
-    gate: relu_of_sum, as above; printed, the paper's formula b_j + relu(w_j . G_j), whose w never gets a gradient at 0.
-    w: per_source, as the paper's parameter counts have it; shared by all sources, as its text.
+    gate, of v3: relu_of_sum, as above; printed, the paper's b_j + relu(w_j . G_j), whose w never gets a gradient at 0.
+    w, of v3: per_source, as the paper's parameter counts have it; shared by all sources, as its text.
     separate_qkv: DeepCrossAttention.
     """
 
@@ -42,10 +42,13 @@ class GRN(Connection):
         separate_qkv: bool = False,
     ):
         super().__init__(place, size, backbone)
-        at_least(1, last_k=last_k)
-        one_of((1, 2, 3), version=version)
-        one_of(("relu_of_sum", "printed"), gate=gate)
-        one_of(("per_source", "shared"), w=w)
+        check(
+            one_of((1, 2, 3), version=version),
+            at_least(1, last_k=last_k, optional=True),
+            one_of(("relu_of_sum", "printed"), gate=gate),
+            one_of(("per_source", "shared"), w=w),
+            boolean(separate_qkv=separate_qkv),
+        )
         self.version, self.last_k, self.gate, self.separate_qkv = version, last_k, gate, separate_qkv
         self.num_sources = place.layer + 1 if last_k is None else min(place.layer + 1, last_k + 2)
         if place.kind == "mlp":

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from depthlm.kernels.depth_reduce import weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least
+from depthlm.model.settings import at_least, check
 from depthlm.model.shape import Backbone, Size
 
 
 class DenseFormer(Connection):
-    """Depth-weighted averaging after every block (section 3, equation 2): Y_i = sum_{j <= i} a_ij X_j.
+    """Depth-weighted averaging after every block: Y_i = sum_{j <= i} a_ij X_j.
 
     X_0 is the embedding, X_i the output of block i before its own average, Y_i the input of block i + 1. Within a block
     the connection is residual. The stream is [X_0, ..., X_i, h], where h is Y_i between blocks.
@@ -25,7 +25,7 @@ class DenseFormer(Connection):
 
     def __init__(self, place: Place, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):
         super().__init__(place, size, backbone)
-        at_least(1, period=period, dilation=dilation)
+        check(at_least(1, period=period, dilation=dilation))
         if period > place.num_layers:
             raise ValueError(f"period={period}: the {place.num_layers} layers end before the first average")
         block = place.layer + 1

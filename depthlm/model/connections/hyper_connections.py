@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from depthlm.kernels.streams import mix_streams, normed_projection, read_streams, sinkhorn
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least, one_of
+from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 
 COLLAPSES = ("mean", "sum", "learned")
 
 
 class HyperConnections(Connection):
-    """Maps with a static part, at the start those of vanilla, and a dynamic one that reads each stream (equation 10).
+    """Maps with a static part, at the start those of vanilla, and a dynamic one that reads each stream.
 
     H = static + s * tanh(norm(X) W), for each of H_pre, H_post and H_res. The stream is [X].
 
@@ -44,8 +44,7 @@ class HyperConnections(Connection):
         collapse: str = "mean",
     ):
         super().__init__(place, size, backbone)
-        at_least(1, num_streams=num_streams)
-        one_of((True, False), dynamic=dynamic)
+        check(at_least(1, num_streams=num_streams), boolean(dynamic=dynamic), one_of(COLLAPSES, collapse=collapse))
         self.num_streams, self.dynamic, self.eps = num_streams, dynamic, backbone.norm_eps
         n, d = num_streams, size.hidden_size
         self.collapse = Collapse(n, collapse) if place.kind == "final" else None
@@ -109,7 +108,7 @@ class HyperConnections(Connection):
 
 
 class ManifoldHyperConnections(Connection):
-    """mHC: maps that keep the size of the signal (equations 7 to 9). The stream is [X].
+    """mHC: maps that keep the size of the signal. The stream is [X].
 
     x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
     H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
@@ -127,7 +126,7 @@ class ManifoldHyperConnections(Connection):
         collapse: str = "mean",
     ):
         super().__init__(place, size, backbone)
-        at_least(1, num_streams=num_streams, iterations=iterations)
+        check(at_least(1, num_streams=num_streams, iterations=iterations), one_of(COLLAPSES, collapse=collapse))
         self.num_streams, self.iterations, self.eps = num_streams, iterations, backbone.norm_eps
         self.collapse = Collapse(num_streams, collapse) if place.kind == "final" else None
         if self.collapse is not None:
@@ -199,7 +198,6 @@ class Collapse(nn.Module):
 
     def __init__(self, num_streams: int, kind: str):
         super().__init__()
-        one_of(COLLAPSES, collapse=kind)
         self.kind = kind
         if kind == "learned":
             self.weights = nn.Parameter(torch.empty(num_streams))

@@ -7,31 +7,30 @@ from torch import Tensor, nn
 from depthlm.kernels.depth_reduce import weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.place import Place
-from depthlm.model.settings import at_least, one_of
+from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
 
 
 class Laurel(Connection):
     """A learned term beside the skip of every sublayer, x_{i+1} = f(x_i) + g(x_i, x_{i-1}, ...).
 
-    rw, residual weights (section 2.1):       alpha f(x_i) + beta x_i
-    lr, low rank (section 2.2):               f(x_i) + B A x_i + x_i
-    pa, previous activations (section 2.3):   f(x_i) + x_i + sum_{j=0..k-1} gamma_j B A x_{i-j}
+    rw, residual weights:       alpha f(x_i) + beta x_i
+    lr, low rank:               f(x_i) + B A x_i + x_i
+    pa, previous activations:   f(x_i) + x_i + sum_{j=0..k-1} gamma_j B A x_{i-j}
 
     x_i --+-> sublayer f ---(+)-> x_{i+1}
           +--- skip --------^
           `--- B A x -------'       the stream is [x_{i-k+1}, ..., x_i] (pa), else [x_i]
 
-    variant: rw, lr or pa. rank: r of A (r x D) and B (D x r, zero at the start). last_k: k of pa, this sublayer's own
-    input included.
+    variant: rw, lr or pa. rank: r of A (r x D) and B (D x r, zero at the start), of lr and pa. last_k: k, of pa, this
+    sublayer's own input included.
     """
 
     def __init__(
         self, place: Place, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3
     ):
         super().__init__(place, size, backbone)
-        one_of(("rw", "lr", "pa"), variant=variant)
-        at_least(1, rank=rank, last_k=last_k)
+        check(one_of(("rw", "lr", "pa"), variant=variant), at_least(1, rank=rank, last_k=last_k))
         self.variant, self.rank, self.last_k = variant, rank, last_k
         if place.kind == "final":
             return
@@ -63,7 +62,10 @@ class Laurel(Connection):
         return [*stream, y][-self.last_k :] if self.variant == "pa" else [y]
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        return 4.0 * self.rank * self.size.hidden_size * self.low_rank + 2.0 * self.size.hidden_size * self.num_sources
+        d = self.size.hidden_size
+        if hasattr(self, "alpha"):
+            return 2.0 * d
+        return 4.0 * self.rank * d * self.low_rank + 2.0 * d * self.num_sources
 
     def io_values(self) -> float:
         """The sources read, x once more for A, the products with A and B written and read."""
