@@ -146,7 +146,8 @@ def table(results: dict[str, Any]) -> Table:
 
 def markdown(results: dict[str, Any]) -> str:
     machine = results["machine"]
-    lines = [f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}:", ""]
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    lines = [f"{machine['device']}, {threads}, torch {machine['versions']['torch']}:", ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(cells(name, line))} |" for name, line in results["presets"].items()]
     return "\n".join(lines)
