@@ -20,17 +20,25 @@ from torch import Tensor
 from depthlm.kernels.dtypes import upcast
 
 
-def merged_attention(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Sequence[Sequence[Tensor]]) -> Tensor:
+def merged_attention(
+    q_bhte: Tensor,
+    k_bkse: Tensor,
+    v_bkse: Tensor,
+    depth: Sequence[Sequence[Tensor]],
+    mask_b1ts: Tensor | None = None,
+) -> Tensor:
     """context_bhte of the t last of s tokens, each attending to those up to itself, and at its own position to depth.
 
-    depth: one pair (k_bkte, v_bkte) or more.
+    depth: one pair (k_bkte, v_bkte) or more. mask_b1ts: which tokens a token sees instead, at least one of them.
     """
-    attend = DepthMerge.apply if has_flash(q_bhte, k_bkse) else attend_with_scores
-    return attend(q_bhte, k_bkse, v_bkse, *(tensor for pair in depth for tensor in pair))
+    attend = DepthMerge.apply if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
+    return attend(q_bhte, k_bkse, v_bkse, mask_b1ts, *(tensor for pair in depth for tensor in pair))
 
 
-def has_flash(q_bhte: Tensor, k_bkse: Tensor) -> bool:
-    """Whether this machine's flash attention takes these tensors: its one mask is the causal square."""
+def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
+    """Whether this machine's flash attention takes these tensors: on a GPU its one mask is the causal square."""
+    if mask_b1ts is not None:
+        return q_bhte.is_cpu
     fits = q_bhte.is_cpu
     if q_bhte.is_cuda:
         ampere = torch.cuda.get_device_capability(q_bhte.device) >= (8, 0)
@@ -38,15 +46,17 @@ def has_flash(q_bhte: Tensor, k_bkse: Tensor) -> bool:
     return fits and q_bhte.shape[2] in (1, k_bkse.shape[2])
 
 
-def attend_with_scores(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: Tensor) -> Tensor:
+def attend_with_scores(
+    q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
+) -> Tensor:
     """context_bhte, from one row of scores per query: what `DepthMerge` must equal, and the way without flash."""
     t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     q, (k, v, *depth_bhte) = (
         upcast(q_bhte) * q_bhte.shape[3] ** -0.5,
         (upcast(x).repeat_interleave(groups, 1) for x in (k_bkse, v_bkse, *depth)),
     )
-    seen_ts = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t)
-    scores = (q @ k.mT).masked_fill(~seen_ts, -torch.inf)
+    seen = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t) if mask_b1ts is None else mask_b1ts
+    scores = (q @ k.mT).masked_fill(~seen, -torch.inf)
     depth_scores = [(q * key).sum(-1, keepdim=True) for key in depth_bhte[::2]]
     p = torch.cat([scores, *depth_scores], dim=-1).softmax(-1)
     context = p[..., :s] @ v
@@ -57,8 +67,10 @@ def attend_with_scores(q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: T
 
 class DepthMerge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, *depth: Tensor) -> Tensor:
-        out_bhte, lse_bht, *rest = _flash(q_bhte, k_bkse, v_bkse)
+    def forward(
+        ctx: Any, q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
+    ) -> Tensor:
+        out_bhte, lse_bht, *rest = _flash(q_bhte, k_bkse, v_bkse, mask_b1ts)
         keys, values = depth[::2], depth[1::2]
         q_btkge = _grouped(q_bhte, k_bkse.shape[1]) * q_bhte.shape[3] ** -0.5
         scores_nbtkg = torch.stack([(q_btkge * _for_groups(key)).sum(-1) for key in keys])
@@ -71,14 +83,14 @@ class DepthMerge(torch.autograd.Function):
         # contiguous, as a flash backward on a GPU reads it
         merged_bht = merged_btkg.flatten(2).transpose(1, 2).contiguous()
         ctx.rest = rest
-        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, context_bhte, merged_bht, scores_nbtkg, *depth)
+        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, scores_nbtkg, *depth)
         return context_bhte
 
     @staticmethod
-    def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, context, merged_bht, scores_nbtkg, *depth = ctx.saved_tensors
+    def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, context, merged_bht, scores_nbtkg, *depth = ctx.saved_tensors
         num_kv_heads, scale = k.shape[1], q.shape[3] ** -0.5
-        grad_q, grad_k, grad_v = _flash_backward(grad_bhte, q, k, v, context, merged_bht, ctx.rest)
+        grad_q, grad_k, grad_v = _flash_backward(grad_bhte, q, k, v, mask, context, merged_bht, ctx.rest)
         q_btkge, grad_btkge = _grouped(q, num_kv_heads), _grouped(grad_bhte, num_kv_heads)
         merged_btkg = merged_bht.transpose(1, 2).unflatten(2, q_btkge.shape[2:4])
         delta_btkg = (grad_btkge * _grouped(context, num_kv_heads)).sum(-1)
@@ -91,25 +103,34 @@ class DepthMerge(torch.autograd.Function):
             for weight, x in ((grad_score, q_btkge), (p_btkg, grad_btkge)):
                 grad_depth.append((weight[..., None] * x).sum(3).transpose(1, 2).to(key.dtype))
         grad_q = grad_q + grad_q_btkge.flatten(2, 3).transpose(1, 2)
-        return grad_q.to(q.dtype), grad_k, grad_v, *grad_depth
+        return grad_q.to(q.dtype), grad_k, grad_v, None, *grad_depth
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    causal, aten = q.shape[2] == k.shape[2], torch.ops.aten
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+    causal, aten = mask is None and q.shape[2] == k.shape[2], torch.ops.aten
     if q.is_cpu:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=_added(mask, q))
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
 
 
-def _flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any) -> Any:
-    causal, aten = q.shape[2] == k.shape[2], torch.ops.aten
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, rest: Any
+) -> Any:
+    causal, aten = mask is None and q.shape[2] == k.shape[2], torch.ops.aten
     if q.is_cpu:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q)
+        )
     # the lengths and the random state that its forward returned; the last of `rest` is a debugging mask
     *lengths, seed, offset, _ = rest
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset
     )
+
+
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """The mask as what is added to scores: the operator itself takes no truth values."""
+    return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _grouped(x_bhte: Tensor, num_kv_heads: int) -> Tensor:

@@ -11,11 +11,13 @@ class KVCache:
     """Keys and values of all tokens so far, in `slots` slots (layers, or loops x layers).
 
     `length` is the number of tokens held, so the position of the next one. It moves once per forward pass, by
-    `advance`, after every slot has been updated. Room for `max_length` tokens is made at once and doubled when full.
+    `advance`, after every slot has been updated; `document_b1` is the position at which the document of the next token
+    begins, None where documents are not told apart. Room for `max_length` tokens is made at once and doubled when full.
     """
 
     def __init__(self, slots: int, max_length: int = 256):
         self.length = 0
+        self.document_b1: Tensor | None = None
         self.max_length = max_length
         self._held: list[tuple[Tensor, Tensor] | None] = [None] * slots
 
@@ -30,9 +32,10 @@ class KVCache:
             store[:, :, self.length : end] = new
         return held[0][:, :, :end], held[1][:, :, :end]
 
-    def advance(self, tokens: int) -> None:
+    def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
         """Counts the tokens that every slot has just been given."""
         self.length += tokens
+        self.document_b1 = document_b1
 
     def bytes(self) -> int:
         """Memory of the tokens held, in bytes."""

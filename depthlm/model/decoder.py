@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.functions import cross_entropy
-from depthlm.model.attention.self_attention import AttentionFactory, Depth
+from depthlm.model.attention.self_attention import AttentionFactory, Depth, Past
 from depthlm.model.cache import KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory, Observe, Observed
+from depthlm.model.documents import find_documents
 from depthlm.model.layer import REGIONS, Layer, Regions
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.place import Place
@@ -40,6 +41,8 @@ class Decoder(nn.Module):
     connection, attention: factories, called with (place, size, backbone).
     loops: passes through the same layers; each pass has connections of its own.
     activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
+    end_of_text: the token that ends a document. Attention then stays inside a document, and positions count from its
+        beginning, so that its logits are those of the document alone. None: a sequence is one document.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.size, self.backbone, self.loops = size, backbone, loops
         self.activation_checkpointing = False
+        self.end_of_text: int | None = None
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor], Loss] = head_and_loss
         depth = loops * size.num_layers
         places = [Place(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
@@ -94,24 +98,28 @@ class Decoder(nn.Module):
     def hidden(self, tokens_bt: Tensor, cache: KVCache | None = None, observe: Observe | None = None) -> Tensor:
         """hidden_btd before the final norm."""
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
-        positions_t = torch.arange(start, start + length, device=tokens_bt.device)
+        if self.end_of_text is None:
+            positions, mask, document_b1 = torch.arange(start, start + length, device=tokens_bt.device), None, None
+        else:
+            held_b1 = cache.document_b1 if cache is not None else None
+            positions, mask, document_b1 = find_documents(tokens_bt == self.end_of_text, start, held_b1)
         rope = None
         if self.backbone.position == "rope":
-            rope = rope_tables(positions_t, self.size.head_size, self.backbone.rope_theta)
+            rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
-        stream = self.connections[0].open(self.embedding(tokens_bt, positions_t))
+        stream = self.connections[0].open(self.embedding(tokens_bt, positions))
         depth: Depth = []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections: Any = self.connections[2 * position], self.connections[2 * position + 1]
             if observe is not None:
                 connections = tuple(Observed(connection, observe) for connection in connections)
-            update = partial(cache.update, position) if cache is not None else None
+            past = Past(mask, partial(cache.update, position) if cache is not None else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 layer = partial(checkpoint, layer, use_reentrant=False)
-            stream, depth = layer(stream, depth, connections, rope, update)
+            stream, depth = layer(stream, depth, connections, rope, past)
         if cache is not None:
-            cache.advance(length)
+            cache.advance(length, document_b1)
         return self.connections[-1].close(stream)
 
     def logits(self, hidden_btd: Tensor) -> Tensor:

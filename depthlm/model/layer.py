@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from depthlm.model.attention.self_attention import Depth, SelfAttention, Update
+from depthlm.model.attention.self_attention import Depth, Past, SelfAttention
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.layers import MLP, Norm, Rope
 from depthlm.model.shape import Backbone, Size
@@ -38,13 +38,13 @@ class Layer(nn.Module):
         depth: Depth,
         connections: tuple[Connection, Connection],
         rope: Rope | None,
-        update: Update | None,
+        past: Past,
     ) -> tuple[Stream, Depth]:
         for_attention, for_mlp = connections
 
         inputs, carry = for_attention.read(stream)
         projected = self.regions.project(self, inputs, rope)
-        context, depth = self.attention.attend(projected, depth, update)
+        context, depth = self.attention.attend(projected, depth, past)
         stream = for_attention.write(stream, self.regions.output(self, context), carry)
 
         inputs, carry = for_mlp.read(stream)

@@ -65,10 +65,10 @@ class Embedding(nn.Module):
         self.sinusoidal = backbone.position == "sinusoidal"
         self.weight = nn.Parameter(torch.empty(size.vocab_size, size.hidden_size))
 
-    def forward(self, tokens_bt: Tensor, positions_t: Tensor) -> Tensor:
+    def forward(self, tokens_bt: Tensor, positions: Tensor) -> Tensor:
         x_btd = F.embedding(tokens_bt, self.weight)
         if self.sinusoidal:
-            x_btd = x_btd + sinusoids(positions_t, x_btd.shape[-1]).to(x_btd.dtype)
+            x_btd = x_btd + sinusoids(positions, x_btd.shape[-1]).to(x_btd.dtype)
         return x_btd
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
@@ -90,30 +90,32 @@ class Head(nn.Module):
         return F.linear(hidden_btd, weight_vd, self.bias)
 
 
-def rope_tables(positions_t: Tensor, head_size: int, theta: float) -> Rope:
-    """cos_te and sin_te in fp32, for `apply_rope` (RoFormer, arXiv 2104.09864, in the layout of transformers).
+def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:
+    """cos and sin in fp32, for `apply_rope` (RoFormer, arXiv 2104.09864, in the layout of transformers).
 
+    positions: [t], or [b, t] where rows differ; the tables have one more dimension, e.
     Computed from the positions in every forward: a buffer would lose its precision when a model is made bf16.
     """
-    exponents = torch.arange(0, head_size, 2, device=positions_t.device, dtype=torch.float32) / head_size
-    angles_te = positions_t.float()[:, None] * (1.0 / theta**exponents).repeat(2)
-    return angles_te.cos(), angles_te.sin()
+    exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
+    angles = positions.float()[..., None] * (1.0 / theta**exponents).repeat(2)
+    return angles.cos(), angles.sin()
 
 
 def apply_rope(x_btne: Tensor, rope: Rope) -> Tensor:
     """Rotates the pairs (i, i + e/2) of every head, in fp32, and returns the type of x."""
-    cos_t1e, sin_t1e = (table_te[:, None] for table_te in rope)
+    cos_t1e, sin_t1e = (table.unsqueeze(-2) for table in rope)
     x = upcast(x_btne)
     first, second = x.chunk(2, dim=-1)
     return (x * cos_t1e + torch.cat((-second, first), dim=-1) * sin_t1e).to(x_btne.dtype)
 
 
-def sinusoids(positions_t: Tensor, width: int) -> Tensor:
-    """Sinusoidal positions p_td in fp32: sines, then cosines, wavelengths 2 pi to 2 pi * 10 000 (arXiv 1706.03762).
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Sinusoidal positions in fp32: sines, then cosines, wavelengths 2 pi to 2 pi * 10 000 (arXiv 1706.03762).
 
-    In the layout of Flax's LM1B example; an odd width ends in a zero.
+    positions: [t] or [b, t]; the result has one more dimension. In the layout of Flax's LM1B example; an odd width
+    ends in a zero.
     """
     half = width // 2
-    scales = torch.arange(half, device=positions_t.device, dtype=torch.float32) / max(half - 1, 1)
-    angles = positions_t.float()[:, None] * 10000.0**-scales
+    scales = torch.arange(half, device=positions.device, dtype=torch.float32) / max(half - 1, 1)
+    angles = positions.float()[..., None] * 10000.0**-scales
     return F.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, width - 2 * half))

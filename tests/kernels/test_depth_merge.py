@@ -17,11 +17,27 @@ def tensors(heads: int, kv_heads: int, t: int, s: int, entries: int, e: int = 4)
     return [torch.randn(2, h, n, e, dtype=torch.float64, generator=generator).requires_grad_() for h, n in shapes]
 
 
-@settings(max_examples=20, deadline=None)
-@given(kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6))
-def test_merged_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: int) -> None:
-    inputs = tensors(kv_heads * groups, kv_heads, t, t, entries)
-    outputs = [attend(*inputs) for attend in (DepthMerge.apply, attend_with_scores)]
+def call(attend: Any, inputs: list[torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+    q, k, v, *depth = inputs
+    return attend(q, k, v, mask, *depth)
+
+
+def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
+    """mask_b1ts of two rows, random but that each of the t last of s tokens sees itself."""
+    mask = torch.rand(2, 1, t, s, generator=torch.Generator().manual_seed(seed)) < 0.4
+    return mask | torch.eye(s, dtype=torch.bool)[s - t :]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6),
+    held=st.none() | st.integers(0, 5),
+)  # fmt: skip
+def test_merged_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: int, held: int | None) -> None:
+    """held: tokens in the cache, under a mask; None: no mask."""
+    inputs = tensors(kv_heads * groups, kv_heads, t, t + (held or 0), entries)
+    mask = None if held is None else any_mask(t, t + held, seed=t)
+    outputs = [call(attend, inputs, mask) for attend in (DepthMerge.apply, attend_with_scores)]
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
     along = torch.randn(outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     grads = [torch.autograd.grad(output, inputs, along) for output in outputs]
@@ -31,7 +47,17 @@ def test_merged_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: 
 
 def test_one_new_token_over_a_cache() -> None:
     inputs = tensors(4, 2, 1, 9, 3)
-    torch.testing.assert_close(DepthMerge.apply(*inputs), attend_with_scores(*inputs))
+    torch.testing.assert_close(call(DepthMerge.apply, inputs), call(attend_with_scores, inputs))
+
+
+def test_a_mask_hides_whole_blocks_of_the_flash_attention() -> None:
+    """Its blocks hold up to 512 keys; the last tokens see none of the first."""
+    inputs, document = tensors(2, 1, 1100, 1100, 1), torch.arange(1100) // 700
+    mask = ((document[:, None] == document) & torch.ones(1100, 1100, dtype=torch.bool).tril()).expand(2, 1, -1, -1)
+    outputs = [call(attend, inputs, mask) for attend in (DepthMerge.apply, attend_with_scores)]
+    torch.testing.assert_close(*outputs)
+    grads = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
+    torch.testing.assert_close(*grads)
 
 
 def test_the_scores_are_those_of_the_formula() -> None:
@@ -40,16 +66,17 @@ def test_the_scores_are_those_of_the_formula() -> None:
     weights = torch.stack([q[:, 0, 1] @ k[0, 0].T, q[:, 0, 1] @ k[1, 0].T])
     rows = [torch.cat([weights[b, b], (q[b, 0, 1] * key[b, 0, 1]).sum()[None]]) / 2 for b in range(2)]
     expected = [row.softmax(0) @ torch.cat([v[b, 0], value[b, 0, 1:]]) for b, row in enumerate(rows)]
-    torch.testing.assert_close(DepthMerge.apply(q, k, v, key, value)[:, 0, 1], torch.stack(expected))
+    torch.testing.assert_close(call(DepthMerge.apply, [q, k, v, key, value])[:, 0, 1], torch.stack(expected))
 
 
 @pytest.mark.parametrize("attend", [DepthMerge.apply, attend_with_scores], ids=["merged", "with scores"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_stays_near(dtype: torch.dtype, attend: Any) -> None:
-    inputs = tensors(6, 2, 33, 33, 5, e=16)
-    expected = attend_with_scores(*inputs)
+@pytest.mark.parametrize("masked", [False, True])
+def test_lower_precision_stays_near(masked: bool, dtype: torch.dtype, attend: Any) -> None:
+    inputs, mask = tensors(6, 2, 33, 33, 5, e=16), any_mask(33, 33, seed=0) if masked else None
+    expected = call(attend_with_scores, inputs, mask)
     low = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    output = attend(*low)
+    output = call(attend, low, mask)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
     output.backward(torch.ones_like(output))
@@ -62,6 +89,8 @@ def test_lower_precision_stays_near(dtype: torch.dtype, attend: Any) -> None:
 def test_without_flash_attention_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, *depth = tensors(4, 2, 7, 7, 2)
     pairs = list(zip(depth[::2], depth[1::2], strict=True))
-    expected = merged_attention(q, k, v, pairs)
+    masks = (None, any_mask(7, 7, seed=0))
+    expected = [merged_attention(q, k, v, pairs, mask) for mask in masks]
     monkeypatch.setattr(depth_merge, "has_flash", lambda *_: False)
-    torch.testing.assert_close(merged_attention(q, k, v, pairs), expected)
+    for mask, merged in zip(masks, expected, strict=True):
+        torch.testing.assert_close(merged_attention(q, k, v, pairs, mask), merged)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+import depthlm
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
@@ -13,6 +14,13 @@ from depthlm.model.initialization import initialize
 from depthlm.model.shape import Backbone, Size
 
 CONF = Path(__file__).parents[2] / "conf"
+PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
+# of a small decoder, for `build`
+SHAPE = [
+    "size=micro", "size.num_layers=4", "size.hidden_size=32", "size.intermediate_size=48", "size.num_heads=4",
+    "size.num_kv_heads=2", "size.head_size=8", "size.vocab_size=320", "data.tokenizer=bytes", "precision=fp32",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -52,6 +60,23 @@ def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Ba
         shape = make_backbone(backbone) if tie is None else make_backbone(backbone, tie_embeddings=tie)
         model = Decoder(make_size(size, **changes), shape, connection, attention, loops)
         initialize(model, seed=0, std=0.1)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def build() -> Callable[..., Decoder]:
+    """The decoder of overrides, small. awake: every mechanism's parameters are moved away from their start."""
+
+    def make(*overrides: str, awake: bool = True) -> Decoder:
+        model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
+        initialize(model, seed=0, std=0.1)
+        generator = torch.Generator().manual_seed(1)
+        if awake:
+            with torch.no_grad():
+                for parameter in model.connections.parameters():
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
         return model
 
     return make

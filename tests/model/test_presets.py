@@ -1,8 +1,6 @@
 """The contract that every preset of conf/model keeps, whatever its mechanism."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,35 +9,14 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
-from depthlm.model import Decoder, compile_sublayers, initialize
+from depthlm.model import Decoder, compile_sublayers
+from depthlm.model.attention.self_attention import Past
 from depthlm.model.place import Place
 
-CONF = Path(__file__).parents[2] / "conf"
-PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+from .conftest import BACKBONES, CONF, PRESETS, SHAPE
+
 CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
 ATTENTIONS = sorted(path.stem for path in (CONF / "model/attention").glob("*.yaml"))
-BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
-SHAPE = [
-    "size=micro", "size.num_layers=4", "size.hidden_size=32", "size.intermediate_size=48", "size.num_heads=4",
-    "size.num_kv_heads=2", "size.head_size=8", "size.vocab_size=320", "data.tokenizer=bytes", "precision=fp32",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def build() -> Callable[..., Decoder]:
-    """The decoder of overrides, small. awake: every mechanism's parameters are moved away from their start."""
-
-    def make(*overrides: str, awake: bool = True) -> Decoder:
-        model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
-        initialize(model, seed=0, std=0.1)
-        generator = torch.Generator().manual_seed(1)
-        if awake:
-            with torch.no_grad():
-                for parameter in model.connections.parameters():
-                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        return model
-
-    return make
 
 
 def batch(length: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -107,7 +84,7 @@ def test_a_depth_mix_reads_each_position_alone(build: Any, attention: str) -> No
     for pair in changed:
         for x in pair:
             x[:, :, 3] += 1
-    (context, passed_on), (other, other_passed_on) = (layer.attend((q, k, v), d, None) for d in (depth, changed))
+    (context, passed_on), (other, other_passed_on) = (layer.attend((q, k, v), d, Past()) for d in (depth, changed))
     moved = positions(context, other, dims=(0, 2))
     if attention == "moda":
         assert moved == [3]

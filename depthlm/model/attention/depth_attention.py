@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.depth_reduce import source_scores, weighted_sum
-from depthlm.model.attention.self_attention import Depth, SelfAttention, Update, causal_attention
+from depthlm.model.attention.self_attention import Depth, Past, SelfAttention, causal_attention
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
@@ -62,7 +62,7 @@ class DepthAttention(SelfAttention):
         later = range(self.place.layer + 1, self.place.num_layers)
         return self.place.loops > 1 or any(self.place.layer in self.source_layers(layer) for layer in later)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: Depth, update: Update | None) -> tuple[Tensor, Depth]:
+    def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
         q, k, v = projected
         # one entry a layer passed, empty where nobody reads it: its place in the list tells the layer and the loop
         num_layers, passed = self.place.num_layers, len(depth)
@@ -77,7 +77,7 @@ class DepthAttention(SelfAttention):
             if "key" in self.objects:
                 k = mix(alpha, keys)
         depth = [*depth, (k, v) if self.is_source() else ()]
-        return causal_attention(q, k, v, update), depth
+        return causal_attention(q, k, v, past), depth
 
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
         """alpha of the sources, in their order, and of this layer: [n, b, t, k], or [n] where they are uniform."""

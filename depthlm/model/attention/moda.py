@@ -6,7 +6,7 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 from torch import Tensor, nn
 
 from depthlm.kernels.depth_merge import merged_attention
-from depthlm.model.attention.self_attention import Depth, SelfAttention, Update, causal_attention
+from depthlm.model.attention.self_attention import Depth, Past, SelfAttention, causal_attention
 from depthlm.model.layers import Rope
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check
@@ -61,13 +61,12 @@ class Moda(SelfAttention):
             return projected
         return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: Depth, update: Update | None) -> tuple[Tensor, Depth]:
+    def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
         q, k, v, *own_entry = projected
         if depth:
-            seen = update(k, v) if update else (k, v)
-            context = merged_attention(q, *seen, depth).transpose(1, 2).flatten(2)
+            context = merged_attention(q, *past.extend(k, v), depth, past.mask_b1ts).transpose(1, 2).flatten(2)
         else:
-            context = causal_attention(q, k, v, update)
+            context = causal_attention(q, k, v, past)
         if own_entry:
             depth = self.keep(depth, own_entry[0], own_entry[1])
         elif self.depth_kv:

@@ -5,7 +5,7 @@ n either of the two, e head size.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +16,21 @@ from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
 
 Depth = list[tuple[Tensor, ...]]
-Update = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Past(NamedTuple):
+    """What the new tokens see of the sequence.
+
+    mask_b1ts: true where a token sees another of its own document; None: it sees itself and all before it.
+    update: puts k_bkte and v_bkte in the cache and gives k_bkse and v_bkse; None when there is no cache.
+    """
+
+    mask_b1ts: Tensor | None = None
+    update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def extend(self, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
+        """k_bkse and v_bkse: those of the cache and the new ones, which it holds from now on."""
+        return self.update(k_bkte, v_bkte) if self.update else (k_bkte, v_bkte)
 
 
 class SelfAttention(nn.Module):
@@ -56,13 +70,10 @@ class SelfAttention(nn.Module):
         k = self.rotate(self.k_proj(k_in), self.k_norm if self.qk_norm != "none" else None, rope)
         return q, k, self.heads(self.v_proj(v_in)).transpose(1, 2)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: Depth, update: Update | None) -> tuple[Tensor, Depth]:
-        """context_bt(he) and the depth list for the layers above.
-
-        update: puts k_bkte and v_bkte in the cache and gives k_bkse and v_bkse; None when there is no cache.
-        """
+    def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
+        """context_bt(he) and the depth list for the layers above."""
         q, k, v = projected
-        return causal_attention(q, k, v, update), depth
+        return causal_attention(q, k, v, past), depth
 
     def output(self, context: Tensor) -> Tensor:
         """output_btd of context_bt(he)."""
@@ -100,13 +111,20 @@ class SelfAttention(nn.Module):
         return 0.0
 
 
-def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, update: Update | None) -> Tensor:
-    """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included."""
-    k, v = update(k_bkte, v_bkte) if update else (k_bkte, v_bkte)
-    t, s = q_bhte.shape[2], k.shape[2]
-    mask = causal_mask(t, s, q_bhte.device) if 1 < t < s else None
-    grouped = q_bhte.shape[1] != k.shape[1]
-    context = F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=t == s, enable_gqa=grouped)
+def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Past) -> Tensor:
+    """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included.
+
+    Those of other documents are left out.
+    """
+    k, v = past.extend(k_bkte, v_bkte)
+    t, s, groups = q_bhte.shape[2], k.shape[2], q_bhte.shape[1] // k.shape[1]
+    mask, causal = past.mask_b1ts, past.mask_b1ts is None and t == s
+    if mask is None and 1 < t < s:
+        mask = causal_mask(t, s, q_bhte.device)
+    elif mask is not None and q_bhte.is_cuda:
+        # the memory-efficient kernel, which takes a mask in every type, knows no groups; without it all scores are held
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    context = F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
     return context.transpose(1, 2).flatten(2)
 
 
