@@ -1,6 +1,7 @@
-"""Make the token files of a corpus: python data/prepare.py data=stdlib, or data=local data.source=my-text.
+"""Make the token files of a corpus: python data/prepare.py data=fineweb_edu data.max_tokens=10B
 
 Takes the overrides of train.py and prepares what they would train on; does nothing where it is there and whole.
+Killed at any moment, the same command goes on from the last whole file, and ends with the same bytes.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 # The package lies beside this folder, also where it is not installed.
@@ -15,31 +17,58 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from depthlm.config import compose
 from depthlm.config.command_line import exit_on_mistake
-from depthlm.data import Manifest, prepare, verify
+from depthlm.data import Manifest, prepare, token_folders, verify
+
+INTERRUPTED = 130
 
 
 def main() -> None:
-    """Prepare, check the digests of every file, and print what lies where."""
+    """Prepare, or check the digests of every file; print what lies where."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    folder = prepare(compose(parser.parse_args().overrides).data)
-    verify(folder)
-    Console().print(table(folder, Manifest.read(folder)))
+    parser.add_argument("--config-dir", help="a folder with configuration files of your own, as for train.py")
+    parser.add_argument("--verify", action="store_true", help="prepare nothing; compare every file with its digest")
+    given = parser.parse_intermixed_args()
+    data = compose(given.overrides, given.config_dir).data
+    folders = token_folders(data) if given.verify else prepare(data)
+    if given.verify:
+        verify_all(list(folders.values()))
+    for folder in folders.values():
+        Console().print(table(folder, Manifest.read(folder)))
+
+
+def verify_all(folders: list[Path]) -> None:
+    """Read every file of the folders. Raises DataError for the first that is not what its manifest says."""
+    sizes = [file.stat().st_size for folder in folders if Manifest.exists(folder) for file in folder.iterdir()]
+    columns = TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=sum(sizes))
+        for folder in folders:
+            verify(folder, lambda read: bar.update(task, advance=read))
+    console.print("every file is what its manifest says")
 
 
 def table(folder: Path, manifest: Manifest) -> Table:
     """One row a split: its documents, bytes of text, tokens and files."""
-    entropy = manifest.train.unigram_entropy or 0.0
-    caption = f"{manifest.vocab_size:,} tokens of vocabulary, {manifest.dtype}; unigram entropy {entropy:.3f} nats"
+    entropy = manifest.train.unigram_entropy
+    caption = f"{manifest.vocab_size:,} tokens of vocabulary, {manifest.dtype}"
+    caption += f"; unigram entropy {entropy:.3f} nats" if entropy is not None else ""
+    caption += "".join(f"; left out: {count:,} ({reason})" for reason, count in manifest.left_out.items())
     rows = Table(
         "split", "documents", "text MB", "tokens", "bytes a token", "files", title=str(folder), caption=caption
     )
     for name, split in manifest.splits().items():
-        files = split.files[0].name if len(split.files) == 1 else f"{split.files[0].name} ... {split.files[-1].name}"
+        if not split.files:
+            continue
         numbers = f"{split.documents:,}", f"{split.bytes / 1e6:.1f}", f"{split.tokens:,}"
-        rows.add_row(name, *numbers, f"{split.bytes / split.tokens:.2f}", files)
+        rows.add_row(name, *numbers, f"{split.bytes / split.tokens:.2f}", str(len(split.files)))
     return rows
 
 
 if __name__ == "__main__":
-    exit_on_mistake("prepare.py", main)
+    try:
+        exit_on_mistake("prepare.py", main)
+    except KeyboardInterrupt:
+        print("prepare.py: interrupted; the same command goes on from the last whole file", file=sys.stderr)
+        sys.exit(INTERRUPTED)

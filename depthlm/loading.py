@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.config.mechanism import check_target
+from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training.checkpoints import newest_checkpoint
@@ -35,6 +36,8 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
     model = build_model(config, "meta").to_empty(device=device)
     weights = load_file(found[0] / "model.safetensors", device=str(device))
     model.load_state_dict(weights)
+    if config.data.document_mask:
+        model.end_of_text = Tokenizer.load(directory).end_of_text
     return model.eval(), config
 
 

@@ -15,12 +15,13 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     seen = [row for row in rows if row["loss"] is not None]
     axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
-    names = sorted({name for row in rows for name in row if name.startswith("validation/")})
+    names = sorted({name for row in rows for name in row if name.startswith("validation/") and name.endswith("/loss")})
     for name in names:
         measured = [row for row in rows if row.get(name) is not None]
         x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
         axes.plot(x, y, "o-", ms=4, lw=1, label=name.removesuffix("/loss"))
-        if measured:
+        # where there are many, the legend and metrics.jsonl tell more than numbers over numbers
+        if measured and len(names) <= 2:
             axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(7, -3))
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color="grey", ls=":", label="unigram entropy of the corpus")

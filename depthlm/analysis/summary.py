@@ -45,7 +45,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "extra": extra(overhead(model)),
         "sequence_length": training.sequence_length,
         "steps": steps,
-        "tokens": steps * training.batch_size * training.sequence_length,
+        "tokens": steps and steps * training.batch_size * training.sequence_length,
         "gpus": gpus,
         "precision": config.precision.name,
         "micro_batch_size": micro_batch_size,
@@ -77,8 +77,9 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
     for name, text in overhead_texts(summary["extra"]).items():
         table.add_row(f"beyond vanilla, forward: {name}", text)
-    table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
-    table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
+    if summary["steps"] is not None:
+        table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
+        table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
     console.print(table)
     setting = (
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"

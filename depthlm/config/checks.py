@@ -10,12 +10,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from depthlm import environment
 from depthlm.config.errors import listed, nearest
-from depthlm.config.keys import Key, keys, leaves, parse_count
+from depthlm.config.keys import Key, keys, leaves, parse_count, walk
 from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.mechanism import check_target, check_values
 from depthlm.config.resolve import tokenizer_exists
-from depthlm.config.schema import Config
-from depthlm.data import padded_vocab_size
+from depthlm.config.schema import Config, Source
+from depthlm.data import padded_vocab_size, train_sources, validation_sources
+
+LENGTHS = ("max_steps", "max_tokens", "max_epochs")
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -27,8 +29,13 @@ def check_fields(raw: DictConfig) -> list[str]:
     for name in leaves(raw):
         if name not in known and not any(name.startswith(f"{key}.") for key in known):
             errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
+    for group in ("data.sources", "data.validation"):
+        named = OmegaConf.select(raw, group)
+        known |= {key.name: key for name in named or () for key in walk(Source, f"{group}.{name}.")}
     for key in known.values():
         value = OmegaConf.select(raw, key.name, throw_on_missing=True)
+        if key.name in ("data.sources", "data.validation"):
+            continue
         if key.name in FREE_GROUPS:
             errors.extend(check_target(key.name, OmegaConf.to_container(value, resolve=True)))
         elif not _fits(key, value):
@@ -68,6 +75,7 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_length(config),
         *_check_optimizer(config),
         *_check_sharding(config),
+        *_check_data(config),
         *(_check_device(config) if here else []),
         *(_check_files(config) if here else []),
     ]
@@ -116,18 +124,26 @@ def _check_batch(config: Config, given: set[str]) -> list[str]:
 
 def _check_length(config: Config) -> list[str]:
     training, schedule, errors = config.training, config.schedule, []
-    if training.max_steps is not None and training.max_tokens is not None:
-        errors.append("training.max_steps and training.max_tokens: both given; give one")
-    if training.max_steps is None and training.max_tokens is None:
-        errors.append("training.max_steps: how long is the run? give training.max_steps or training.max_tokens")
+    lengths = [f"training.{name}" for name in LENGTHS if getattr(training, name) is not None]
+    if len(lengths) > 1:
+        errors.append(f"{' and '.join(lengths)}: both given; give one")
+    if not lengths:
+        errors.append(
+            "training.max_steps: how long is the run? give training.max_steps, training.max_tokens or "
+            "training.max_epochs"
+        )
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
         errors.append("schedule.warmup_steps and schedule.warmup_ratio: both given; give one")
     if schedule.warmup_steps is None and schedule.warmup_ratio is None:
         errors.append("schedule.warmup_ratio: give it or schedule.warmup_steps; 0 is no warm-up")
-    if errors:
-        return errors
-    steps = run_steps(config)
-    warmup = warmup_steps(config)
+    steps = None if errors else run_steps(config)
+    return errors if steps is None else check_steps(config, steps)
+
+
+def check_steps(config: Config, steps: int) -> list[str]:
+    """Whether the schedule fits into a run of so many steps."""
+    schedule, errors = config.schedule, []
+    warmup = warmup_steps(config, steps)
     if warmup > steps:
         errors.append(f"schedule.warmup_steps={warmup}: longer than the run of {steps} steps; allowed: 0 to {steps}")
     if schedule.name == "inverse_sqrt" and warmup == 0:
@@ -172,14 +188,34 @@ def _check_device(config: Config) -> list[str]:
     return errors
 
 
+def _check_data(config: Config) -> list[str]:
+    data, errors = config.data, []
+    if data.sources and (unweighted := [name for name, source in data.sources.items() if source.weight is None]):
+        errors.append(
+            f"data.sources.{unweighted[0]}.weight: the share of the tokens; every source of a mixture has one"
+        )
+    if both := sorted(data.validation.keys() & train_sources(data).keys()):
+        errors.append(f"data.validation.{both[0]}: also the name of a source; give the validation set another")
+    if any(source.weight is not None for source in data.validation.values()):
+        errors.append("data.validation: a validation set has no weight")
+    if not data.sources and data.weight is not None:
+        errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
+    return errors
+
+
 def _check_files(config: Config) -> list[str]:
     data, errors = config.data, []
-    if data.source is None and data.path is None and data.name != "stdlib":
-        errors.append(f"data.source: data={data.name} needs text; give data.source=<a folder, or a file>")
-    if data.source is not None and not Path(data.source).exists():
-        errors.append(f"data.source={data.source}: no such folder or file")
+    for name, source in (train_sources(data) | validation_sources(data)).items():
+        key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
+        if not (source.source or source.path or source.hub or name == "stdlib"):
+            errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
+        if source.source is not None and not Path(source.source).exists():
+            errors.append(f"{key}.source={source.source}: no such folder or file")
     if not tokenizer_exists(config):
-        errors.append(f"data.tokenizer={data.tokenizer}: not bpe, not bytes, and no such tokenizer.json")
+        errors.append(
+            f"data.tokenizer={data.tokenizer}: not bpe, not bytes, no such tokenizer.json, and no model of the hub "
+            "(owner/name)"
+        )
     if not config.output_dir:
         return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
     if config.import_from is not None and not any(map(_holds_checkpoints, (config.output_dir, config.import_from))):

@@ -5,11 +5,12 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from depthlm.config.schema import Config
+from depthlm.config.schema import Config, Source
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Key:
         kinds = {
             int: "an integer", float: "a number", bool: "true or false", str: "text",
             list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group",
+            dict[str, Source]: "a group of sources by name",
         }  # fmt: skip
         inner = [t for t in typing.get_args(self.type) if t is not types.NoneType]
         plain = inner[0] if self.optional and inner else self.type
@@ -52,7 +54,7 @@ class Key:
 
 def keys() -> dict[str, Key]:
     """Every key of the schema by its dotted name."""
-    return {key.name: key for key in _walk(Config, "")}
+    return {key.name: key for key in walk(Config, "")}
 
 
 def leaves(raw: DictConfig) -> list[str]:
@@ -70,11 +72,12 @@ def leaves(raw: DictConfig) -> list[str]:
     return list(walk(plain, ""))
 
 
-def _walk(schema: type, prefix: str) -> Iterator[Key]:
+def walk(schema: type, prefix: str) -> Iterator[Key]:
+    """Every key of a dataclass of the schema, its name after the prefix."""
     hints = typing.get_type_hints(schema)
     for entry in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[entry.name]):
-            yield from _walk(hints[entry.name], f"{prefix}{entry.name}.")
+            yield from walk(hints[entry.name], f"{prefix}{entry.name}.")
         else:
             yield Key(prefix + entry.name, hints[entry.name], entry.metadata)
 
@@ -85,7 +88,11 @@ def parse_count(value: Any) -> int:
         raise ValueError(value)
     text = str(value).strip().replace("_", "")
     scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper())
-    number = float(text[:-1]) * scale if scale else float(text)
-    if number != int(number):
+    # exact: as floats, 4.1 * 10**9 is no whole number
+    try:
+        number = Fraction(text[:-1] if scale else text) * (scale or 1)
+    except ZeroDivisionError:
+        raise ValueError(value) from None
+    if number.denominator != 1 or "/" in text:
         raise ValueError(value)
     return int(number)

@@ -4,22 +4,27 @@ import functools
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from depthlm import environment
 from depthlm.config.keys import keys, parse_count
 from depthlm.config.schema import Config
-from depthlm.data import padded_vocab_size
+from depthlm.data import is_on_hub, padded_vocab_size
 
-# the user gives one of each pair, and the other's default steps back
-PAIRS = (("training.max_steps", "training.max_tokens"), ("schedule.warmup_ratio", "schedule.warmup_steps"))
+# the user gives one of each group, and the default of the others steps back
+ALTERNATIVES = (
+    ("training.max_steps", "training.max_tokens", "training.max_epochs"),
+    ("schedule.warmup_ratio", "schedule.warmup_steps"),
+)
 
 # what does not change the result of a run: output, logging, checkpoints, stopping
 SILENT = {
     "output_dir", "resume", "dry_run", "experiment", "tracker", "training.checkpoint_every", "training.keep_last",
     "training.validate_every", "training.log_every", "training.stop_after", "training.profile", "training.sample",
-    "training.num_threads", "data.num_workers",
+    "training.num_threads", "data.num_workers", "data.license", "data.text_bytes", "data.num_tokens",
+    "data.download_bytes",
 }  # fmt: skip
 
 
@@ -28,14 +33,20 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
 
     given: the keys and groups named by the overrides. here: whether it is to run on this machine.
     """
-    for pair in PAIRS:
-        named = [name for name in pair if name in given and _get(config, name) is not None]
+    for names in ALTERNATIVES:
+        named = [name for name in names if name in given and _get(config, name) is not None]
         if len(named) == 1:
-            _set(config, next(name for name in pair if name not in named), None)
+            for other in {*names} - {*named}:
+                _set(config, other, None)
     for key in keys().values():
         value = _get(config, key.name)
         if key.metadata["count"] and value is not None:
             _set(config, key.name, parse_count(value))
+    for source in (*config.data.sources.values(), *config.data.validation.values()):
+        for entry in fields(source):
+            value = getattr(source, entry.name)
+            if entry.metadata["count"] and value is not None:
+                setattr(source, entry.name, parse_count(value))
     if config.precision.name == "auto":
         config.precision.name = environment.fast_precision() if here else "bf16"
     training = config.training
@@ -85,8 +96,9 @@ def experiment_of(overrides: Sequence[str]) -> str | None:
 
 
 def tokenizer_exists(config: Config) -> bool:
-    """Whether data.tokenizer names one of ours or a file that is there."""
-    return config.data.tokenizer in ("bpe", "bytes") or Path(config.data.tokenizer).is_file()
+    """Whether data.tokenizer names one of ours, a file that is there, or a model of the hub."""
+    name = config.data.tokenizer
+    return name in ("bpe", "bytes") or Path(name).is_file() or is_on_hub(name)
 
 
 def _get(config: Config, name: str) -> Any:

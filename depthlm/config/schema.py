@@ -17,25 +17,76 @@ class Model:
     loops: int = key(1, "passes through the same layers; each pass has connections of its own", minimum=1)
 
 
+SHARD_TOKENS = 128_000_000
+
+
 @dataclass
-class Data:
-    """A corpus: raw text in, token files out."""
+class Source:
+    """Where one body of text lies: on the hub, in local files, or here as token files already."""
+
+    hub: Optional[str] = key(None, "dataset of the Hugging Face hub that the text is streamed from")
+    subset: Optional[str] = key(None, "hub: its configuration; null: the only one, or the default")
+    revision: Optional[str] = key(None, "hub: branch, tag or commit; null: main")
+    split: Optional[str] = key(None, "hub: the split that is read; null: train (of data.validation: validation)")
+    validation_split: Optional[str] = key(
+        None, "hub: the split that is held out; null: documents chosen by a hash of their names"
+    )
+    source: Optional[str] = key(None, "folder or file of raw text, read instead of the hub; null: the corpus' own")
+    files: Optional[str] = key(None, "source: pattern of the files below the folder; null: all of these suffixes")
+    validation_files: Optional[str] = key(
+        None, "source: pattern of the files that are held out; null: documents chosen by a hash of their names"
+    )
+    suffixes: Optional[list[str]] = key(None, "files read from a folder of text")
+    text_field: Optional[str] = key(None, "field of a JSON object, or column of a parquet file, with the text")
+    path: Optional[str] = key(None, "folder of the token files; null: data/tokens/<name>-<digest of the settings>")
+    weight: Optional[float] = key(None, "of a mixture: the share of the tokens, relative to the others", above=0)
+    license: Optional[str] = key(None, "a note")
+    text_bytes: Optional[Any] = key(None, "about how much text there is; for estimates alone", minimum=1, count=True)
+    num_tokens: Optional[Any] = key(None, "about how many tokens that makes; for estimates", minimum=1, count=True)
+    download_bytes: Optional[Any] = key(None, "about how much the hub sends; for estimates", minimum=1, count=True)
+
+
+@dataclass
+class Data(Source):
+    """A corpus: raw text in, token files out. With `sources`, a mixture: each takes from here what it leaves out."""
 
     name: str = key("", "name of the corpus; also of its validation set")
-    source: Optional[str] = key(None, "folder or file of raw text; null: the corpus' own")
-    suffixes: list[str] = key([".txt", ".md", ".py"], "files read from a folder of text")
-    path: Optional[str] = key(None, "folder of the token files; null: data/tokens/<name>-<digest of the settings>")
-    tokenizer: str = key("bpe", "bpe: trained once on the corpus; bytes: 256 bytes; else a path to a tokenizer.json")
-    vocab_size: int = key(4096, "vocabulary of the tokenizer `bpe`, its special token included", minimum=260)
+    sources: dict[str, Source] = key({}, "the sources of a mixture, by name")
+    validation: dict[str, Source] = key({}, "more validation sets, by name: each has a loss and perplexity of its own")
+    split: Optional[str] = key("train", "hub: the split to train on")
+    suffixes: Optional[list[str]] = key(
+        [".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet"],
+        "files read from a folder of text",
+    )
+    text_field: Optional[str] = key("text", "field of a JSON object, or column of a parquet file, with the text")
+    tokenizer: str = key(
+        "bpe", "bpe: trained once on the corpus; bytes: 256 bytes; else a tokenizer.json, or a model of the hub"
+    )
+    vocab_size: int = key(
+        4096, "vocabulary of the tokenizer `bpe`, its special token included, or of the hub's", minimum=258
+    )
     pad_vocab_multiple: int = key(
         64, "the model's vocabulary is the tokenizer's, raised to a multiple of this", minimum=1
     )
     max_tokens: Optional[Any] = key(
-        None, "train on the first so many tokens of the corpus (10B parses); null: all", minimum=1, count=True
+        None,
+        "prepare, and train on, the first so many tokens of the corpus (10B parses); null: all",
+        minimum=1,
+        count=True,
     )
+    fraction: float = key(1.0, "train on this first part of the tokens prepared", above=0, maximum=1)
     validation_fraction: float = key(
-        0.05, "share of the documents held out, chosen by a hash of their names", above=0, maximum=0.5
+        0.05, "share of the documents held out by a hash of their names", above=0, maximum=0.5
     )
+    shuffle_seed: Optional[int] = key(None, "seed of the order of the samples; null: the run's seed", minimum=0)
+    document_mask: bool = key(False, "attention and positions stay inside a document")
+    on_bad_document: str = key(
+        "error",
+        "a document that is not UTF-8, not JSON or without its text field ends the preparation, or is left out "
+        "and counted",
+        choices=("error", "skip"),
+    )
+    shard_tokens: Any = key(SHARD_TOKENS, "tokens of one token file", minimum=1, count=True)
     num_workers: int = key(0, "processes that read batches ahead; they do not change the order", minimum=0)
 
 
@@ -67,9 +118,14 @@ class Schedule:
 class Training:
     """The loop."""
 
-    max_steps: Optional[int] = key(None, "length of the run in steps; or max_tokens, not both", minimum=1)
+    max_steps: Optional[int] = key(
+        None, "length of the run in steps; one of max_steps, max_tokens and max_epochs", minimum=1
+    )
     max_tokens: Optional[Any] = key(
         None, "length of the run in tokens (10B parses), rounded up to whole steps", minimum=1, count=True
+    )
+    max_epochs: Optional[int] = key(
+        None, "length of the run in passes over the training tokens, each in an order of its own", minimum=1
     )
     batch_size: int = key(32, "sequences of one step, over all ranks", minimum=1)
     batch_tokens: Optional[Any] = key(

@@ -1,13 +1,16 @@
 """Text to tokens to batches: corpora, tokenizers, token files, the sampler."""
 
-from depthlm.data.corpora import documents, is_validation
+from depthlm.data.documents import documents
 from depthlm.data.errors import DataError
+from depthlm.data.estimate import check_prepared
+from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, verify
 from depthlm.data.prepare import prepare
 from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows, validation_batches
-from depthlm.data.settings import token_folder
+from depthlm.data.settings import token_folders
+from depthlm.data.sources import text_files, train_sources, validation_sources
 from depthlm.data.token_files import Corpus, TokenFiles, open_corpus
-from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, padded_vocab_size, train_bpe, vocab_size
+from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, padded_vocab_size, train_bpe, vocab_size
 
 __all__ = [
     "IGNORED",
@@ -18,16 +21,21 @@ __all__ = [
     "TokenFiles",
     "Tokenizer",
     "bytes_tokenizer",
+    "check_prepared",
     "documents",
+    "is_on_hub",
     "is_validation",
     "loader",
     "open_corpus",
     "padded_vocab_size",
     "prepare",
     "sample_windows",
-    "token_folder",
+    "text_files",
+    "token_folders",
     "train_bpe",
+    "train_sources",
     "validation_batches",
+    "validation_sources",
     "verify",
     "vocab_size",
 ]

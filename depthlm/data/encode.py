@@ -1,22 +1,25 @@
-"""One pass over a corpus: documents in, token files and their manifest out."""
+"""One pass over a source: documents in, token files and their manifest out; killed, it goes on from a whole shard."""
 
 import io
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from depthlm.data.corpora import describe, documents, held_out_share, is_validation, pieces
+from depthlm.data.documents import REASONS, Reader, documents, pieces
 from depthlm.data.errors import DataError
+from depthlm.data.held_out import held_out_share, is_validation
 from depthlm.data.manifest import Manifest
-from depthlm.data.settings import settings
-from depthlm.data.token_files import SplitWriter, dtype_of
-from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, sample, train_bpe, vocab_size
+from depthlm.data.progress import Position, ProgressBar, ProgressFile
+from depthlm.data.sources import TextFile, TextFiles
+from depthlm.data.split_writer import SplitWriter, dtype_of
+from depthlm.data.tokenizers import Tokenizer, parallel_tokenizers
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
@@ -27,111 +30,191 @@ BATCH = 2**21
 # Characters of the longest piece of a document that is encoded as a whole; the tokens at a cut depend on it.
 LONGEST = 2**20
 
+# Batches that are encoded while one is written: the second fills the cores while the first one's last texts run.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is encoded: a source and all that its token files follow from.
+
+    cut: whether a file of plain text is many documents. validation_only: all of its documents are held out.
+    quota: training tokens after which it ends; null: all. vocab_size: ids are below it, also where a tokenizer that
+    was trained on little text has fewer.
+    """
+
+    name: str
+    files: TextFiles
+    text_field: str
+    cut: bool
+    validation_only: bool
+    quota: int | None
+    vocab_size: int
+    settings: dict[str, Any]
+    data: "Data"
+
 
 class Piece(NamedTuple):
-    """A document, or a part of one too long to be encoded at once."""
+    """A document, a part of one too long to be encoded at once, or (without text) a bad one."""
 
     held_out: bool
     text: str
     last: bool
+    after: Position
+    bad: str = ""
 
 
-def encode_corpus(data: "Data", folder: Path, console: Console) -> Manifest:
-    """Write the tokenizer and the files of both splits into the folder; their manifest, not yet written.
+class Batch(NamedTuple):
+    """Pieces encoded at once. done: the share of the source that has been read."""
 
-    Each document is followed by the end of text. Raises DataError where a split has no document.
+    pieces: list[Piece]
+    done: float
+
+
+class Encoded(NamedTuple):
+    """The ids of a batch, [n], and how many of them and how many bytes of text each piece has."""
+
+    ids: NDArray[np.integer]
+    tokens: list[int]
+    bytes: list[int]
+
+
+def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Manifest:
+    """Write the token files of both splits into the folder; their manifest, not yet written.
+
+    Goes on from the folder's progress file where there is one. Each document is followed by the end of text.
+    Raises DataError where a document or file is bad, or a split has no document.
     """
-    source, size, fraction = describe(data), vocab_size(data), held_out_share(data)
-    with _parallel_tokenizers(), _bar(console, source["bytes"]) as show:
-        tokenizer = _tokenizer(data, source["bytes"], fraction)
-        tokenizer.save(folder)
-        train = SplitWriter(folder, "train", dtype_of(size), size)
-        validation = SplitWriter(folder, f"validation-{data.name}", dtype_of(size), size)
-        for batch in _batches(data, fraction):
-            for writer, held_out in ((train, False), (validation, True)):
-                _write(writer, tokenizer, [piece for piece in batch if piece.held_out == held_out])
-            show(train.bytes + validation.bytes, train.tokens + validation.tokens)
-    manifest = Manifest(
-        name=data.name,
-        source=source,
-        settings=settings(data),
-        dtype=dtype_of(size),
+    size, dtype = job.vocab_size, dtype_of(job.vocab_size)
+    stems = {False: "train", True: f"validation-{job.name}"}
+    writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
+    left_out: Counter[str] = Counter()
+    progress = ProgressFile(folder, job.settings, job.files.description, tokenizer.fingerprint)
+    position = progress.restore(writers, left_out) or Position(0, 0, 0)
+    bar = ProgressBar(console, job.name, job.quota)
+    with parallel_tokenizers(), bar, ThreadPoolExecutor(AHEAD) as pool:
+        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+        batches = _batches(job, position)
+        while True:
+            while len(waiting) <= AHEAD and (batch := next(batches, None)) is not None:
+                waiting.append((batch, pool.submit(_encode, tokenizer, batch.pieces, writers[False].dtype)))
+            if not waiting:
+                break
+            batch, encoded = waiting.popleft()
+            whole = sum(len(writer.shards) for writer in writers.values())
+            full = _write(writers, left_out, batch.pieces, encoded.result(), job.quota)
+            bar.show(batch.done, writers)
+            if full:
+                for _, future in waiting:
+                    future.cancel()
+                break
+            if batch.pieces[-1].last and sum(len(writer.shards) for writer in writers.values()) > whole:
+                progress.save(batch.pieces[-1].after, writers, left_out)
+    train, validation = writers[False], writers[True]
+    _check_splits(job, train.documents, validation.documents, left_out)
+    return Manifest(
+        name=job.name,
+        source=job.files.description,
+        settings=job.settings,
+        dtype=dtype,
         vocab_size=size,
         tokenizer=tokenizer.fingerprint,
-        train=train.finish(entropy=True),
-        validation={data.name: validation.finish()},
+        train=train.finish(entropy=bool(train.tokens)),
+        validation={job.name: validation.finish()},
+        left_out=dict(left_out),
     )
-    if not train.documents or not validation.documents:
-        raise _one_sided(data, train.documents, validation.documents)
-    left_out = source["files"] - train.documents - validation.documents
-    if data.source and left_out > 0:
-        console.print(f"left out {left_out} files that are empty or not UTF-8")
-    return manifest
 
 
-def _write(writer: SplitWriter, tokenizer: Tokenizer, batch: list[Piece]) -> None:
-    if not batch:
-        return
-    ids: list[np.ndarray] = []
-    for piece, encoded in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-        ids += [encoded, np.array([tokenizer.end_of_text])] if piece.last else [encoded]
-    ended = sum(piece.last for piece in batch)
-    writer.add(np.concatenate(ids), ended, sum(len(piece.text.encode()) for piece in batch))
+def _parts(job: Job) -> list[tuple[list[TextFile], float]]:
+    """The files in the order in which they are read, and the share of their documents that is held out."""
+    if job.validation_only:
+        return [(job.files.train, 1.0)]
+    if job.files.held_out is not None:
+        return [(job.files.held_out, 1.0), (job.files.train, 0.0)]
+    names = (name for name, _ in documents(job.files.train, job.text_field, job.cut))
+    return [(job.files.train, held_out_share(names, job.data.validation_fraction))]
 
 
-def _batches(data: "Data", fraction: float) -> Iterator[list[Piece]]:
+def _batches(job: Job, start: Position) -> Iterator[Batch]:
     batch: list[Piece] = []
     characters = 0
-    for name, text in documents(data):
-        held_out = is_validation(name, fraction)
-        parts = [text] if len(text) <= LONGEST else list(pieces(io.StringIO(text, newline=""), LONGEST))
-        for number, part in enumerate(parts, 1):
-            batch.append(Piece(held_out, part, last=number == len(parts)))
-            characters += len(part)
-            if characters >= BATCH:
-                yield batch
-                batch, characters = [], 0
+    for piece, done in _pieces(job, start):
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH:
+            yield Batch(batch, done)
+            batch, characters = [], 0
     if batch:
-        yield batch
+        yield Batch(batch, 1.0)
 
 
-def _tokenizer(data: "Data", total_bytes: int, fraction: float) -> Tokenizer:
-    if data.tokenizer == "bytes":
-        return bytes_tokenizer()
-    if data.tokenizer != "bpe":
-        return Tokenizer.load(data.tokenizer)
-    train = ((name, text) for name, text in documents(data) if not is_validation(name, fraction))
-    return train_bpe(sample(train, total_bytes), data.vocab_size)
+def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, float]]:
+    parts = _parts(job)
+    total, passed = sum(len(files) for files, _ in parts), 0
+    for part, (files, fraction) in enumerate(parts):
+        for index, file in enumerate(files):
+            passed += 1
+            if (part, index) < start[:2]:
+                continue
+            first = start.record if (part, index) == start[:2] else 0
+            reader = Reader(file, job.text_field, job.cut)
+            for record in reader.records(first):
+                done = (passed - 1 + reader.share_read) / total
+                after = Position(part, index, record.next)
+                if record.text is None:
+                    if record.bad != "empty" and job.data.on_bad_document == "error":
+                        remedy = "Mend it, or set data.on_bad_document=skip to leave out and count such documents."
+                        raise DataError(record.why, file.location, remedy)
+                    yield Piece(False, "", True, after, record.bad), done
+                    continue
+                held_out = is_validation(record.name, fraction)
+                text = record.text
+                parted = [text] if len(text) <= LONGEST else list(pieces(io.StringIO(text, newline=""), LONGEST))
+                for number, piece in enumerate(parted, 1):
+                    yield Piece(held_out, piece, number == len(parted), after), done
 
 
-def _one_sided(data: "Data", train: int, validation: int) -> DataError:
-    where = data.source or data.name
+def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> Encoded:
+    texts = [piece.text for piece in batch if not piece.bad]
+    encoded = iter(tokenizer.encode_batch(texts))
+    ids: list[int] = []
+    tokens = []
+    for piece in batch:
+        before = len(ids)
+        if not piece.bad:
+            ids += next(encoded)
+            if piece.last:
+                ids.append(tokenizer.end_of_text)
+        tokens.append(len(ids) - before)
+    return Encoded(np.array(ids, dtype=dtype), tokens, [len(piece.text.encode()) for piece in batch])
+
+
+def _write(
+    writers: dict[bool, SplitWriter], left_out: Counter[str], batch: list[Piece], encoded: Encoded, quota: int | None
+) -> bool:
+    """Write the pieces, up to the end of the document that fills the quota; whether it is full."""
+    kept, tokens, full = len(batch), writers[False].tokens, False
+    for number, piece in enumerate(batch if quota is not None else ()):
+        tokens += 0 if piece.held_out else encoded.tokens[number]
+        if piece.last and quota is not None and tokens >= quota:
+            kept, full = number + 1, True
+            break
+    ends = np.cumsum(encoded.tokens)
+    for held_out, writer in writers.items():
+        mine = [n for n in range(kept) if batch[n].held_out == held_out and not batch[n].bad]
+        if mine:
+            ids = [encoded.ids[ends[n] - encoded.tokens[n] : ends[n]] for n in mine]
+            writer.add(np.concatenate(ids), sum(batch[n].last for n in mine), sum(encoded.bytes[n] for n in mine))
+    left_out.update(piece.bad for piece in batch[:kept] if piece.bad)
+    return full
+
+
+def _check_splits(job: Job, train: int, validation: int, left_out: Counter[str]) -> None:
+    where = job.files.description.get("root") or job.files.description.get("hub")
     if not train and not validation:
-        return DataError("every file is empty or not UTF-8", where, "Set data.source to a folder or file of text.")
-    what = f"{train} documents for training and {validation} for validation"
-    return DataError(what, where, "Give more documents: a folder of many files, or one file, which is cut into many.")
-
-
-@contextmanager
-def _parallel_tokenizers() -> Iterator[None]:
-    # The library reads this variable at each call, and keeps quiet at a later fork where it is set at all.
-    before = os.environ["TOKENIZERS_PARALLELISM"]
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-@contextmanager
-def _bar(console: Console, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    columns = (
-        TextColumn("tokenising"),
-        BarColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal) as bar:
-        task = bar.add_task("", total=total_bytes, tokens=0)
-        yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
+        reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in left_out.items()) or "no document in it"
+        raise DataError(f"nothing to train on ({reasons})", where, "Set data.source to a folder or file of text.")
+    if not validation or not (train or job.validation_only):
+        what = f"{train} documents for training and {validation} for validation"
+        remedy = "Give more documents: a folder of many files, or one file, which is cut into many."
+        raise DataError(what, where, remedy)

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from depthlm.data.errors import DataError
 
-VERSION = 1
+VERSION = 2
 FILE_NAME = "manifest.json"
 _REMEDY = "Remove the folder and prepare it again: python data/prepare.py with the same overrides."
 
@@ -42,7 +43,7 @@ class Manifest:
 
     name: the corpus. source: the text as it was found. settings: what the bytes were made from. dtype: uint16 or
     uint32, little-endian. vocab_size: ids are below it. tokenizer: the sha256 of tokenizer.json.
-    validation: keyed by the name of the set.
+    validation: keyed by the name of the set. left_out: how many documents were, by the reason.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Manifest:
     tokenizer: str
     train: Split
     validation: dict[str, Split]
+    left_out: dict[str, int]
     version: int = VERSION
 
     @staticmethod
@@ -92,8 +94,11 @@ class Manifest:
         return {"train": self.train} | {f"validation-{name}": split for name, split in self.validation.items()}
 
 
-def verify(folder: str | Path) -> None:
-    """Read every file and compare its digest with the manifest's. Raises DataError for the first that differs."""
+def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None) -> None:
+    """Read every file and compare its digest with the manifest's. Raises DataError for the first that differs.
+
+    show: called with the bytes of each file once it has been read.
+    """
     manifest = Manifest.read(folder)
     expected = {"tokenizer.json": manifest.tokenizer}
     expected |= {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
@@ -104,6 +109,7 @@ def verify(folder: str | Path) -> None:
         with open(file, "rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
                 raise DataError("not the bytes that the manifest lists", file, _REMEDY)
+            show(stream.tell())
 
 
 def check_sizes(folder: str | Path, manifest: Manifest, item_bytes: int) -> None:

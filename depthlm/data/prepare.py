@@ -1,87 +1,175 @@
-"""Raw text to a folder of token files, once: whole or not there at all."""
+"""Raw text to folders of token files, one a source, each once: whole or not there at all."""
 
 import fcntl
+import functools
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from depthlm.data.corpora import describe, source_files
-from depthlm.data.encode import encode_corpus
+from depthlm.data import progress as progress_file
+from depthlm.data.documents import REASONS, documents
+from depthlm.data.encode import Job, encode
 from depthlm.data.errors import DataError
+from depthlm.data.estimate import check_room
+from depthlm.data.held_out import held_out_share, is_validation
 from depthlm.data.manifest import Manifest
-from depthlm.data.settings import check_settings, token_folder
+from depthlm.data.settings import check_settings, quota, settings, token_folder
+from depthlm.data.sources import text_files, train_sources, validation_sources
+from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, parallel_tokenizers, sample, train_bpe
+from depthlm.data.tokenizers import vocab_size as vocab_size_of
 
 if TYPE_CHECKING:
-    from depthlm.config.schema import Data
+    from depthlm.config.schema import Data, Source
 
 
-def prepare(data: "Data", progress: bool = True) -> Path:
-    """Make the token files of this configuration unless they are there; their folder.
+def prepare(data: "Data", progress: bool = True) -> dict[str, Path]:
+    """Make the token files of this configuration unless they are there; the folder of each source, by name.
 
-    The folder appears by one rename, so a killed call leaves nothing but a temporary sibling, which the next
-    removes; of several processes at once, one prepares and the others wait. The same text and settings give the
-    same bytes. progress: a bar on a terminal, else plain lines, on stderr.
+    A folder appears by one rename. A killed call leaves <folder>.partial, from whose last whole shard the next goes
+    on; of several processes at once, one prepares and the others wait. The same text and settings give the same
+    bytes, killed or not. progress: a bar on a terminal, else plain lines, on stderr.
 
-    Raises DataError where the text is missing, has no document for training or for validation, or the folder
+    Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
     cannot be written or holds something else.
     """
-    folder = token_folder(data)
     console = Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
+    everything = train_sources(data) | validation_sources(data)
+    for name in [data.name, *everything]:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise DataError("not a name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
+    tokenizer = functools.cache(lambda: make_tokenizer(data))
+    return {name: _prepare(name, source, data, tokenizer, console) for name, source in everything.items()}
+
+
+def make_tokenizer(data: "Data") -> Tokenizer:
+    """The tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
+
+    Raises DataError where it cannot be had, or has more tokens than data.vocab_size says.
+    """
+    if data.tokenizer == "bytes":
+        return bytes_tokenizer()
+    if data.tokenizer == "bpe":
+        with parallel_tokenizers():
+            return train_bpe(_text_for_training(data), data.vocab_size)
+    if not is_on_hub(data.tokenizer):
+        return Tokenizer.load(data.tokenizer)
+    tokenizer = Tokenizer.from_hub(data.tokenizer)
+    if tokenizer.vocab_size > data.vocab_size:
+        what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size says {data.vocab_size}"
+        raise DataError(what, data.tokenizer, f"Set data.vocab_size={tokenizer.vocab_size}.")
+    return tokenizer
+
+
+def _text_for_training(data: "Data") -> Iterator[str]:
+    for name, source in train_sources(data).items():
+        files = text_files(name, source)
+        cut, field = _is_cut(source), source.text_field or ""
+        fraction = 0.0
+        if files.held_out is None:
+            names = (document for document, _ in documents(files.train, field, cut))
+            fraction = held_out_share(names, data.validation_fraction)
+        found = documents(files.train, field, cut)
+        kept = ((document, text) for document, text in found if not is_validation(document, fraction))
+        yield from sample(kept, files.description.get("bytes"))
+
+
+def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], console: Console) -> Path:
+    folder = token_folder(name, source, data)
     if Manifest.exists(folder):
-        _check_existing(data, folder, console)
+        _check_existing(name, source, data, folder, console)
         return folder
-    if not re.fullmatch(r"\w[\w.-]*", data.name):
-        raise DataError("not a name for files", f"data.name={data.name!r}", "Use letters, digits, `.`, `_` and `-`.")
-    source_files(data)
+    if source.path is None or source.source is not None:
+        text_files(name, source)
     try:
         target = folder.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target, console):
             if not Manifest.exists(target):
-                _make(data, target, console)
+                _make(name, source, data, tokenizer, target, console)
     except OSError as error:
-        raise DataError(f"cannot prepare token files ({error})", folder, "Check the disk, or set data.path.") from error
+        remedy = "Make room or mend it and run the same command: it goes on from the last whole shard."
+        raise DataError(f"cannot prepare token files ({error})", folder, remedy) from error
     return folder
 
 
-def _make(data: "Data", target: Path, console: Console) -> None:
-    for left_over in target.parent.iterdir():
-        if re.fullmatch(re.escape(target.name) + r"\.tmp-\d+", left_over.name):
-            shutil.rmtree(left_over)
+def _make(
+    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
+) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError("token files belong in an empty folder", target, "Empty it, or set another data.path.")
     start = time.monotonic()
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    temporary.mkdir()
-    console.print(f"preparing {target}")
-    try:
-        manifest = encode_corpus(data, temporary, console)
-        tokenizer = temporary / "tokenizer.json"
-        for path in (tokenizer, manifest.write(temporary), temporary):
-            _sync(path)
-        temporary.rename(target)
-        _sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    validation = manifest.validation[data.name]
-    console.print(
-        f"prepared {target}: {manifest.train.tokens:,} train and {validation.tokens:,} validation tokens, "
-        f"{manifest.train.bytes / manifest.train.tokens:.2f} bytes a token, {time.monotonic() - start:.1f} s"
+    partial = target.with_name(f"{target.name}.partial")
+    wanted = settings(name, source, data)
+    begun = _begun(partial, wanted)
+    files = text_files(name, source, revision=begun["source"].get("revision") if begun else None)
+    if begun is None or begun["source"] != files.description:
+        if partial.exists():
+            console.print(f"starting {target} over: its text or settings have changed, or no shard was whole")
+            shutil.rmtree(partial)
+        check_room(name, source, data, target.parent)
+        partial.mkdir()
+        tokenizer().save(partial)
+        console.print(f"preparing {target}")
+    else:
+        console.print(f"going on with {target}")
+    job = Job(
+        name=name,
+        files=files,
+        text_field=source.text_field or "",
+        cut=_is_cut(source),
+        validation_only=name in data.validation,
+        quota=None if name in data.validation else quota(name, data),
+        vocab_size=vocab_size_of(data),
+        settings=wanted,
+        data=data,
     )
+    manifest = encode(job, Tokenizer.load(partial), partial, console)
+    listed = {shard.name for split in manifest.splits().values() for shard in split.files}
+    for file in partial.iterdir():
+        if file.name not in {"tokenizer.json", *listed}:
+            file.unlink()
+    for path in (partial / "tokenizer.json", manifest.write(partial), partial):
+        _sync(path)
+    if target.exists():
+        target.rmdir()
+    partial.rename(target)
+    _sync(target.parent)
+    _tell(manifest, target, time.monotonic() - start, console)
 
 
-def _check_existing(data: "Data", folder: Path, console: Console) -> None:
+def _begun(partial: Path, wanted: dict[str, object]) -> dict[str, dict[str, str]] | None:
+    """The progress of a killed preparation, if it was one of the same settings and has a whole shard."""
+    found = progress_file.read(partial)
+    return found if found is not None and found["settings"] == wanted else None
+
+
+def _is_cut(source: "Source") -> bool:
+    return source.source is not None and Path(source.source).is_file()
+
+
+def _tell(manifest: Manifest, target: Path, seconds: float, console: Console) -> None:
+    train, validation = manifest.train, manifest.validation[manifest.name]
+    text_bytes, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
+    console.print(
+        f"prepared {target}: {train.tokens:,} train and {validation.tokens:,} validation tokens, "
+        f"{text_bytes / tokens:.2f} bytes a token, {seconds:.1f} s"
+    )
+    for reason, count in manifest.left_out.items():
+        console.print(f"left out {count:,} {REASONS[reason]}")
+
+
+def _check_existing(name: str, source: "Source", data: "Data", folder: Path, console: Console) -> None:
     manifest = Manifest.read(folder)
-    check_settings(data, manifest)
-    if data.source and Path(data.source).exists() and describe(data) != manifest.source:
-        console.print(f"note: {data.source} has changed since {folder} was prepared; remove that to prepare it anew")
+    check_settings(name, source, data, manifest)
+    if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
+        console.print(f"note: {source.source} has changed since {folder} was prepared; remove that to prepare it anew")
 
 
 @contextmanager

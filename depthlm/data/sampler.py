@@ -1,7 +1,7 @@
 """Batches of training and of validation, each a pure function of its number."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from depthlm.data.errors import DataError
+from depthlm.data.mixture import schedule
 from depthlm.data.permutation import key_of, permute
 from depthlm.data.token_files import TokenFiles
 
@@ -16,61 +17,82 @@ from depthlm.data.token_files import TokenFiles
 IGNORED = -100
 
 
-def sample_windows(
-    seed: int, step: int, positions: NDArray[np.int64], batch_size: int, num_windows: int
-) -> NDArray[np.int64]:
-    """The window at each position, [any shape] of 0 .. batch_size-1, of the batch of this step, counted from 0.
+def sample_windows(seeds: tuple[int, ...], numbers: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
+    """The window of each sample of a source, [any shape] of its samples counted from 0.
 
-    Samples are numbered through all batches; each run of num_windows of them, an epoch, has every window once, in
-    an order of its own.
+    Each run of num_windows samples, an epoch, has every window once, in an order of its own.
     """
-    numbers = step * batch_size + np.asarray(positions, dtype=np.int64)
     epochs = numbers // num_windows
     windows = np.empty_like(numbers)
     for epoch in np.unique(epochs):
         now = epochs == epoch
-        windows[now] = permute(numbers[now] % num_windows, num_windows, key_of(seed, int(epoch)))
+        windows[now] = permute(numbers[now] % num_windows, num_windows, key_of(*seeds, int(epoch)))
     return windows
 
 
 class Batches(Dataset[torch.Tensor]):
     """This rank's share of each global batch: batches[step] is [accumulation, micro_batch, sequence_length + 1].
 
-    Window w is tokens w*T to w*T + T, T = sequence_length: T inputs and the target of each, so that a token is a
-    target once in an epoch. Of batch_size positions rank r of R holds r*B/R to (r+1)*B/R, so the global batch is
-    the same for any R and micro_batch (sequences of one forward pass; None: the rank's whole share).
+    Window w of a source is its tokens w*T to w*T + T, T = sequence_length: T inputs and the target of each, so that a
+    token is a target once in an epoch of its source. Of batch_size positions rank r of R holds r*B/R to (r+1)*B/R, so
+    the global batch is the same for any R and micro_batch (sequences of one forward pass; None: the rank's whole
+    share).
 
-    Raises DataError where the tokens are fewer than one window, or batch_size is no multiple of ranks * micro_batch.
+    train: the tokens of each source. weights: the share of each in the samples, relative to the others; None: equal.
+    Raises DataError where a source's tokens are fewer than one window, or batch_size is no
+    multiple of ranks * micro_batch.
     """
 
     def __init__(
         self,
-        tokens: TokenFiles,
+        train: Mapping[str, TokenFiles],
         *,
         sequence_length: int,
         batch_size: int,
         seed: int,
+        weights: Mapping[str, float] | None = None,
         micro_batch: int | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.tokens, self.sequence_length, self.batch_size, self.seed = tokens, sequence_length, batch_size, seed
+        self.names, self.tokens = tuple(train), tuple(train.values())
+        self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self.micro_batch = micro_batch or max(1, batch_size // ranks)
         if batch_size % (ranks * self.micro_batch):
             what = f"a batch of {batch_size} sequences is no multiple of {ranks} ranks x {self.micro_batch} sequences"
             raise DataError(what, "training.batch_size", "Change training.batch_size or training.micro_batch_size.")
-        self.num_windows = (len(tokens) - 1) // sequence_length
-        if self.num_windows < 1:
-            what = f"{len(tokens)} training tokens are fewer than one sequence of {sequence_length} and its target"
-            raise DataError(what, tokens.folder, "Give more text, or a smaller training.sequence_length.")
+        self.num_windows = [(len(tokens) - 1) // sequence_length for tokens in self.tokens]
+        for tokens, windows in zip(self.tokens, self.num_windows, strict=True):
+            if windows < 1:
+                what = f"{len(tokens)} training tokens are fewer than one sequence of {sequence_length} and its target"
+                raise DataError(what, tokens.folder, "Give more text, or a smaller training.sequence_length.")
+        self.schedule = schedule(tuple(float((weights or {}).get(name, 1.0)) for name in self.names))
+        # a source keeps its order when another joins the mixture; a corpus of one source has none to tell apart
+        self.seeds = [(seed, key_of(*name.encode())) if len(train) > 1 else (seed,) for name in self.names]
         held = batch_size // ranks
         self.positions = np.arange(rank * held, (rank + 1) * held)
 
     def __getitem__(self, step: int) -> torch.Tensor:
-        windows = sample_windows(self.seed, step, self.positions, self.batch_size, self.num_windows)
         length = self.sequence_length
-        samples = np.stack([self.tokens.read(int(window) * length, length + 1) for window in windows])
-        return torch.from_numpy(samples).view(-1, self.micro_batch, length + 1)
+        sources, windows = self.samples(step)
+        samples = [self.tokens[s].read(int(w) * length, length + 1) for s, w in zip(sources, windows, strict=True)]
+        return torch.from_numpy(np.stack(samples)).view(-1, self.micro_batch, length + 1)
+
+    def samples(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The source, by its place in `names`, and the window of each of this rank's samples of a step."""
+        sources, numbers = self.schedule.locate(step * self.batch_size + self.positions)
+        windows = np.empty_like(numbers)
+        for source in np.unique(sources):
+            mine = sources == source
+            windows[mine] = sample_windows(self.seeds[source], numbers[mine], self.num_windows[source])
+        return sources, windows
+
+    def seen(self, steps: int) -> dict[str, tuple[float, float]]:
+        """Of each source after so many steps: its share of the samples, and how often it has been gone through."""
+        samples = steps * self.batch_size
+        counts = self.schedule.seen(samples).tolist()
+        found = zip(self.names, counts, self.num_windows, strict=True)
+        return {name: (count / max(samples, 1), count / windows) for name, count, windows in found}
 
 
 def loader(

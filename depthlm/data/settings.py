@@ -2,58 +2,109 @@
 
 import hashlib
 import json
+import math
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthlm.data.corpora import PIECE, PIECES
+from depthlm.data.documents import PIECE, PIECES
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERSION, Manifest
+from depthlm.data.sources import is_remote, train_sources, validation_sources
+from depthlm.data.tokenizers import is_on_hub
 
 if TYPE_CHECKING:
-    from depthlm.config.schema import Data
+    from depthlm.config.schema import Data, Source
 
 
-def settings(data: "Data") -> dict[str, Any]:
-    """Everything that the bytes of the token files follow from, the text aside. Raises DataError for no tokenizer."""
-    found: dict[str, Any] = {"version": VERSION, "validation_fraction": data.validation_fraction}
-    if data.source is None:
-        found |= {"corpus": data.name, "python": platform.python_version()}
-    else:
-        source = Path(data.source).resolve()
-        found |= {"source": str(source)}
-        found |= {"piece": [PIECE, PIECES]} if source.is_file() else {"suffixes": sorted(data.suffixes)}
-    if data.tokenizer == "bpe":
-        return found | {"tokenizer": "bpe", "vocab_size": data.vocab_size}
-    return found | {"tokenizer": "bytes" if data.tokenizer == "bytes" else _digest_of_file(data.tokenizer)}
+def settings(name: str, source: "Source", data: "Data") -> dict[str, Any]:
+    """Everything that the bytes of a source's token files follow from, the text aside.
 
-
-def token_folder(data: "Data") -> Path:
-    """data.path, or data/tokens/<name>-<digest of the settings> below the current folder."""
-    if data.path:
-        return Path(data.path)
-    digest = hashlib.sha256(json.dumps(settings(data), sort_keys=True).encode()).hexdigest()[:8]
-    return Path("data", "tokens", f"{data.name}-{digest}")
-
-
-def check_settings(data: "Data", manifest: Manifest) -> None:
-    """Raise DataError where both data.path and data.source are given and the tokens there were made otherwise.
-
-    With data.path alone, the tokens there are what they are.
+    Raises DataError for a tokenizer that cannot be read.
     """
-    if data.path is None or data.source is None:
+    found: dict[str, Any] = {"version": VERSION} | _text(name, source) | _tokenizer(data)
+    if name in data.validation:
+        found |= {"held_out": "all"}
+    else:
+        if _hashed(source):
+            found["validation_fraction"] = data.validation_fraction
+        if data.max_tokens is not None:
+            found["max_tokens"] = quota(name, data)
+    return found | {"shard_tokens": data.shard_tokens}
+
+
+def quota(name: str, data: "Data") -> int | None:
+    """The training tokens that are prepared of a source: its share of data.max_tokens, rounded up; null: all."""
+    if data.max_tokens is None:
+        return None
+    weights = {source: (entry.weight or 1.0) for source, entry in train_sources(data).items()}
+    return math.ceil(data.max_tokens * weights[name] / sum(weights.values()))
+
+
+def token_folder(name: str, source: "Source", data: "Data") -> Path:
+    """The source's own path, or data/tokens/<name>-<digest of the settings> below the current folder."""
+    if source.path:
+        return Path(source.path)
+    digest = hashlib.sha256(json.dumps(settings(name, source, data), sort_keys=True).encode()).hexdigest()[:8]
+    return Path("data", "tokens", f"{name}-{digest}")
+
+
+def token_folders(data: "Data") -> dict[str, Path]:
+    """Where the token files of every source, then of every further validation set, lie or belong."""
+    everything = train_sources(data) | validation_sources(data)
+    return {name: token_folder(name, source, data) for name, source in everything.items()}
+
+
+def check_settings(name: str, source: "Source", data: "Data", manifest: Manifest) -> None:
+    """Raise DataError where both a path and text are given, and the tokens there were made of other text or otherwise.
+
+    With a path alone, the tokens there are what they are. How many of them there are may differ: max_tokens cuts.
+    """
+    if source.path is None or (source.source is None and source.hub is None):
         return
-    wanted = settings(data)
-    names = [name for name in wanted | manifest.settings if wanted.get(name) != manifest.settings.get(name)]
-    if names:
-        differences = ", ".join(f"{n}: {manifest.settings.get(n)} there, {wanted.get(n)} asked" for n in names)
-        remedy = "Give another data.path, or data.source=null to train on these tokens as they are."
-        raise DataError(f"token files made with other settings ({differences})", data.path, remedy)
+    wanted, found = settings(name, source, data), manifest.settings
+    names = sorted({*wanted, *found} - {"max_tokens", "shard_tokens"})
+    if differing := [key for key in names if wanted.get(key) != found.get(key)]:
+        differences = ", ".join(f"{key}: {found.get(key)} there, {wanted.get(key)} asked" for key in differing)
+        remedy = "Give another path, or data.source=null data.hub=null to train on these tokens as they are."
+        raise DataError(f"token files made with other settings ({differences})", source.path, remedy)
+
+
+def _hashed(source: "Source") -> bool:
+    return (source.validation_split if is_remote(source) else source.validation_files) is None
+
+
+def _text(name: str, source: "Source") -> dict[str, Any]:
+    if is_remote(source):
+        keys = ("hub", "subset", "revision", "split", "validation_split", "text_field")
+        return {key: getattr(source, key) for key in keys}
+    if source.source is None:
+        return {"corpus": name, "python": platform.python_version()}
+    folder = Path(source.source).resolve()
+    found = {"source": str(folder), "text_field": source.text_field}
+    if folder.is_file():
+        return found | {"piece": [PIECE, PIECES]}
+    patterns = {"files": source.files, "validation_files": source.validation_files}
+    return found | patterns | {"suffixes": sorted(source.suffixes or ())}
+
+
+def _tokenizer(data: "Data") -> dict[str, Any]:
+    name = data.tokenizer
+    if name == "bytes":
+        return {"tokenizer": name}
+    if name != "bpe":
+        return {"tokenizer": name if is_on_hub(name) else _digest_of_file(name)}
+    found: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": data.vocab_size}
+    if data.sources or data.validation:
+        # it is trained on the text of every source, and shared by the further validation sets
+        texts = [_text(source_name, source) for source_name, source in train_sources(data).items()]
+        found["trained_on"] = [*texts, data.validation_fraction]
+    return found
 
 
 def _digest_of_file(tokenizer: str) -> str:
     try:
         return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
     except OSError as error:
-        remedy = "Set data.tokenizer to `bpe`, `bytes` or the path of a tokenizer.json."
+        remedy = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model of the hub."
         raise DataError(f"cannot read a tokenizer ({error.strerror})", tokenizer, remedy) from error

@@ -3,7 +3,9 @@
 import hashlib
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +14,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from depthlm.data.corpora import pieces, share
+from depthlm.data.documents import pieces
 from depthlm.data.errors import DataError
+from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
+from depthlm.data.sources import train_sources
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
@@ -30,6 +34,9 @@ _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", 
 
 # Text that the BPE is trained on: more of it changes few merges and costs time.
 BPE_BYTES = 2**25
+
+
+_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model of the hub."
 
 
 class Tokenizer:
@@ -64,13 +71,18 @@ class Tokenizer:
         try:
             return cls(file.read_bytes().decode("utf-8"), file)
         except (OSError, UnicodeDecodeError) as error:
-            remedy = "Set data.tokenizer to `bpe`, `bytes` or the path of a tokenizer.json."
-            raise DataError(f"cannot read a tokenizer ({error})", file, remedy) from error
+            raise DataError(f"cannot read a tokenizer ({error})", file, _REMEDY) from error
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    @classmethod
+    def from_hub(cls, name: str) -> "Tokenizer":
+        """The tokenizer of a model on the hub. Raises DataError where it cannot be had."""
+        from depthlm.data.hub import hub_tokenizer
+
+        return cls(hub_tokenizer(name), name)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens."""
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        return [encoding.ids for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """The text of these ids, special tokens by their names; bytes that are no UTF-8 become U+FFFD."""
@@ -109,25 +121,43 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(encoder.to_str())
 
 
-def sample(documents: Iterable[tuple[str, str]], total_bytes: int) -> Iterator[str]:
-    """About BPE_BYTES of the documents' text, in pieces chosen by a hash of the name and place."""
-    kept = BPE_BYTES / max(total_bytes, 1)
+def sample(documents: Iterable[tuple[str, str]], total_bytes: int | None) -> Iterator[str]:
+    """About BPE_BYTES of the documents' text, in pieces chosen by a hash of the name and place.
+
+    total_bytes: of the source; null where it is not known, and then the first BPE_BYTES are taken.
+    """
+    kept = BPE_BYTES / max(total_bytes, 1) if total_bytes is not None else 1.0
+    taken = 0
     for name, text in documents:
         for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
             if kept >= 1 or share(f"{number}:{name}") < kept:
+                taken += len(piece)
                 yield piece
+        if total_bytes is None and taken >= BPE_BYTES:
+            return
+
+
+def is_on_hub(tokenizer: str) -> bool:
+    """Whether data.tokenizer names a model of the hub: owner/name, and no file or folder here."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", tokenizer)) and not (
+        tokenizer.endswith(".json") or Path(tokenizer).exists() or Path(tokenizer).parent.exists()
+    )
 
 
 def vocab_size(data: "Data") -> int:
     """Number of tokens, known before anything is prepared; for `bpe` the most there can be.
 
-    Token files that lie at data.path say it themselves. Raises DataError for a tokenizer that cannot be read.
+    Token files that lie at data.path say it themselves; for a tokenizer of the hub data.vocab_size does, and
+    preparing checks it. Raises DataError for a tokenizer that cannot be read.
     """
-    if data.path and Manifest.exists(data.path):
-        return Manifest.read(data.path).vocab_size
+    first = next(iter(train_sources(data).values())).path
+    if first and Manifest.exists(first):
+        return Manifest.read(first).vocab_size
     if data.tokenizer == "bytes":
         return 258
-    return data.vocab_size if data.tokenizer == "bpe" else Tokenizer.load(data.tokenizer).vocab_size
+    if data.tokenizer == "bpe" or is_on_hub(data.tokenizer):
+        return data.vocab_size
+    return Tokenizer.load(data.tokenizer).vocab_size
 
 
 def padded_vocab_size(data: "Data") -> int:
@@ -141,3 +171,15 @@ def _byte_level(model: models.Model, split_words: bool) -> Encoder:
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
     encoder.decoder = decoders.ByteLevel()
     return encoder
+
+
+@contextmanager
+def parallel_tokenizers() -> Iterator[None]:
+    """Encode on all cores inside it."""
+    # The library reads this variable at each call, and keeps quiet at a later fork where it is set at all.
+    before = os.environ["TOKENIZERS_PARALLELISM"]
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before

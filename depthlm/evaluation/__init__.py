@@ -2,6 +2,6 @@
 
 from depthlm.evaluation.diagnostics import diagnose
 from depthlm.evaluation.generation import generate
-from depthlm.evaluation.perplexity import mean_loss
+from depthlm.evaluation.perplexity import mean_loss, perplexity
 
-__all__ = ["diagnose", "generate", "mean_loss"]
+__all__ = ["diagnose", "generate", "mean_loss", "perplexity"]

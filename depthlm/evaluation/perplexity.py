@@ -1,5 +1,6 @@
-"""Loss on a whole validation set."""
+"""Loss and perplexity on a whole validation set."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -21,3 +22,8 @@ def mean_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: 
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
     return float(total[0] / total[1])
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a loss in nats per token; None where there is none, or a float cannot hold it."""
+    return math.exp(loss) if loss is not None and loss < 700 else None

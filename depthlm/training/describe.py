@@ -6,18 +6,21 @@ from typing import Any
 from depthlm import environment
 from depthlm.analysis import count_parameters, estimate_memory
 from depthlm.config import Config
-from depthlm.data import Corpus
+from depthlm.data import Batches, Corpus
+from depthlm.evaluation import perplexity
 from depthlm.model import Decoder
 from depthlm.training.display import count_text, number_text, show_table
 from depthlm.training.plan import Plan
 
 
-def derived(config: Config, plan: Plan, corpus: Corpus, model: Decoder, flops_per_token: float) -> dict[str, str]:
+def derived(
+    config: Config, plan: Plan, corpus: Corpus, batches: Batches, model: Decoder, flops_per_token: float
+) -> dict[str, str]:
     """Everything that follows from the configuration, by name."""
     size, training = config.size, config.training
     counts = count_parameters(model)
-    train = corpus.manifest.train
-    epochs = plan.total_tokens / len(corpus.train)
+    epochs = plan.total_tokens / corpus.tokens
+    entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
     memory = estimate_memory(config, counts["total"], config.deepspeed.stage, plan.world_size, plan.micro_batch_size)
     return {
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
@@ -25,8 +28,11 @@ def derived(config: Config, plan: Plan, corpus: Corpus, model: Decoder, flops_pe
         f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
         "parameters": f"{count_text(counts['total'])} ({counts['total']:,})",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
-        "data": f"{corpus.manifest.name}: {count_text(len(corpus.train))} training tokens, "
-        f"{train.bytes / train.tokens:.2f} bytes a token, unigram entropy {train.unigram_entropy:.3f} nats",
+        "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
+        f"{corpus.bytes_per_token:.2f} bytes a token{entropy}"
+        f"{', attention inside documents' if config.data.document_mask else ''}",
+        **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
+        "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
         "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens ({epochs:.2g} epochs), "
         f"warm-up {plan.warmup_steps} steps, {config.schedule.name} from {config.optimizer.lr:g}",
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
@@ -36,16 +42,29 @@ def derived(config: Config, plan: Plan, corpus: Corpus, model: Decoder, flops_pe
         f"{', activation checkpointing' if training.activation_checkpointing else ''})",
         "device": f"{environment.device_name()}, {config.precision.name}"
         f"{', compiled' if training.compile else ''}, {environment.ranks().launcher}",
-        "token files": str(corpus.folder),
+        "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),
     }
 
 
+def mixture(plan: Plan, batches: Batches) -> str:
+    """What the run will see of each source: its share of the tokens, and how often it goes through it."""
+    seen = batches.seen(plan.max_steps)
+    return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())
+
+
 def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
     """What a complete run came to, as a table."""
+    unigram = summary["unigram_entropy"]
+    entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
+    losses = {name: loss for name, loss in summary.items() if name.startswith("validation/") and name.endswith("/loss")}
+    sets = {}
+    if len(losses) > 1:
+        sets = {name: f"{number_text(v)} (perplexity {number_text(perplexity(v))})" for name, v in losses.items()}
     rows = {
         "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
-        f"{number_text(summary['validation_perplexity'])}; unigram entropy {summary['unigram_entropy']:.3f})",
+        f"{number_text(summary['validation_perplexity'])}{entropy})",
+        **sets,
         "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from depthlm.analysis import plot_loss
 from depthlm.data import Corpus
-from depthlm.evaluation import generate
+from depthlm.evaluation import generate, perplexity
 from depthlm.model import Decoder
 from depthlm.training.describe import show_summary
 from depthlm.training.engine import autocast
@@ -21,7 +20,7 @@ log = logging.getLogger("depthlm")
 
 
 def final_losses(run: Run) -> dict[str, float | None]:
-    """The validation losses of the last step, measured anew where metrics.jsonl has lost them; collective."""
+    """Losses and perplexities of the last step, measured anew where metrics.jsonl has lost them; collective."""
     last = run.metrics.last
     if last.get("step") == run.plan.max_steps and run.metrics.validated:
         return {name: loss for name, loss in last.items() if name.startswith("validation/")}
@@ -30,8 +29,9 @@ def final_losses(run: Run) -> dict[str, float | None]:
 
 def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float | None]) -> dict[str, Any]:
     """Write and show what the whole run came to: summary.json and the loss curve."""
-    finite = [loss for loss in losses.values() if loss is not None]
-    mean = sum(finite) / len(losses) if len(finite) == len(losses) else None
+    of_sets = [loss for name, loss in losses.items() if name.endswith("/loss")]
+    finite = [loss for loss in of_sets if loss is not None]
+    mean = sum(finite) / len(of_sets) if len(finite) == len(of_sets) else None
     tokens_per_second = progress.tokens / progress.wall_seconds
     flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
     summary = {
@@ -40,9 +40,9 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
         "tokens": progress.tokens,
         "training_loss": run.metrics.last.get("loss"),
         "validation_loss": mean,
-        "validation_perplexity": math.exp(mean) if mean is not None and mean < 700 else None,
+        "validation_perplexity": perplexity(mean),
         **losses,
-        "unigram_entropy": corpus.manifest.train.unigram_entropy,
+        "unigram_entropy": corpus.unigram_entropy,
         "tokens_per_second": tokens_per_second,
         "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
         "wall_seconds": progress.wall_seconds,
@@ -52,7 +52,7 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
     temporary = run.directory / ".summary.json"
     temporary.write_text(json.dumps(summary, indent=1) + "\n")
     os.replace(temporary, run.directory / "summary.json")
-    plot_loss(run.directory, corpus.manifest.train.unigram_entropy)
+    plot_loss(run.directory, corpus.unigram_entropy)
     show_summary("This run is complete", run.directory, summary, 0)
     return summary
 

@@ -43,7 +43,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. parameters: how many the model has."""
+    """What the loop works with. parameters: how many the model has.
+
+    seen: of each source of a mixture after so many steps, its share of the samples and its epochs.
+    """
 
     config: Config
     plan: Plan
@@ -51,6 +54,7 @@ class Run:
     engine: Any
     device: torch.device
     batches: Iterator[torch.Tensor]
+    seen: Callable[[int], dict[str, tuple[float, float]]] | None
     validate: Callable[[], dict[str, float | None]]
     diagnose: Callable[[], dict[str, float | None]]
     parameters: int
@@ -177,6 +181,7 @@ def measure(
     flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
     norm = run.engine.get_global_grad_norm()
     loss = nll.item() / run.plan.tokens_per_step
+    seen = run.seen(progress.step) if run.seen is not None else {}
     return {
         "step": progress.step,
         "tokens": progress.tokens,
@@ -186,6 +191,8 @@ def measure(
         "tokens_per_second": tokens_per_second,
         "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
         "peak_memory_gib": peak_memory_gib(run.device),
+        **{f"data/{name}/share": share for name, (share, _) in seen.items()},
+        **{f"data/{name}/epochs": epochs for name, (_, epochs) in seen.items()},
     }
 
 

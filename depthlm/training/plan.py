@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from depthlm.config import Config, run_steps, warmup_steps
+from depthlm.config import Config, ConfigError, run_steps, warmup_steps
+from depthlm.config.checks import check_steps
 from depthlm.environment import Ranks
 
 
@@ -22,12 +23,19 @@ class Plan:
     last_step: int
 
 
-def make_plan(config: Config, ranks: Ranks) -> Plan:
-    """The plan of a checked configuration on these ranks."""
+def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
+    """The plan of a checked configuration on these ranks.
+
+    windows: the sequences in the training tokens, which max_epochs needs.
+    Raises ConfigError where the schedule does not fit into training.max_epochs.
+    """
     training = config.training
     share = training.batch_size // ranks.world_size
     micro_batch_size = training.micro_batch_size or share
-    steps = run_steps(config)
+    steps = run_steps(config, windows)
+    assert steps is not None
+    if errors := check_steps(config, steps):
+        raise ConfigError(errors)
     tokens_per_step = training.batch_size * training.sequence_length
     return Plan(
         world_size=ranks.world_size,
@@ -37,7 +45,7 @@ def make_plan(config: Config, ranks: Ranks) -> Plan:
         sequence_length=training.sequence_length,
         tokens_per_step=tokens_per_step,
         max_steps=steps,
-        warmup_steps=warmup_steps(config),
+        warmup_steps=warmup_steps(config, steps),
         total_tokens=steps * tokens_per_step,
         last_step=min(steps, training.stop_after or steps),
     )

@@ -13,8 +13,8 @@ import torch
 from depthlm import environment
 from depthlm.analysis import count_parameters, flops_per_token
 from depthlm.build import build_model
-from depthlm.config import Config
-from depthlm.data import Batches, Corpus, loader, open_corpus, prepare
+from depthlm.config import Config, prepare_command
+from depthlm.data import Batches, Corpus, check_prepared, loader, open_corpus, prepare
 from depthlm.environment import Ranks
 from depthlm.errors import UserError
 from depthlm.model import compile_sublayers
@@ -62,15 +62,17 @@ def train(config: Config) -> int:
         return COMPLETE
     device = start_distributed(ranks)
     if first:
+        check_prepared(config.data, prepare_command(config))
         prepare(config.data)
     torch.distributed.barrier()
-    plan = make_plan(config, ranks)
     corpus = open_corpus(config.data)
+    plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
     batches = Batches(
         corpus.train,
+        weights=corpus.weights,
         sequence_length=plan.sequence_length,
         batch_size=plan.batch_size,
-        seed=config.seed,
+        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
         micro_batch=plan.micro_batch_size,
         rank=ranks.rank,
         ranks=ranks.world_size,
@@ -78,6 +80,7 @@ def train(config: Config) -> int:
     with ExitStack() as held:
         if first and not config.dry_run:
             held.enter_context(open_run_directory(config, ranks))
+            corpus.tokenizer.save(directory)
             start_logging(directory / "train.log", ranks.rank)
         return train_in(directory, config, ranks, plan, corpus, batches, device)
 
@@ -97,9 +100,10 @@ def train_in(
     if config.import_from is not None:
         import_weights(config, model, directory)
     model.activation_checkpointing = config.training.activation_checkpointing
+    model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     parameters = count_parameters(model)["total"]
     flops = flops_per_token(model, plan.sequence_length).training
-    show_table("depthlm", derived(config, plan, corpus, model, flops), ranks.rank)
+    show_table("depthlm", derived(config, plan, corpus, batches, model, flops), ranks.rank)
     if config.training.compile:
         compile_sublayers(model)
     engine = build_engine(config, plan, model)
@@ -107,7 +111,7 @@ def train_in(
         dry_run(config, plan, batches, engine, device)
         leave_distributed()
         return COMPLETE
-    progress = resume(directory, engine, corpus.manifest.digest(), ranks.world_size)
+    progress = resume(directory, engine, corpus.digest(), ranks.world_size)
     metrics = open_metrics(directory, progress.step)
     tracker: Tracker = NoTracker()
     if first:
@@ -123,6 +127,7 @@ def train_in(
         engine=engine,
         device=device,
         batches=iter(steps),
+        seen=batches.seen if len(corpus.train) > 1 else None,
         validate=validator(config, plan, corpus, model, device),
         diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,

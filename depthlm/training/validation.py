@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import Corpus, TokenFiles, validation_batches
-from depthlm.evaluation import diagnose, mean_loss
+from depthlm.evaluation import diagnose, mean_loss, perplexity
 from depthlm.model import Decoder
 from depthlm.training.engine import autocast
 from depthlm.training.plan import Plan
@@ -17,17 +17,18 @@ from depthlm.training.plan import Plan
 def validator(
     config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
 ) -> Callable[[], dict[str, float | None]]:
-    """A function that measures the mean loss (nats per token) on each validation set; collective.
+    """A function that measures the mean loss (nats per token) and perplexity on each validation set; collective.
 
     By their names in metrics.jsonl; what is not finite is None.
     """
 
     def losses() -> dict[str, float | None]:
-        measured = {}
+        measured: dict[str, float | None] = {}
         for name, tokens in corpus.validation.items():
             with autocast(config, device):
                 loss = mean_loss(model, batches(config, plan, tokens), device)
-            measured[f"validation/{name}/loss"] = loss if math.isfinite(loss) else None
+            finite = loss if math.isfinite(loss) else None
+            measured |= {f"validation/{name}/loss": finite, f"validation/{name}/perplexity": perplexity(finite)}
         return measured
 
     return losses

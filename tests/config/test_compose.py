@@ -60,7 +60,7 @@ def test_the_length_given_replaces_the_default_of_its_pair() -> None:
     assert run_steps(config) == 2500
     config = depthlm.compose(["schedule.warmup_steps=7"])
     assert config.schedule.warmup_ratio is None
-    assert warmup_steps(config) == 7
+    assert warmup_steps(config, 100) == 7
 
 
 def test_widths_need_not_be_heads_times_head_size() -> None:

@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthlm.config.schema import Data
-from depthlm.data import DataError, Manifest, TokenFiles, documents, is_validation, open_corpus, prepare, verify
-from depthlm.data.token_files import SplitWriter
+from depthlm.data import (
+    DataError,
+    Manifest,
+    TokenFiles,
+    documents,
+    is_validation,
+    open_corpus,
+    prepare,
+    text_files,
+    verify,
+)
+from depthlm.data.split_writer import SplitWriter
 
 Local = Callable[..., Data]
 
@@ -51,10 +61,11 @@ def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local
     data = local(tokenizer=tokenizer)
     prepare(data)
     corpus = open_corpus(data)
-    splits = {False: (corpus.train, corpus.manifest.train)}
-    splits[True] = corpus.validation["local"], corpus.manifest.validation["local"]
+    splits = {False: (corpus.train["local"], corpus.manifests["local"].train)}
+    splits[True] = corpus.validation["local"], corpus.manifests["local"].validation["local"]
     for held_out, (tokens, split) in splits.items():
-        texts = [text for name, text in documents(data) if is_validation(name, 0.2) == held_out]
+        found = documents(text_files("local", data).train, "text")
+        texts = [text for name, text in found if is_validation(name, 0.2) == held_out]
         ids = tokens.read(0, len(tokens))
         ends = np.flatnonzero(ids == corpus.tokenizer.end_of_text)
         starts = [0, *(ends[:-1] + 1)]
@@ -65,7 +76,7 @@ def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local
 
 
 def test_the_digests_are_those_of_the_files(local: Local) -> None:
-    folder = prepare(local())
+    folder = prepare(local())["local"]
     manifest = Manifest.read(folder)
     listed = {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
     listed |= {"tokenizer.json": manifest.tokenizer}
@@ -78,19 +89,30 @@ def test_the_digests_are_those_of_the_files(local: Local) -> None:
 def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
     prepare(local())
     corpus = open_corpus(local())
-    counts = Counter(corpus.train.read(0, len(corpus.train)).tolist())
+    counts = Counter(corpus.train["local"].read(0, corpus.tokens).tolist())
     total = sum(counts.values())
     expected = -sum(count / total * math.log(count / total) for count in counts.values())
-    assert corpus.manifest.train.unigram_entropy == pytest.approx(expected, rel=1e-12)
+    assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
-def test_max_tokens_cuts_the_train_split_alone(local: Local) -> None:
+def test_max_tokens_prepares_and_trains_on_the_first_so_many_tokens(local: Local) -> None:
     prepare(local())
-    whole, cut = open_corpus(local()), open_corpus(local(max_tokens=10))
-    assert len(cut.train) == 10
-    assert cut.train.read(0, 10).tolist() == whole.train.read(0, 10).tolist()
-    assert len(cut.validation["local"]) == len(whole.validation["local"])
-    assert len(open_corpus(local(max_tokens=10**9)).train) == len(whole.train)
+    prepare(local(max_tokens=400))
+    whole, cut = open_corpus(local()), open_corpus(local(max_tokens=400))
+    assert cut.tokens == 400 < cut.manifests["local"].train.tokens < whole.tokens
+    assert cut.train["local"].read(0, 400).tolist() == whole.train["local"].read(0, 400).tolist()
+    held = cut.validation["local"]
+    assert held.read(0, len(held)).tolist() == whole.validation["local"].read(0, len(held)).tolist()
+    prepare(local(max_tokens=10**9))
+    assert open_corpus(local(max_tokens=10**9)).tokens == whole.tokens
+
+
+def test_a_fraction_is_the_first_part_of_the_tokens_and_prepares_nothing_else(local: Local) -> None:
+    prepare(local())
+    whole, half = open_corpus(local()), open_corpus(local(fraction=0.5))
+    assert half.folders == whole.folders
+    assert half.tokens == math.ceil(whole.tokens / 2)
+    assert len(half.validation["local"]) == len(whole.validation["local"])
 
 
 def _truncate(folder: Path) -> None:
@@ -128,7 +150,7 @@ def _other_tokenizer(folder: Path) -> None:
     ],
 )
 def test_damaged_token_files_are_not_opened(local: Local, damage: Callable[[Path], object], words: str) -> None:
-    folder = prepare(local())
+    folder = prepare(local())["local"]
     damage(folder)
     with pytest.raises(DataError, match=words) as caught:
         open_corpus(local())
@@ -136,7 +158,7 @@ def test_damaged_token_files_are_not_opened(local: Local, damage: Callable[[Path
 
 
 def test_verify_finds_one_flipped_bit(local: Local) -> None:
-    folder = prepare(local())
+    folder = prepare(local())["local"]
     _flip(folder)
     with pytest.raises(DataError, match="validation-local-00000"):
         verify(folder)
@@ -144,6 +166,6 @@ def test_verify_finds_one_flipped_bit(local: Local) -> None:
 
 def test_a_vocabulary_above_16_bits_is_stored_in_32(local: Local) -> None:
     data = local(vocab_size=70_000)
-    assert Manifest.read(prepare(data)).dtype == "uint32"
+    assert Manifest.read(prepare(data)["local"]).dtype == "uint32"
     corpus = open_corpus(data)
-    assert corpus.train.read(0, 5).max() < corpus.tokenizer.vocab_size
+    assert corpus.train["local"].read(0, 5).max() < corpus.tokenizer.vocab_size

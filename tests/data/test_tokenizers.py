@@ -4,7 +4,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -30,12 +29,12 @@ def test_any_text_round_trips_and_never_makes_a_special_token(kind: str, text: s
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.decode(ids) == text
     assert tokenizer.end_of_text not in ids
-    assert len(ids) == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
 
 
 @given(ANY_TEXT)
 def test_byte_b_is_token_b(text: str) -> None:
-    assert bytes(made("bytes").encode_batch([text])[0].tolist()) == text.encode()
+    assert bytes(made("bytes").encode_batch([text])[0]) == text.encode()
 
 
 def test_every_byte_has_its_token_also_those_that_no_text_has() -> None:
@@ -50,7 +49,7 @@ def test_a_saved_tokenizer_is_the_same(kind: str, tmp_path: Path) -> None:
     loaded = Tokenizer.load(tokenizer.save(tmp_path))
     assert loaded.fingerprint == tokenizer.fingerprint == Tokenizer.load(tmp_path).fingerprint
     text = "the <|endoftext|> cat"
-    np.testing.assert_array_equal(loaded.encode_batch([text])[0], tokenizer.encode_batch([text])[0])
+    assert loaded.encode_batch([text]) == tokenizer.encode_batch([text])
 
 
 def test_truncation_and_padding_of_a_foreign_tokenizer_are_switched_off(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""The command line that prepares what a configuration trains on."""
+
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from depthlm.config.compose import CONF, compose_raw, hydra_at_conf
+from depthlm.config.keys import parse_count
+from depthlm.config.schema import Config, Data
+
+# what preparing does not depend on
+_UNUSED = {"name", "num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
+
+
+def prepare_command(config: Config) -> str:
+    """`python data/prepare.py data=<name>` with every setting that differs from that file's."""
+    name, command = config.data.name, "python data/prepare.py"
+    if (CONF / "data" / f"{name}.yaml").is_file():
+        with hydra_at_conf():
+            defaults = OmegaConf.to_container(compose_raw([f"data={name}"], None).data)
+        command += f" data={name}"
+    else:
+        defaults = asdict(Data())
+    return " ".join([command, *_differing("data", asdict(config.data), defaults)])
+
+
+def _differing(prefix: str, found: dict[str, Any], defaults: Any) -> list[str]:
+    words = []
+    for key, value in found.items():
+        default = defaults.get(key) if isinstance(defaults, dict) else None
+        if isinstance(value, dict):
+            words += _differing(f"{prefix}.{key}", value, default)
+        elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and not _same(value, default):
+            new = "" if isinstance(defaults, dict) and key in defaults else "+"
+            words.append(shlex.quote(f"{new}{prefix}.{key}={_spelt(value)}"))
+    return words
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(default, str) and isinstance(value, int):
+        return parse_count(default) == value
+    return value == default
+
+
+def _spelt(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)

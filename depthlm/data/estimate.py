@@ -1,0 +1,110 @@
+"""What preparing a source will take, before it is done: tokens, disk, time."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from depthlm.data.errors import DataError
+from depthlm.data.manifest import Manifest
+from depthlm.data.settings import quota, token_folder
+from depthlm.data.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.split_writer import dtype_of, little_endian
+from depthlm.data.tokenizers import vocab_size
+
+if TYPE_CHECKING:
+    from depthlm.config.schema import Data, Source
+
+# Bytes of text that one core turns into tokens in a second, with a BPE of 50 000 (benchmarks/data.py).
+BYTES_PER_CORE_SECOND = 3e6
+
+# Bytes of English a token of such a BPE stands for.
+BYTES_PER_TOKEN = 4.4
+
+# How many times its size on disk a compressed file holds.
+_COMPRESSION = 2.7
+
+# Training prepares text up to this many bytes by itself: some minutes.
+BY_ITSELF = 2**30
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """About what preparing takes: tokens, bytes of token files, text and download, and seconds on this machine."""
+
+    tokens: float
+    disk_bytes: float
+    text_bytes: float
+    download_bytes: float
+    seconds: float
+
+
+def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
+    """The estimate of one source; null where its size is not known. Raises DataError where its text is missing."""
+    text_bytes, download = source.text_bytes, source.download_bytes or 0
+    per_token = 1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN
+    if not is_remote(source):
+        files = text_files(name, source)
+        sizes = [(file.name, Path(file.location).stat().st_size) for file in (*files.train, *(files.held_out or ()))]
+        packed = (".gz", ".zst", ".parquet")
+        text_bytes, download = round(sum(size * (_COMPRESSION if n.endswith(packed) else 1) for n, size in sizes)), 0
+    if text_bytes is None:
+        return None
+    tokens = source.num_tokens if is_remote(source) and source.num_tokens else text_bytes / per_token
+    limit = None if name in data.validation else quota(name, data)
+    part = min(1.0, limit / tokens) if limit is not None else 1.0
+    item_bytes = little_endian(dtype_of(vocab_size(data))).itemsize
+    rate = BYTES_PER_CORE_SECOND * (os.cpu_count() or 1)
+    return Estimate(
+        part * tokens, part * tokens * item_bytes, part * text_bytes, part * download, part * text_bytes / rate
+    )
+
+
+def check_room(name: str, source: "Source", data: "Data", folder: Path) -> None:
+    """Raise DataError where the disk of the folder has less room than the token files of this source will take."""
+    wanted, free = estimate(name, source, data), shutil.disk_usage(folder).free
+    if wanted is not None and wanted.disk_bytes > free:
+        what = f"{name}'s token files will take about {_size(wanted.disk_bytes)}, and {_size(free)} are free"
+        raise DataError(what, folder, "Make room, set data.path to another disk, or data.max_tokens to fewer.")
+
+
+def check_prepared(data: "Data", command: str) -> None:
+    """Raise DataError where a source is not prepared and too large for training to prepare it by itself.
+
+    command: what prepares it.
+    """
+    missing = {}
+    for name, source in (train_sources(data) | validation_sources(data)).items():
+        if not Manifest.exists(token_folder(name, source, data)):
+            missing[name] = estimate(name, source, data)
+    known = [found for found in missing.values() if found is not None]
+    if len(known) == len(missing) and sum(found.text_bytes for found in known) <= BY_ITSELF:
+        return
+    takes = []
+    if known:
+        download = sum(found.download_bytes for found in known)
+        takes = [
+            f"about {_size(sum(found.disk_bytes for found in known))} of disk for "
+            f"{sum(found.tokens for found in known) / 1e9:.3g}B tokens",
+            *([f"{_size(download)} of download"] if download else []),
+            f"{_duration(sum(found.seconds for found in known))} on this machine's {os.cpu_count()} cores",
+        ]
+    unknown = [name for name, found in missing.items() if found is None]
+    if unknown:
+        takes.append(f"what {', '.join(unknown)} needs is not known (data.text_bytes)")
+    raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", f"{command}  takes {', '.join(takes)}.")
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 5400:
+        return f"{max(1, round(seconds / 60))} minutes"
+    return f"{seconds / 3600:.0f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

@@ -1,0 +1,26 @@
+"""Which documents are held out for validation: a hash of their names decides, so that it never changes."""
+
+import math
+from collections.abc import Iterable
+from hashlib import blake2b
+
+
+def is_validation(name: str, fraction: float) -> bool:
+    """Whether the document of this name is held out: true for a share `fraction` of all names."""
+    return share(name) < fraction
+
+
+def held_out_share(names: Iterable[str], fraction: float) -> float:
+    """The fraction, or what holds out one of the documents with these names where that would hold out none."""
+    lowest = 1.0
+    for name in names:
+        lowest = min(lowest, share(name))
+        if lowest < fraction:
+            return fraction
+    return math.nextafter(lowest, 1.0)
+
+
+def share(name: str) -> float:
+    """A hash of the name, uniform in [0, 1)."""
+    # 53 bits are what a float holds: more could round up to 1.
+    return (int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 11) / 2**53

@@ -1,0 +1,148 @@
+"""Which bodies of text a configuration trains on and validates on, and which files each consists of."""
+
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from depthlm.data.errors import DataError
+
+if TYPE_CHECKING:
+    from depthlm.config.schema import Data, Source
+
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class TextFile(NamedTuple):
+    """A file of text: its name below the root, the same here and on the hub, and where it is opened."""
+
+    name: str
+    location: str
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The files of one source. held_out: null where documents are held out by a hash of their names.
+
+    description: what the text was made from, for the manifest.
+    """
+
+    train: list[TextFile]
+    held_out: list[TextFile] | None = None
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def train_sources(data: "Data") -> dict[str, "Source"]:
+    """The sources to train on by name: those of a mixture, each with what it leaves out from `data`; else one.
+
+    data.path, where given, is a mixture's folder of folders, one a source.
+    """
+    if not data.sources:
+        return {data.name: data}
+    return {
+        name: _filled(source, data, path=source.path or (str(Path(data.path, name)) if data.path else None))
+        for name, source in data.sources.items()
+    }
+
+
+def validation_sources(data: "Data") -> dict[str, "Source"]:
+    """The further validation sets by name, with the text field and suffixes of `data` where they leave them out."""
+    return {
+        name: replace(
+            source,
+            split=source.split or "validation",
+            suffixes=source.suffixes or data.suffixes,
+            text_field=source.text_field or data.text_field,
+        )
+        for name, source in data.validation.items()
+    }
+
+
+def is_remote(source: "Source") -> bool:
+    """Whether the text comes from the hub."""
+    return source.source is None and source.hub is not None
+
+
+def text_files(name: str, source: "Source", revision: str | None = None) -> TextFiles:
+    """The files of a source. revision: the hub's commit, where it is known; null: what source.revision means now.
+
+    Raises DataError where there is no text, or no file of it, or the hub cannot be reached.
+    """
+    if is_remote(source):
+        return _files_of_hub(source, revision)
+    return _files_here(name, source)
+
+
+def root_of(name: str, source: "Source") -> Path:
+    """The local folder or file of the raw text. Raises DataError for a source whose text is not to be had here."""
+    if source.source:
+        return Path(source.source)
+    if name == "stdlib":
+        return Path(sysconfig.get_paths()["stdlib"])
+    raise DataError(
+        "no text to prepare",
+        f"corpus {name!r}",
+        "Set data.source to a folder or file of text, or data.path to a folder of token files.",
+    )
+
+
+def _filled(source: "Source", data: "Data", path: str | None) -> "Source":
+    shared = {entry.name for entry in fields(source)} - {"weight", "path"}
+    missing = {name: getattr(data, name) for name in shared if getattr(source, name) is None}
+    return replace(source, path=path, **missing)
+
+
+def _files_of_hub(source: "Source", revision: str | None) -> TextFiles:
+    from depthlm.data.hub import hub_files
+
+    assert source.hub is not None
+    splits = [split for split in (source.split or "train", source.validation_split) if split]
+    commit, found = hub_files(source.hub, source.subset, revision or source.revision, splits)
+    train, *held_out = ([TextFile(*file) for file in found[split]] for split in splits)
+    description = {"hub": source.hub, "subset": source.subset, "revision": commit, "files": len(train)}
+    return TextFiles(train, held_out[0] if held_out else None, description)
+
+
+def _files_here(name: str, source: "Source") -> TextFiles:
+    root = root_of(name, source)
+    description: dict[str, Any] = {"root": str(root.resolve())}
+    if root.is_file():
+        found, held_out = [TextFile(root.name, str(root))], None
+    else:
+        everything = _walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
+        found = _matching(everything, source.files, "data.files", root)
+        held_out = None
+        if source.validation_files is not None:
+            held_out = _matching(everything, source.validation_files, "data.validation_files", root)
+            found = [file for file in found if file not in set(held_out)]
+    paths = [Path(file.location) for file in (*found, *(held_out or ()))]
+    description |= {"files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+    if not source.source:
+        description["python"] = platform.python_version()
+    return TextFiles(found, held_out, description)
+
+
+def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
+    if not root.is_dir():
+        raise DataError("no such folder or file", root, "Set data.source to the folder or file of your text.")
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_SOURCES and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
+    # A dangling link is a name without a file.
+    files = [TextFile(file.relative_to(root).as_posix(), str(file)) for file in found if file.is_file()]
+    if not files:
+        raise DataError(f"no file ending in {', '.join(suffixes)}", root, "Set data.suffixes to those of your text.")
+    return sorted(files)
+
+
+def _matching(files: Iterable[TextFile], pattern: str | None, key: str, root: Path) -> list[TextFile]:
+    found = [file for file in files if pattern is None or fnmatchcase(file.name, pattern)]
+    if not found:
+        remedy = f"Set {key} to a pattern of their names below the folder, or to null."
+        raise DataError(f"no file matches {key}={pattern}", root, remedy)
+    return found

@@ -1,0 +1,114 @@
+"""Writes one split as token files of equal length, and goes on with them after a kill."""
+
+import hashlib
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from depthlm.data.manifest import Shard, Split
+
+
+class SplitWriter:
+    """Writes <stem>-00000.bin, <stem>-00001.bin, ... of shard_tokens tokens each, the last shorter.
+
+    tokens, documents, bytes: so far; bytes are of UTF-8 text. shards: the files that are whole.
+    """
+
+    def __init__(self, folder: Path, stem: str, dtype: str, vocab_size: int, shard_tokens: int) -> None:
+        self.folder, self.stem, self.dtype, self.shard_tokens = folder, stem, little_endian(dtype), shard_tokens
+        self.counts = np.zeros(vocab_size, dtype=np.int64)
+        self.documents = self.bytes = self.tokens = 0
+        self.shards: list[Shard] = []
+        self._file: IO[bytes] | None = None
+        self._length = 0
+
+    def add(self, ids: NDArray[np.integer], documents: int, text_bytes: int) -> None:
+        """Append tokens, ids[n], that end so many documents and stand for so many bytes of text."""
+        self.tokens += len(ids)
+        self.documents += documents
+        self.bytes += text_bytes
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        encoded = np.ascontiguousarray(ids, dtype=self.dtype)
+        while len(encoded):
+            if self._file is None:
+                self._open("wb")
+            part, encoded = np.split(encoded, [self.shard_tokens - self._length])
+            self._write(part.tobytes())
+            self._length += len(part)
+            if self._length == self.shard_tokens:
+                self._close()
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, once what was written is safe on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        numbers = {name: getattr(self, name) for name in ("tokens", "documents", "bytes")}
+        lengths = {shard.name: shard.tokens for shard in self.shards} | {self._name: self._length}
+        return numbers | {
+            "shards": [asdict(shard) for shard in self.shards],
+            "open": self._length,
+            "sizes": {name: tokens * self.dtype.itemsize for name, tokens in lengths.items() if tokens},
+            "counts": self.counts.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the files are at least as long as its `sizes` say."""
+        self.tokens, self.documents, self.bytes = (state[name] for name in ("tokens", "documents", "bytes"))
+        self.counts = np.array(state["counts"], dtype=np.int64)
+        self.shards = [Shard(**shard) for shard in state["shards"]]
+        if state["open"]:
+            self._open("r+b")
+            assert self._file is not None
+            self._file.truncate(state["open"] * self.dtype.itemsize)
+            while chunk := self._file.read(2**24):
+                self._digest.update(chunk)
+            self._length = state["open"]
+
+    def finish(self, entropy: bool = False) -> Split:
+        """Close the last file; the record of the split, with its unigram entropy if asked for."""
+        self._close()
+        nats = unigram_entropy(self.counts) if entropy else None
+        return Split(self.tokens, self.documents, self.bytes, tuple(self.shards), nats)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.stem}-{len(self.shards):05d}.bin"
+
+    def _open(self, mode: str) -> None:
+        # unbuffered: what a full disk refuses must not be written again by a destructor
+        self._file = open(self.folder / self._name, mode, buffering=0)  # noqa: SIM115 -- `_close` does
+        self._digest, self._length = hashlib.sha256(), 0
+
+    def _write(self, content: bytes) -> None:
+        assert self._file is not None
+        self._digest.update(content)
+        view = memoryview(content)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self.shards.append(Shard(self._name, self._length, self._digest.hexdigest()))
+            self._file, self._length = None, 0
+
+
+def unigram_entropy(counts: NDArray[np.int64]) -> float:
+    """Entropy in nats of the distribution with these counts, [vocabulary]: the loss of knowing frequencies alone."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def dtype_of(vocab_size: int) -> str:
+    """The type of the files: uint16 where every id fits, else uint32."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def little_endian(dtype: str) -> np.dtype[Any]:
+    """The dtype as it lies in the files."""
+    return np.dtype(dtype).newbyteorder("<")

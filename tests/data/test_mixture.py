@@ -1,0 +1,119 @@
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthlm.data import Batches, TokenFiles, loader
+from depthlm.data.mixture import LONGEST_PERIOD, schedule, shares
+from depthlm.data.split_writer import SplitWriter
+
+OLMO2 = (3710.0, 83.0, 58.6, 20.8, 12.2, 11.8, 3.7)
+WEIGHTS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 40).map(lambda n: n / 8)), min_size=1, max_size=8)
+
+
+def counts(weights: tuple[float, ...], samples: int) -> np.ndarray:
+    """[k, samples]: how many of the first 1, 2, ... samples come from each source."""
+    sources, _ = schedule(weights).locate(np.arange(samples))
+    return np.stack([np.cumsum(sources == index) for index in range(len(weights))])
+
+
+@given(WEIGHTS)
+def test_every_prefix_has_the_shares_asked_for_to_within_one_sample(weights: list[float]) -> None:
+    samples = 5000
+    found = counts(tuple(weights), samples)
+    for index, share in enumerate(shares(weights)):
+        # exact: |count - n * share| < 1
+        scaled = found[index] * share.denominator - np.arange(1, samples + 1) * share.numerator
+        assert np.abs(scaled).max() < share.denominator
+
+
+def test_the_shares_of_olmo2_hold_over_several_periods() -> None:
+    found = counts(OLMO2, 130_000)
+    exact = np.array([float(share) for share in shares(OLMO2)])
+    assert np.abs(found - exact[:, None] * np.arange(1, 130_001)).max() < 1
+
+
+def test_weights_without_a_short_period_are_rounded_to_less_than_a_millionth() -> None:
+    weights = (1 / 3, 0.123456789, 2**0.5)
+    assert sum(schedule(weights).counts) == LONGEST_PERIOD
+    exact = [float(share) for share in shares(weights)]
+    assert np.abs(schedule(weights).counts / LONGEST_PERIOD - exact).max() < 1e-6
+    assert np.abs(counts(weights, 100_000) - np.array(exact)[:, None] * np.arange(1, 100_001)).max() < 1
+
+
+def test_a_weight_means_what_is_written() -> None:
+    assert shares([0.1, 0.2, 0.7]) == [Fraction(1, 10), Fraction(1, 5), Fraction(7, 10)]
+    assert shares([1e12, 3e12]) == [Fraction(1, 4), Fraction(3, 4)]
+
+
+@given(WEIGHTS, st.integers(0, 10**12), st.integers(1, 100))
+def test_a_sample_is_a_pure_function_of_its_number(weights: list[float], first: int, count: int) -> None:
+    plan, numbers = schedule(tuple(weights)), first + np.arange(count)
+    source, place = plan.locate(numbers)
+    for offset in range(0, count, 7):
+        alone = plan.locate(numbers[offset : offset + 1])
+        assert (alone[0][0], alone[1][0]) == (source[offset], place[offset])
+    # the samples of one source are numbered without a gap, from what came before
+    before = plan.seen(first)
+    for index in range(len(weights)):
+        mine = place[source == index]
+        assert mine.tolist() == list(range(before[index], before[index] + len(mine)))
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, TokenFiles]:
+    """Three sources whose tokens tell where they are from."""
+    found = {}
+    for index, (name, count) in enumerate({"web": 3001, "code": 301, "maths": 61}.items()):
+        writer = SplitWriter(tmp_path, name, "uint16", 40_000, 700)
+        writer.add(10_000 * index + np.arange(count), 1, 1)
+        found[name] = TokenFiles(tmp_path, writer.finish().files, "uint16")
+    return found
+
+
+SETTINGS = {"sequence_length": 10, "batch_size": 12, "seed": 3, "weights": {"web": 0.7, "code": 0.25, "maths": 0.05}}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_order_is_the_same_for_any_ranks_and_workers_and_from_any_step(sources: dict[str, TokenFiles]) -> None:
+    whole = [Batches(sources, **SETTINGS)[step].flatten(0, 1) for step in range(20)]
+    for ranks in (1, 2, 4):
+        shares_of = [Batches(sources, **SETTINGS, micro_batch=3, rank=rank, ranks=ranks) for rank in range(ranks)]
+        for workers in (0, 4):
+            for first in (0, 7):
+                loaders = [loader(batches, first, 20, num_workers=workers) for batches in shares_of]
+                for step, parts in enumerate(zip(*loaders, strict=True), first):
+                    assert torch.equal(torch.cat(parts).flatten(0, 1), whole[step])
+
+
+def test_each_source_has_every_token_as_a_target_once_in_each_of_its_epochs(sources: dict[str, TokenFiles]) -> None:
+    batches = Batches(sources, **SETTINGS)
+    targets = torch.cat([batches[step].flatten(0, 1)[:, 1:] for step in range(80)])
+    for index, (name, tokens) in enumerate(sources.items()):
+        mine = targets[targets[:, 0] // 10_000 == index] - 10_000 * index
+        per_epoch = (len(tokens) - 1) // 10
+        assert len(mine) / per_epoch == pytest.approx(batches.seen(80)[name][1])
+        for start in range(0, len(mine) - per_epoch + 1, per_epoch):
+            assert sorted(mine[start : start + per_epoch].flatten().tolist()) == list(range(1, len(tokens)))
+
+
+def test_what_was_seen_is_what_was_read(sources: dict[str, TokenFiles]) -> None:
+    batches = Batches(sources, **SETTINGS)
+    for steps in (1, 7, 31):
+        firsts = torch.cat([batches[step].flatten(0, 1)[:, 0] for step in range(steps)])
+        for index, (share, _) in enumerate(batches.seen(steps).values()):
+            assert share == pytest.approx((firsts // 10_000 == index).float().mean().item())
+
+
+def test_a_source_keeps_its_order_when_another_joins(sources: dict[str, TokenFiles]) -> None:
+    def order(names: list[str]) -> list[int]:
+        weights = dict.fromkeys(names, 1.0)
+        batches = Batches({name: sources[name] for name in names}, **(SETTINGS | {"weights": weights}))
+        tokens = torch.cat([batches[step].flatten(0, 1)[:, 0] for step in range(12)])
+        return tokens[tokens < 10_000].tolist()[:40]
+
+    assert order(["web", "code"]) == order(["maths", "web", "code"])
