@@ -1,0 +1,200 @@
+"""Preparing against the bare tokenizer, and the loader against training, in one run.
+
+    python benchmarks/data.py [--megabytes 24] [--vocabulary 50304] [--rounds 5] [--output results/...json]
+
+Preparing is `prepare` from a file to whole token files (decompressing, JSON, encoding, digests, writing); the bare rate
+is `encode_batch` of the `tokenizers` library on all cores, of the same texts in memory, in the same rounds. The loader
+reads a sparse file of two billion tokens at the shapes of `size=tiny` and of a 1.5B run; training is the step that
+train.py takes.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import torch
+from interleaved import measure, ratio, result_path, spread, write_json
+from rich.console import Console
+from rich.table import Table
+
+import depthlm
+from depthlm import environment
+from depthlm.config.schema import Data
+from depthlm.data import Batches, Manifest, TokenFiles, Tokenizer, documents, loader, prepare, text_files, train_bpe
+from depthlm.data.encode import BATCH
+from depthlm.data.manifest import Shard
+from depthlm.data.tokenizers import parallel_tokenizers
+from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.loop import train_step
+from depthlm.training.plan import make_plan
+
+SPARSE_TOKENS = 2 * 10**9
+SHARD_TOKENS = 128 * 10**6
+
+
+def texts(megabytes: float) -> list[str]:
+    """Documents of the standard library, again and again under other beginnings, up to so many bytes."""
+    source = Data(name="stdlib", source=sysconfig.get_paths()["stdlib"], suffixes=[".py"])
+    found: list[str] = []
+    size = 0
+    while size < megabytes * 1e6:
+        for _, text in documents(text_files("stdlib", source).train, "text"):
+            found.append(f"{len(found)}\n{text}")
+            size += len(text.encode())
+            if size >= megabytes * 1e6:
+                break
+    return found
+
+
+def preparation(folder: Path, megabytes: float, vocabulary: int, rounds: int) -> dict[str, Any]:
+    """Bytes of text a second of the bare library and of `prepare`, from each kind of file."""
+    found = texts(megabytes)
+    total = sum(len(text.encode()) for text in found)
+    with parallel_tokenizers():
+        tokenizer = train_bpe(found[: len(found) // 3], vocabulary)
+    tokenizer.save(folder)
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in found)
+    (folder / "corpus.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
+    pyarrow.parquet.write_table(pa.table({"text": found}), folder / "corpus.parquet", row_group_size=1000)
+    batches: list[list[str]] = [[]]
+    for text in found:
+        batches[-1].append(text)
+        if sum(map(len, batches[-1])) >= BATCH:
+            batches.append([])
+    number = iter(range(10**6))
+
+    def ours(name: str) -> None:
+        data = Data(
+            name="corpus", source=str(folder / name), tokenizer=str(folder / "tokenizer.json"),
+            path=str(folder / f"tokens-{next(number)}"), validation_fraction=0.01,
+        )  # fmt: skip
+        (tokens,) = prepare(data, progress=False).values()
+        train, (validation,) = (manifest := Manifest.read(tokens)).train, manifest.validation.values()
+        assert train.bytes + validation.bytes == total
+
+    def bare(tokenizer: Tokenizer, fast: bool) -> None:
+        encode = tokenizer._encoder.encode_batch_fast if fast else tokenizer._encoder.encode_batch
+        with parallel_tokenizers():
+            for batch in batches:
+                encode(batch, add_special_tokens=False)
+
+    contenders = {
+        "tokenizers": lambda: bare(tokenizer, fast=False),
+        "tokenizers again": lambda: bare(tokenizer, fast=False),
+        "tokenizers, without offsets": lambda: bare(tokenizer, fast=True),
+        "prepare, jsonl.zst": lambda: ours("corpus.jsonl.zst"),
+        "prepare, parquet": lambda: ours("corpus.parquet"),
+    }
+    seconds = measure(contenders, rounds, steps=1, warmup=1)
+    return {
+        "bytes": total,
+        "vocabulary": tokenizer.vocab_size,
+        "noise": spread(seconds, "tokenizers", "tokenizers again"),
+        "contenders": {
+            name: {
+                "megabytes_per_second": total / statistics.median(times) / 1e6,
+                "ratio": ratio(seconds, name, "tokenizers"),
+                "seconds": times,
+            }
+            for name, times in seconds.items()
+        },
+    }
+
+
+def sparse_tokens(folder: Path, count: int) -> TokenFiles:
+    """Token files of so many zeros that take no disk."""
+    shards = []
+    for start in range(0, count, SHARD_TOKENS):
+        shard = Shard(f"sparse-{count}-{len(shards):05d}.bin", min(SHARD_TOKENS, count - start), "")
+        with open(folder / shard.name, "wb") as file:
+            file.truncate(2 * shard.tokens)
+        shards.append(shard)
+    return TokenFiles(folder, shards, "uint16")
+
+
+def resident_mib() -> float:
+    """This process's own memory and what it maps, in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: int, workers: int) -> dict[str, Any]:
+    """Tokens a second of the loader, and how much memory grew while it read."""
+    batches = Batches({"sparse": tokens}, sequence_length=sequence_length, batch_size=batch_size, seed=0)
+    feed = iter(loader(batches, 0, steps + 4, num_workers=workers))
+    for _ in range(4):
+        next(feed)
+    gc.collect()
+    before, started = resident_mib(), time.perf_counter()
+    for _ in range(steps):
+        next(feed)
+    seconds, grown = time.perf_counter() - started, resident_mib() - before
+    return {
+        "corpus_tokens": len(tokens), "sequence_length": sequence_length, "batch_size": batch_size, "workers": workers,
+        "tokens_per_second": steps * batch_size * sequence_length / seconds, "memory_growth_mib": grown,
+        "resident_mib": resident_mib(),
+    }  # fmt: skip
+
+
+def training(steps: int) -> float:
+    """Tokens a second of training size=tiny with the default configuration, by the fastest step."""
+    config = depthlm.compose(["size=tiny", "tracker=none"])
+    device = start_distributed(environment.ranks())
+    plan = make_plan(config, environment.ranks())
+    engine = build_engine(config, plan, depthlm.build_model(config, device))
+    batch = torch.randint(config.size.vocab_size, (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1))
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        train_step(engine, batch.to(device), plan, 0.0).item()
+        seconds.append(time.perf_counter() - started)
+    return plan.tokens_per_step / min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=24.0)
+    parser.add_argument("--vocabulary", type=int, default=50_304)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepared = preparation(folder, arguments.megabytes, arguments.vocabulary, arguments.rounds)
+        large, small = sparse_tokens(folder, SPARSE_TOKENS), sparse_tokens(folder, SPARSE_TOKENS // 1000)
+        tiny = depthlm.compose(["size=tiny"]).training
+        shapes = {"tiny": (tiny.sequence_length, tiny.batch_size, 2000), "1.5b": (2048, 1024, 40)}
+        loaded = {
+            f"{shape}, {len(tokens) / 1e6:,.0f}M tokens, {workers} workers": reading(tokens, *size, workers)
+            for shape, size in shapes.items()
+            for tokens in (small, large)
+            for workers in (0, 2)
+        }
+    trained = training(steps=6)
+    for line in loaded.values():
+        line["times_training"] = line["tokens_per_second"] / trained
+    rows = Table("preparing", "MB/s", "of the bare rate", caption=f"the same again differs by {prepared['noise']:.1%}")
+    for name, line in prepared["contenders"].items():
+        rows.add_row(name, f"{line['megabytes_per_second']:.2f}", f"{line['ratio']:.3f}")
+    console.print(rows)
+    rows = Table("loader", "tokens/s", "times training", "memory grew by", caption=f"training tiny: {trained:,.0f}/s")
+    for name, line in loaded.items():
+        grown = f"{line['memory_growth_mib']:.1f} MiB"
+        rows.add_row(name, f"{line['tokens_per_second']:,.0f}", f"{line['times_training']:,.0f}", grown)
+    console.print(rows)
+    output = arguments.output or result_path("data")
+    write_json(output, {"preparing": prepared, "loader": loaded, "training_tokens_per_second": trained})
+    print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()
