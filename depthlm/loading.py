@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.config.mechanism import check_target
+from depthlm.config.sources import type_sources
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
@@ -48,4 +49,5 @@ def load_config(directory: Path) -> Config:
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
     assert isinstance(config, Config)
+    type_sources(config.data)
     return config

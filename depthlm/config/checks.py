@@ -10,11 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from depthlm import environment
 from depthlm.config.errors import listed, nearest
-from depthlm.config.keys import Key, keys, leaves, parse_count, walk
+from depthlm.config.keys import Key, keys, leaves, parse_count
 from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.mechanism import check_target, check_values
 from depthlm.config.resolve import tokenizer_exists
-from depthlm.config.schema import Config, Source
+from depthlm.config.schema import Config
+from depthlm.config.sources import check_sources
 from depthlm.data import padded_vocab_size, train_sources, validation_sources
 
 LENGTHS = ("max_steps", "max_tokens", "max_epochs")
@@ -29,18 +30,13 @@ def check_fields(raw: DictConfig) -> list[str]:
     for name in leaves(raw):
         if name not in known and not any(name.startswith(f"{key}.") for key in known):
             errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
-    for group in ("data.sources", "data.validation"):
-        named = OmegaConf.select(raw, group)
-        known |= {key.name: key for name in named or () for key in walk(Source, f"{group}.{name}.")}
     for key in known.values():
         value = OmegaConf.select(raw, key.name, throw_on_missing=True)
-        if key.name in ("data.sources", "data.validation"):
-            continue
         if key.name in FREE_GROUPS:
             errors.extend(check_target(key.name, OmegaConf.to_container(value, resolve=True)))
         elif not _fits(key, value):
             errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
-    return errors
+    return errors + check_sources(raw, _fits)
 
 
 def _fits(key: Key, value: Any) -> bool:
@@ -192,12 +188,13 @@ def _check_data(config: Config) -> list[str]:
     data, errors = config.data, []
     if data.sources and (unweighted := [name for name, source in data.sources.items() if source.weight is None]):
         errors.append(
-            f"data.sources.{unweighted[0]}.weight: the share of the tokens; every source of a mixture has one"
+            f"data.sources.{unweighted[0]}.weight: missing; every source of a mixture has a share of the tokens"
         )
     if both := sorted(data.validation.keys() & train_sources(data).keys()):
         errors.append(f"data.validation.{both[0]}: also the name of a source; give the validation set another")
-    if any(source.weight is not None for source in data.validation.values()):
-        errors.append("data.validation: a validation set has no weight")
+    for name, source in data.validation.items():
+        if source.weight is not None:
+            errors.append(f"data.validation.{name}.weight={source.weight}: a validation set has none; leave it out")
     if not data.sources and data.weight is not None:
         errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
     return errors

@@ -18,6 +18,7 @@ from depthlm.config.errors import ConfigError
 from depthlm.config.explain import explain_overrides
 from depthlm.config.resolve import resolve
 from depthlm.config.schema import Config
+from depthlm.config.sources import type_sources
 from depthlm.environment import REPOSITORY
 
 CONF = REPOSITORY / "conf"
@@ -62,6 +63,7 @@ def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Conf
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
+    type_sources(config.data)
     resolve(config, given, overrides, here)
     errors = check_together(config, given, here)
     if errors:

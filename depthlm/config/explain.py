@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from depthlm.config.checks import check_fields
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import keys, leaves
+from depthlm.config.sources import NAMED
 
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
@@ -114,7 +115,11 @@ def _explain_value(override: Override, composed: DictConfig, groups: Iterable[st
     if name in known and not override.is_delete():
         if "interpolation" in failure[0].lower():
             return f"{given}: {failure[0].split(': ', 1)[-1]}"
+        if name in NAMED and not override.is_add():
+            return f"{given}: names that are new begin with a plus: +{given}"
         return f"{given}: must be {known[name].wanted}"
+    if name.startswith(tuple(f"{group}." for group in NAMED)) and not override.is_add():
+        return f"{given}: a name that is new begins with a plus: +{given}"
     present = list(dict.fromkeys([*known, *leaves(composed), *groups]))
     if name in present or name.startswith("hydra"):
         return f"{given}: {failure[0]}"

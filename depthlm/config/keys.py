@@ -10,7 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from depthlm.config.schema import Config, Source
+from depthlm.config.schema import Config
+
+SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class Key:
         kinds = {
             int: "an integer", float: "a number", bool: "true or false", str: "text",
             list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group",
-            dict[str, Source]: "a group of sources by name",
         }  # fmt: skip
         inner = [t for t in typing.get_args(self.type) if t is not types.NoneType]
         plain = inner[0] if self.optional and inner else self.type
@@ -87,7 +88,7 @@ def parse_count(value: Any) -> int:
     if isinstance(value, bool):
         raise ValueError(value)
     text = str(value).strip().replace("_", "")
-    scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper())
+    scale = SCALES.get(text[-1:].upper())
     # exact: as floats, 4.1 * 10**9 is no whole number
     try:
         number = Fraction(text[:-1] if scale else text) * (scale or 1)

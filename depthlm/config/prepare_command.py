@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from depthlm.config.compose import CONF, compose_raw, hydra_at_conf
-from depthlm.config.keys import parse_count
+from depthlm.config.keys import SCALES, parse_count
 from depthlm.config.schema import Config, Data
 
 # what preparing does not depend on
@@ -45,6 +45,9 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _spelt(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        scales = [(suffix, scale) for suffix, scale in SCALES.items() if value and value % scale == 0]
+        return f"{value // scales[-1][1]}{scales[-1][0]}" if scales else str(value)
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value)

@@ -51,8 +51,12 @@ class Data(Source):
     """A corpus: raw text in, token files out. With `sources`, a mixture: each takes from here what it leaves out."""
 
     name: str = key("", "name of the corpus; also of its validation set")
-    sources: dict[str, Source] = key({}, "the sources of a mixture, by name")
-    validation: dict[str, Source] = key({}, "more validation sets, by name: each has a loss and perplexity of its own")
+    sources: dict[str, Any] = key(
+        {}, "the sources of a mixture by name, each with keys as above: +data.sources.a.hub=..."
+    )
+    validation: dict[str, Any] = key(
+        {}, "further validation sets by name, each with a loss and perplexity of its own: +data.validation.a.source=..."
+    )
     split: Optional[str] = key("train", "hub: the split to train on")
     suffixes: Optional[list[str]] = key(
         [".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet"],

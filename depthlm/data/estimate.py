@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,14 @@ class Estimate:
     download_bytes: float
     seconds: float
 
+    def words(self) -> str:
+        """The estimate as a person reads it."""
+        download = f"{_size(self.download_bytes)} of download, " if self.download_bytes else ""
+        return (
+            f"about {_size(self.disk_bytes)} of disk for {_count(self.tokens)} tokens, {download}"
+            f"{_duration(self.seconds)} on this machine's {os.cpu_count()} cores"
+        )
+
 
 def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
     """The estimate of one source; null where its size is not known. Raises DataError where its text is missing."""
@@ -51,7 +59,8 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
         text_bytes, download = round(sum(size * (_COMPRESSION if n.endswith(packed) else 1) for n, size in sizes)), 0
     if text_bytes is None:
         return None
-    tokens = source.num_tokens if is_remote(source) and source.num_tokens else text_bytes / per_token
+    told = source.num_tokens if is_remote(source) and data.tokenizer != "bytes" else None
+    tokens = told or text_bytes / per_token
     limit = None if name in data.validation else quota(name, data)
     part = min(1.0, limit / tokens) if limit is not None else 1.0
     item_bytes = little_endian(dtype_of(vocab_size(data))).itemsize
@@ -61,12 +70,13 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
     )
 
 
-def check_room(name: str, source: "Source", data: "Data", folder: Path) -> None:
-    """Raise DataError where the disk of the folder has less room than the token files of this source will take."""
+def check_room(name: str, source: "Source", data: "Data", folder: Path) -> Estimate | None:
+    """The estimate. Raises DataError where the disk of the folder has less room than the token files will take."""
     wanted, free = estimate(name, source, data), shutil.disk_usage(folder).free
     if wanted is not None and wanted.disk_bytes > free:
         what = f"{name}'s token files will take about {_size(wanted.disk_bytes)}, and {_size(free)} are free"
         raise DataError(what, folder, "Make room, set data.path to another disk, or data.max_tokens to fewer.")
+    return wanted
 
 
 def check_prepared(data: "Data", command: str) -> None:
@@ -81,19 +91,11 @@ def check_prepared(data: "Data", command: str) -> None:
     known = [found for found in missing.values() if found is not None]
     if len(known) == len(missing) and sum(found.text_bytes for found in known) <= BY_ITSELF:
         return
-    takes = []
-    if known:
-        download = sum(found.download_bytes for found in known)
-        takes = [
-            f"about {_size(sum(found.disk_bytes for found in known))} of disk for "
-            f"{sum(found.tokens for found in known) / 1e9:.3g}B tokens",
-            *([f"{_size(download)} of download"] if download else []),
-            f"{_duration(sum(found.seconds for found in known))} on this machine's {os.cpu_count()} cores",
-        ]
-    unknown = [name for name, found in missing.items() if found is None]
-    if unknown:
-        takes.append(f"what {', '.join(unknown)} needs is not known (data.text_bytes)")
-    raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", f"{command}  takes {', '.join(takes)}.")
+    takes = [Estimate(*map(sum, zip(*map(astuple, known), strict=True))).words()] if known else []
+    if unknown := [name for name, found in missing.items() if found is None]:
+        takes.append(f"and what {', '.join(unknown)} takes is not known")
+    remedy = f"Prepare it, which takes {', '.join(takes)}:\n    {command}"
+    raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", remedy)
 
 
 def _size(count: float) -> str:
@@ -102,6 +104,13 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def _count(tokens: float) -> str:
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if tokens >= scale:
+            return f"{tokens / scale:.3g}{unit}"
+    return f"{tokens:.0f}"
 
 
 def _duration(seconds: float) -> str:

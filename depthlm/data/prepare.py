@@ -113,10 +113,10 @@ def _make(
         if partial.exists():
             console.print(f"starting {target} over: its text or settings have changed, or no shard was whole")
             shutil.rmtree(partial)
-        check_room(name, source, data, target.parent)
+        takes = check_room(name, source, data, target.parent)
+        console.print(f"preparing {target}{f': {takes.words()}' if takes is not None else ''}")
         partial.mkdir()
         tokenizer().save(partial)
-        console.print(f"preparing {target}")
     else:
         console.print(f"going on with {target}")
     job = Job(
@@ -157,9 +157,10 @@ def _is_cut(source: "Source") -> bool:
 def _tell(manifest: Manifest, target: Path, seconds: float, console: Console) -> None:
     train, validation = manifest.train, manifest.validation[manifest.name]
     text_bytes, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
+    split = f"{train.tokens:,} train and " if train.tokens else ""
     console.print(
-        f"prepared {target}: {train.tokens:,} train and {validation.tokens:,} validation tokens, "
-        f"{text_bytes / tokens:.2f} bytes a token, {seconds:.1f} s"
+        f"prepared {target}: {split}{validation.tokens:,} validation tokens, {text_bytes / tokens:.2f} bytes a token, "
+        f"{seconds:.1f} s"
     )
     for reason, count in manifest.left_out.items():
         console.print(f"left out {count:,} {REASONS[reason]}")

@@ -60,9 +60,10 @@ def train(config: Config) -> int:
     if summary is not None and not config.dry_run:
         show_summary("This run is complete", directory, summary, ranks.rank)
         return COMPLETE
+    # on every rank: one that ended alone would leave the others waiting for it
+    check_prepared(config.data, prepare_command(config))
     device = start_distributed(ranks)
     if first:
-        check_prepared(config.data, prepare_command(config))
         prepare(config.data)
     torch.distributed.barrier()
     corpus = open_corpus(config.data)
