@@ -24,13 +24,18 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Prepare, or check the digests of every file; print what lies where."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--config-dir", help="a folder with configuration files of your own, as for train.py")
     parser.add_argument("--verify", action="store_true", help="prepare nothing; compare every file with its digest")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="one source of a mixture; repeatable"
+    )
     given = parser.parse_intermixed_args()
     data = compose(given.overrides, given.config_dir).data
-    folders = token_folders(data) if given.verify else prepare(data)
+    folders = token_folders(data) if given.verify else prepare(data, only=given.only)
+    folders = {name: folder for name, folder in folders.items() if not given.only or name in given.only}
     if given.verify:
         verify_all(list(folders.values()))
     for folder in folders.values():

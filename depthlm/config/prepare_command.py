@@ -2,32 +2,38 @@
 
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from depthlm.config.compose import CONF, compose_raw, hydra_at_conf
 from depthlm.config.keys import SCALES, parse_count
-from depthlm.config.schema import Config, Data
+from depthlm.config.schema import Config
 
 # what preparing does not depend on
-_UNUSED = {"name", "num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
+_UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
 
 
 def prepare_command(config: Config) -> str:
     """`python data/prepare.py data=<name>` with every setting that differs from that file's."""
-    name, command = config.data.name, "python data/prepare.py"
-    if (CONF / "data" / f"{name}.yaml").is_file():
-        with hydra_at_conf():
-            defaults = OmegaConf.to_container(compose_raw([f"data={name}"], None).data)
-        command += f" data={name}"
-    else:
-        defaults = asdict(Data())
-    return " ".join([command, *_differing("data", asdict(config.data), defaults)])
+    name, config_dir = config.data.name, None
+    if HydraConfig.initialized():
+        runtime = HydraConfig.get().runtime
+        name = runtime.choices.get("data", name)
+        given = [source.path for source in runtime.config_sources if source.provider == "command-line"]
+        config_dir = given[0] if given else None
+    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
+    chosen = [f"data={name}"] if any((folder / "data" / f"{name}.yaml").is_file() for folder in folders) else []
+    with hydra_at_conf():
+        defaults = OmegaConf.to_container(compose_raw(chosen, config_dir).data)
+    place = [] if config_dir is None else ["--config-dir", shlex.quote(config_dir)]
+    return " ".join(["python data/prepare.py", *place, *chosen, *_differing("data", asdict(config.data), defaults)])
 
 
 def _differing(prefix: str, found: dict[str, Any], defaults: Any) -> list[str]:
-    words = []
+    words = [shlex.quote(f"~{prefix}.{key}") for key in defaults or () if key not in found]
     for key, value in found.items():
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if isinstance(value, dict):

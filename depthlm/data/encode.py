@@ -102,7 +102,7 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
                 break
             batch, encoded = waiting.popleft()
             whole = sum(len(writer.shards) for writer in writers.values())
-            full = _write(writers, left_out, batch.pieces, encoded.result(), job.quota)
+            full = _write(writers, left_out, batch.pieces, encoded.result(), job)
             bar.show(batch.done, writers)
             if full:
                 for _, future in waiting:
@@ -190,13 +190,18 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> E
 
 
 def _write(
-    writers: dict[bool, SplitWriter], left_out: Counter[str], batch: list[Piece], encoded: Encoded, quota: int | None
+    writers: dict[bool, SplitWriter], left_out: Counter[str], batch: list[Piece], encoded: Encoded, job: Job
 ) -> bool:
-    """Write the pieces, up to the end of the document that fills the quota; whether it is full."""
-    kept, tokens, full = len(batch), writers[False].tokens, False
-    for number, piece in enumerate(batch if quota is not None else ()):
+    """Write the pieces, up to the end of the document that fills the quota; whether it is full.
+
+    It is not before a document is held out, however small the quota.
+    """
+    kept, full = len(batch), False
+    tokens, held_out = writers[False].tokens, writers[True].documents
+    for number, piece in enumerate(batch if job.quota is not None else ()):
         tokens += 0 if piece.held_out else encoded.tokens[number]
-        if piece.last and quota is not None and tokens >= quota:
+        held_out += piece.held_out and piece.last
+        if piece.last and held_out and job.quota is not None and tokens >= job.quota:
             kept, full = number + 1, True
             break
     ends = np.cumsum(encoded.tokens)

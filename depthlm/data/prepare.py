@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
 
 
-def prepare(data: "Data", progress: bool = True) -> dict[str, Path]:
+def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> dict[str, Path]:
     """Make the token files of this configuration unless they are there; the folder of each source, by name.
+
+    only: the sources and validation sets that are prepared; none named: all.
 
     A folder appears by one rename. A killed call leaves <folder>.partial, from whose last whole shard the next goes
     on; of several processes at once, one prepares and the others wait. The same text and settings give the same
@@ -44,8 +46,14 @@ def prepare(data: "Data", progress: bool = True) -> dict[str, Path]:
     for name in [data.name, *everything]:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise DataError("not a name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
+    if unknown := sorted({*only} - {*everything}):
+        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(everything)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data))
-    return {name: _prepare(name, source, data, tokenizer, console) for name, source in everything.items()}
+    return {
+        name: _prepare(name, source, data, tokenizer, console)
+        for name, source in everything.items()
+        if not only or name in only
+    }
 
 
 def make_tokenizer(data: "Data") -> Tokenizer:

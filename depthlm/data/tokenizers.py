@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,13 +57,23 @@ class Tokenizer:
         self._encoder.no_padding()
         self._encoder.encode_special_tokens = True
         vocabulary = self._encoder.get_vocab()
-        ends = [vocabulary[token] for token in _ENDS_OF_TEXT if token in vocabulary]
+        added = self._encoder.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in added if token.special}
+        ends = [names[token] for names in (special, vocabulary) for token in _ENDS_OF_TEXT if token in names]
         if not ends:
             raise DataError("no end-of-text token", where, f"Add one of {', '.join(_ENDS_OF_TEXT)} to it.")
         self._text = text
         self.end_of_text = ends[0]
         self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        # a Unigram model has its special tokens as pieces, and finds them in text
+        spelt = zip(
+            special,
+            self._encoder.encode_batch_fast([f"a {token} b" for token in special], add_special_tokens=False),
+            strict=True,
+        )
+        found = [token for token, encoding in spelt if special[token] in encoding.ids]
+        self._special = re.compile("|".join(map(re.escape, found))) if found else None
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -81,8 +92,20 @@ class Tokenizer:
         return cls(hub_tokenizer(name), name)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
-        return [encoding.ids for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """The ids of each text, without special tokens: one that is spelt in a text is cut after its first letter."""
+        whole = list(texts)
+        cut: dict[int, list[str]] = {}
+        if self._special is not None:
+            for number, text in enumerate(texts):
+                ends = [match.start() + 1 for match in self._special.finditer(text)]
+                if ends:
+                    cut[number] = [text[a:b] for a, b in pairwise([0, *ends, len(text)])]
+                    whole[number] = ""
+        encoded = [encoding.ids for encoding in self._encoder.encode_batch_fast(whole, add_special_tokens=False)]
+        for number, parts in cut.items():
+            encodings = self._encoder.encode_batch_fast(parts, add_special_tokens=False)
+            encoded[number] = [token for encoding in encodings for token in encoding.ids]
+        return encoded
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """The text of these ids, special tokens by their names; bytes that are no UTF-8 become U+FFFD."""

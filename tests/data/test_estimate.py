@@ -84,6 +84,7 @@ def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkey
         ["data=olmo2_mix", "data.max_tokens=1.5M", "data.source=.", "data.sources.wiki.files='*a b*'"],
         ["data=local", "data.source=.", "data.tokenizer=bytes", "data.suffixes=[.txt,.rst]"],
         ["data=local", "data.source=.", "+data.validation={one: {source: ., files: '1*'}}", "data.shard_tokens=5000"],
+        ["data=olmo2_mix", "data.max_tokens=1B", "~data.sources.wiki", "~data.sources.dclm"],
         ["data.max_tokens=12345"],
     ],
 )

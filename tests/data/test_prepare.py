@@ -291,6 +291,9 @@ def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_
         },
         validation={"further": Source(source="held")},
     )  # fmt: skip
+    assert list(prepare(data, only=["high"])) == ["high"]
+    with pytest.raises(DataError, match=r"no such source: hihg\. There are: low, high, further"):
+        prepare(data, only=["hihg"])
     folders = prepare(data)
     assert list(folders) == ["low", "high", "further"]
     corpus = open_corpus(data)

@@ -1,0 +1,287 @@
+"""The five corpora from the hub and from a mirror, by the commands a user types: token files, then a run on them."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthlm import compose
+from depthlm.config import prepare_command
+from depthlm.data import DataError, Manifest, Tokenizer, check_prepared, prepare, token_folders, verify
+from depthlm.environment import REPOSITORY
+from depthlm.training import train
+from depthlm.training.metrics import read_metrics
+
+from ..data.fake_hub import FakeHub, fake_hub
+from .corpora import Corpus, Mirrors, corpora, documents_of, kept
+
+CORPORA = corpora()
+FRACTION = 0.1
+# Without it the disk would have to hold the real corpus; no fixture has as many.
+PREPARED = [f"data.validation_fraction={FRACTION}", "data.max_tokens=1B"]
+RUN = {
+    "size": "micro",
+    "tracker": "none",
+    "precision": "fp32",
+    "training.max_steps": "3",
+    "training.sequence_length": "32",
+    "training.batch_size": "4",
+    "training.log_every": "1",
+    "training.num_threads": "1",
+    "training.sample": "null",
+    "output_dir": "run",
+}
+
+
+def run_settings(**changes: str) -> list[str]:
+    changed = RUN | {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in changed.items()]
+
+
+@pytest.fixture(scope="module")
+def mirrors(tmp_path_factory: pytest.TempPathFactory) -> Mirrors:
+    return Mirrors(CORPORA, tmp_path_factory.mktemp("mirrors"))
+
+
+@pytest.fixture(scope="module")
+def hub(mirrors: Mirrors) -> Iterator[FakeHub]:
+    with fake_hub(mirrors.repositories()) as url:
+        yield url
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the commands of the repository in it and token files of its own below."""
+    (tmp_path / "data").mkdir()
+    for name in ("train.py", "conf", "data/prepare.py"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(hub: FakeHub, checkout: Path) -> Command:
+    """Run a line as in a shell, on a machine that knows this hub alone."""
+
+    def run(line: str, **more: str) -> subprocess.CompletedProcess[str]:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = hub.environment(checkout / "home", PATH=path, **more)
+        done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run
+
+
+def token_bytes(folders: Mapping[str, Path]) -> dict[str, bytes]:
+    return {f"{name}/{file.name}": file.read_bytes() for name in folders for file in folders[name].glob("*.bin")}
+
+
+def rows(directory: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(directory / "metrics.jsonl"))
+
+
+def check_token_files(corpus: Corpus, folders: Mapping[str, Path], commit: str) -> None:
+    assert folders.keys() == corpus.parts.keys()
+    for source, folder in folders.items():
+        verify(folder)
+        manifest = Manifest.read(folder)
+        splits = {"train": manifest.train, f"validation-{source}": manifest.validation[source]}
+        assert manifest.source["revision"] == commit
+        assert manifest.left_out == {}
+        for (stem, split), texts in zip(splits.items(), corpus.documents(source, FRACTION), strict=True):
+            assert texts
+            assert documents_of(folder, stem) == kept(texts, corpus.tokenizer)
+            assert (split.documents, split.bytes) == (len(texts), sum(len(text.encode()) for text in texts))
+            assert split.tokens == sum(file.tokens for file in split.files) > len(texts)
+
+
+def check_run(directory: Path, sources: list[str], weights: Mapping[str, float]) -> None:
+    measured = rows(directory)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert [row["step"] for row in measured] == [1, 2, 3]
+    assert summary["steps"] == 3
+    for name in sources:
+        for what in ("loss", "perplexity"):
+            assert measured[-1][f"validation/{name}/{what}"] == summary[f"validation/{name}/{what}"] > 1
+    assert measured[0]["loss"] > measured[-1]["loss"]
+    if len(sources) > 1:
+        for row in measured:
+            samples = row["step"] * int(RUN["training.batch_size"])
+            shares = {name: row[f"data/{name}/share"] for name in sources}
+            assert sum(shares.values()) == pytest.approx(1)
+            assert all(abs(shares[name] - weights[name] / sum(weights.values())) < 1 / samples for name in sources)
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_corpus_is_prepared_and_trained_on_from_the_hub_and_its_mirror_gives_the_same_bytes(
+    name: str, hub: FakeHub, mirrors: Mirrors, command: Command
+) -> None:
+    corpus = CORPORA[name]
+    if name == "pile":
+        file = mirrors.root / "pile/train/01.jsonl.zst"
+        hub.drops = {file.name: [file.stat().st_size // 2]}
+    overrides = [f"data={name}", *PREPARED]
+    config = compose([*overrides, *run_settings()])
+    with pytest.raises(DataError, match="not prepared") as unprepared:
+        check_prepared(config.data, prepare_command(config))
+    done = command(unprepared.value.remedy.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    assert not any(hub.drops.values()), "the connection was to be dropped"
+    folders = token_folders(config.data)
+    repo, _, branch = corpus.repo.partition("@")
+    check_token_files(corpus, folders, hub.commit(f"datasets/{repo}", branch or "main")[0])
+
+    requests = len(hub.requests)
+    done = command(" ".join(["python train.py", *overrides, *run_settings()]))
+    assert done.returncode == 0, done.stderr
+    assert len(hub.requests) == requests, "training needs no hub"
+    weights = {source: entry.weight for source, entry in config.data.sources.items() if entry.weight}
+    check_run(Path("run"), list(folders), weights)
+
+    local = [*mirrors.overrides(name), *PREPARED]
+    if name == "fineweb_edu":
+        local.append("data.files=sample/100BT/*")
+    mirrored = prepare(compose(local).data, progress=False)
+    assert mirrored != folders
+    assert token_bytes(mirrored) == token_bytes(folders)
+
+
+def test_training_on_what_is_not_prepared_says_what_prepares_it_and_downloads_nothing(
+    hub: FakeHub, command: Command
+) -> None:
+    requests = len(hub.requests)
+    done = command(" ".join(["python train.py data=c4", *run_settings()]))
+    assert done.returncode == 2
+    assert "not prepared: c4" in done.stderr
+    assert re.search(r"about 360 GB of disk .* \d+ (hours|days) on", done.stderr)
+    assert done.stderr.splitlines()[-1].strip() == "python data/prepare.py data=c4"
+    assert len(hub.requests) == requests
+    assert not Path("data/tokens").exists()
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_without_the_hub_the_command_that_prepares_is_still_told(name: str, checkout: Path) -> None:
+    config = compose([f"data={name}"])
+    with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
+        check_prepared(config.data, prepare_command(config))
+    assert unprepared.value.remedy.splitlines()[-1].strip() == f"python data/prepare.py data={name}"
+
+
+def test_max_tokens_ends_early_and_keeps_a_prefix(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
+    # so that the small files are not read ahead whole, as large ones are not
+    code = "import runpy; from depthlm.data import encode; encode.BATCH = 1000; "
+    code += 'runpy.run_path("data/prepare.py", run_name="__main__")'
+    requests = len(hub.data_requests())
+    done = command(f"python -c '{code}' data=pile data.max_tokens=500")
+    assert done.returncode == 0, done.stderr
+    assert set(hub.data_requests()[requests:]) == {"val.jsonl.zst", "00.jsonl.zst"}
+    part = token_folders(compose(["data=pile", "data.max_tokens=500"]).data)["pile"]
+    whole = prepare(compose(mirrors.overrides("pile")).data, progress=False)["pile"]
+    found, all_of_it = ((folder / "train-00000.bin").read_bytes() for folder in (part, whole))
+    assert 500 <= Manifest.read(part).train.tokens < 700
+    assert all_of_it.startswith(found)
+    assert found.endswith((0).to_bytes(2, "little"))
+
+
+def test_a_flipped_byte_and_another_tokenizer_are_found(mirrors: Mirrors, command: Command) -> None:
+    overrides = mirrors.overrides("lm1b")
+    folder = prepare(compose(overrides).data, progress=False)["lm1b"]
+    verify_it = " ".join(["python data/prepare.py --verify", *overrides])
+    done = command(verify_it)
+    assert done.returncode == 0, done.stderr
+    assert "every file is what its manifest says" in done.stderr
+    shard = folder / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    done = command(verify_it)
+    assert done.returncode == 2
+    assert "lm1b" in done.stderr
+    assert "train-00000.bin" in done.stderr
+    shutil.copy(mirrors.tokenizer("EleutherAI/gpt-neox-20b"), folder / "tokenizer.json")
+    done = command(" ".join(["python train.py", *overrides, *run_settings()]))
+    assert done.returncode == 2
+    assert "tokenizer.json is not the one" in done.stderr
+
+
+def trained(overrides: list[str], name: str, **changes: str) -> list[dict[str, Any]]:
+    assert train(compose([*overrides, *run_settings(output_dir=name, **changes)])) == 0
+    return rows(Path(name))
+
+
+def test_what_is_set_about_the_data_changes_the_run(mirrors: Mirrors, checkout: Path) -> None:
+    overrides = mirrors.overrides("lm1b")
+    plain = trained(overrides, "plain")
+    masked = trained([*overrides, "data.document_mask=true"], "masked")
+    assert 0 < abs(masked[0]["loss"] - plain[0]["loss"]) < 0.2
+    shuffled = [trained([*overrides, f"data.shuffle_seed={seed}"], f"shuffled-{seed}") for seed in (1, 2)]
+    assert [run[0]["loss"] == plain[0]["loss"] for run in shuffled] == [True, False]
+    changes = ["data.fraction=0.25", "training.max_epochs=2"]
+    twice = trained([*overrides, *changes], "twice", training__max_steps="null")
+    tokens = Manifest.read(token_folders(compose(overrides).data)["lm1b"]).train.tokens
+    windows = (-(-tokens // 4) - 1) // int(RUN["training.sequence_length"])
+    assert twice[-1]["step"] == -(-2 * windows // int(RUN["training.batch_size"]))
+    assert twice[0]["loss"] != plain[0]["loss"]
+
+
+SETS = ["wikitext", "ptb", "c4_en", "books", "code", "math", "news", "forum", "law", "patents"]
+
+
+def test_ten_validation_sets_each_have_a_loss_and_a_perplexity(mirrors: Mirrors, checkout: Path) -> None:
+    for number, name in enumerate(SETS):
+        text = " ".join(CORPORA["pile"].documents("pile", FRACTION)[0][number : number + 2])
+        (checkout / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (checkout / "mine/data").mkdir(parents=True)
+    sources = [f"  {name}: {{source: {checkout}/{name}.jsonl}}\n" for name in SETS]
+    (checkout / "mine/data/mine.yaml").write_text(f"defaults: [lm1b]\nvalidation:\n{''.join(sources)}")
+    overrides = [*mirrors.overrides("lm1b")[1:], *run_settings()]
+    config = compose(["data=mine", *overrides], config_dir="mine")
+    one_by_one = [f"+data.validation.{name}.source={checkout}/{name}.jsonl" for name in SETS]
+    at_once = ",".join(f"{name}:{{source:{checkout}/{name}.jsonl}}" for name in SETS)
+    for typed in (one_by_one, [f"+data.validation={{{at_once}}}"]):
+        assert compose(["data=lm1b", *typed, *overrides]).data == config.data
+    assert train(config) == 0
+    measured = rows(Path("run"))[-1]
+    summary = json.loads(Path("run/summary.json").read_text())
+    losses = {name: measured[f"validation/{name}/loss"] for name in ["lm1b", *SETS]}
+    assert len(set(losses.values())) == 11
+    for name, loss in losses.items():
+        assert measured[f"validation/{name}/perplexity"] == pytest.approx(math.exp(loss))
+        for what in ("loss", "perplexity"):
+            assert summary[f"validation/{name}/{what}"] == measured[f"validation/{name}/{what}"]
+
+
+def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
+    further = "+data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"
+    overrides = ["data=fineweb_edu", *PREPARED, further]
+    done = command(f"python data/prepare.py {' '.join(overrides[:-1])} '{further}'")
+    assert done.returncode == 0, done.stderr
+    folders = token_folders(compose(overrides).data)
+    for name, corpus in {"pile": CORPORA["pile"], "web": CORPORA["c4"]}.items():
+        assert Manifest.read(folders[name]).train.tokens == 0
+        _, held_out = corpus.documents(next(iter(corpus.parts)), FRACTION)
+        assert documents_of(folders[name], f"validation-{name}") == held_out
+
+
+def test_text_that_spells_an_end_of_text_stays_text(mirrors: Mirrors) -> None:
+    tokenizer = Tokenizer.load(mirrors.tokenizer("google-t5/t5-base"))
+    assert tokenizer.end_of_text == 1
+    assert 1 not in tokenizer.encode_batch(["the </s> letter"])[0]
+
+
+def test_few_tokens_of_a_corpus_without_a_held_out_split_have_one_held_out(mirrors: Mirrors, checkout: Path) -> None:
+    overrides = [*mirrors.overrides("fineweb_edu"), "data.files=sample/100BT/*", "data.validation_fraction=0.001"]
+    prepare(compose([*overrides, "data.max_tokens=200"]).data)
