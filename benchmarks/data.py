@@ -39,6 +39,8 @@ from depthlm.training.plan import make_plan
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
+# characters of a document as short as LM1B's
+SENTENCE = 130
 
 
 def texts(megabytes: float) -> list[str]:
@@ -55,13 +57,11 @@ def texts(megabytes: float) -> list[str]:
     return found
 
 
-def preparation(folder: Path, megabytes: float, vocabulary: int, rounds: int) -> dict[str, Any]:
+def preparation(folder: Path, found: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, Any]:
     """Bytes of text a second of the bare library and of `prepare`, from each kind of file."""
-    found = texts(megabytes)
-    total = sum(len(text.encode()) for text in found)
-    with parallel_tokenizers():
-        tokenizer = train_bpe(found[: len(found) // 3], vocabulary)
+    folder.mkdir()
     tokenizer.save(folder)
+    total = sum(len(text.encode()) for text in found)
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in found)
     (folder / "corpus.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     pyarrow.parquet.write_table(pa.table({"text": found}), folder / "corpus.parquet", row_group_size=1000)
@@ -97,6 +97,7 @@ def preparation(folder: Path, megabytes: float, vocabulary: int, rounds: int) ->
     seconds = measure(contenders, rounds, steps=1, warmup=1)
     return {
         "bytes": total,
+        "documents": len(found),
         "vocabulary": tokenizer.vocab_size,
         "noise": spread(seconds, "tokenizers", "tokenizers again"),
         "contenders": {
@@ -169,7 +170,14 @@ def main() -> None:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepared = preparation(folder, arguments.megabytes, arguments.vocabulary, arguments.rounds)
+        whole = texts(arguments.megabytes)
+        sentences = [text[i : i + SENTENCE] for text in whole for i in range(0, len(text), SENTENCE)]
+        with parallel_tokenizers():
+            tokenizer = train_bpe(whole[: len(whole) // 3], arguments.vocabulary)
+        prepared = {
+            name: preparation(folder / name, found, tokenizer, arguments.rounds)
+            for name, found in {"documents": whole, "sentences": sentences}.items()
+        }
         large, small = sparse_tokens(folder, SPARSE_TOKENS), sparse_tokens(folder, SPARSE_TOKENS // 1000)
         tiny = depthlm.compose(["size=tiny"]).training
         shapes = {"tiny": (tiny.sequence_length, tiny.batch_size, 2000), "1.5b": (2048, 1024, 40)}
@@ -182,10 +190,13 @@ def main() -> None:
     trained = training(steps=6)
     for line in loaded.values():
         line["times_training"] = line["tokens_per_second"] / trained
-    rows = Table("preparing", "MB/s", "of the bare rate", caption=f"the same again differs by {prepared['noise']:.1%}")
-    for name, line in prepared["contenders"].items():
-        rows.add_row(name, f"{line['megabytes_per_second']:.2f}", f"{line['ratio']:.3f}")
-    console.print(rows)
+    for kind, result in prepared.items():
+        mean, noise = result["bytes"] / result["documents"], result["noise"]
+        caption = f"{kind} of {mean:,.0f} bytes; the same again differs by {noise:.1%}"
+        rows = Table("preparing", "MB/s", "of the bare rate", caption=caption)
+        for name, line in result["contenders"].items():
+            rows.add_row(name, f"{line['megabytes_per_second']:.2f}", f"{line['ratio']:.3f}")
+        console.print(rows)
     rows = Table("loader", "tokens/s", "times training", "memory grew by", caption=f"training tiny: {trained:,.0f}/s")
     for name, line in loaded.items():
         grown = f"{line['memory_growth_mib']:.1f} MiB"

@@ -182,8 +182,8 @@ def _kind(name: str) -> tuple[str, str | None]:
 
 
 def _decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
-    # pyarrow reads on after the end of a frame and raises at a stream that stops within one; fsspec's zstd, which
-    # `datasets` reads with, ends silently at both.
+    # pyarrow raises at a stream that stops within a frame; fsspec's zstd, with which `datasets` reads, takes that for
+    # its end.
     stream = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
     return io.BufferedReader(stream, _CHUNK)  # type: ignore[arg-type]
 

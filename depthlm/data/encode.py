@@ -64,6 +64,13 @@ class Piece(NamedTuple):
     bad: str = ""
 
 
+class Part(NamedTuple):
+    """Files that are read one after the other, and the share of their documents that is held out."""
+
+    files: list[TextFile]
+    fraction: float
+
+
 class Batch(NamedTuple):
     """Pieces encoded at once. done: the share of the source that has been read."""
 
@@ -125,53 +132,54 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
     )
 
 
-def _parts(job: Job) -> list[tuple[list[TextFile], float]]:
-    """The files in the order in which they are read, and the share of their documents that is held out."""
+def _parts(job: Job) -> list[Part]:
+    """The files of the source in the order in which they are read."""
     if job.validation_only:
-        return [(job.files.train, 1.0)]
+        return [Part(job.files.train, 1.0)]
     if job.files.held_out is not None:
-        return [(job.files.held_out, 1.0), (job.files.train, 0.0)]
+        return [Part(job.files.held_out, 1.0), Part(job.files.train, 0.0)]
     names = (name for name, _ in documents(job.files.train, job.text_field, job.cut))
-    return [(job.files.train, held_out_share(names, job.data.validation_fraction))]
+    return [Part(job.files.train, held_out_share(names, job.data.validation_fraction))]
 
 
 def _batches(job: Job, start: Position) -> Iterator[Batch]:
+    parts = _parts(job)
+    total = sum(len(files) for files, _ in parts)
     batch: list[Piece] = []
     characters = 0
-    for piece, done in _pieces(job, start):
+    for piece, files_read, reader in _pieces(job, parts, start):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
-            yield Batch(batch, done)
+            yield Batch(batch, (files_read + reader.share_read) / total)
             batch, characters = [], 0
     if batch:
         yield Batch(batch, 1.0)
 
 
-def _pieces(job: Job, start: Position) -> Iterator[tuple[Piece, float]]:
-    parts = _parts(job)
-    total, passed = sum(len(files) for files, _ in parts), 0
+def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piece, int, Reader]]:
+    """Each piece, with how many files have been read to their end and the reader of this one."""
+    files_read = -1
     for part, (files, fraction) in enumerate(parts):
         for index, file in enumerate(files):
-            passed += 1
+            files_read += 1
             if (part, index) < start[:2]:
                 continue
             first = start.record if (part, index) == start[:2] else 0
             reader = Reader(file, job.text_field, job.cut)
             for record in reader.records(first):
-                done = (passed - 1 + reader.share_read) / total
                 after = Position(part, index, record.next)
                 if record.text is None:
                     if record.bad != "empty" and job.data.on_bad_document == "error":
                         remedy = "Mend it, or set data.on_bad_document=skip to leave out and count such documents."
                         raise DataError(record.why, file.location, remedy)
-                    yield Piece(False, "", True, after, record.bad), done
+                    yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
                 held_out = is_validation(record.name, fraction)
                 text = record.text
                 parted = [text] if len(text) <= LONGEST else list(pieces(io.StringIO(text, newline=""), LONGEST))
                 for number, piece in enumerate(parted, 1):
-                    yield Piece(held_out, piece, number == len(parted), after), done
+                    yield Piece(held_out, piece, number == len(parted), after), files_read, reader
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> Encoded:
@@ -197,19 +205,22 @@ def _write(
     It is not before a document is held out, however small the quota.
     """
     kept, full = len(batch), False
-    tokens, held_out = writers[False].tokens, writers[True].documents
+    trained_on, held_out = writers[False].tokens, writers[True].documents
     for number, piece in enumerate(batch if job.quota is not None else ()):
-        tokens += 0 if piece.held_out else encoded.tokens[number]
+        trained_on += 0 if piece.held_out else encoded.tokens[number]
         held_out += piece.held_out and piece.last
-        if piece.last and held_out and job.quota is not None and tokens >= job.quota:
+        if piece.last and held_out and job.quota is not None and trained_on >= job.quota:
             kept, full = number + 1, True
             break
-    ends = np.cumsum(encoded.tokens)
+    good = np.array([not piece.bad for piece in batch[:kept]])
+    held = np.array([piece.held_out for piece in batch[:kept]])
+    last = np.array([piece.last for piece in batch[:kept]])
+    tokens, sizes = np.array(encoded.tokens[:kept]), np.array(encoded.bytes[:kept])
     for held_out, writer in writers.items():
-        mine = [n for n in range(kept) if batch[n].held_out == held_out and not batch[n].bad]
-        if mine:
-            ids = [encoded.ids[ends[n] - encoded.tokens[n] : ends[n]] for n in mine]
-            writer.add(np.concatenate(ids), sum(batch[n].last for n in mine), sum(encoded.bytes[n] for n in mine))
+        mine = good & (held == held_out)
+        if mine.any():
+            ids = encoded.ids[: tokens.sum()][np.repeat(mine, tokens)]
+            writer.add(ids, int(last[mine].sum()), int(sizes[mine].sum()))
     left_out.update(piece.bad for piece in batch[:kept] if piece.bad)
     return full
 

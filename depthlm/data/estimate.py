@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
 
 # Bytes of text that one core turns into tokens in a second, with a BPE of 50 000 (benchmarks/data.py).
-BYTES_PER_CORE_SECOND = 3e6
+BYTES_PER_CORE_SECOND = 2e6
 
 # Bytes of English a token of such a BPE stands for.
 BYTES_PER_TOKEN = 4.4

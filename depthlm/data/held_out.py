@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 def is_validation(name: str, fraction: float) -> bool:
     """Whether the document of this name is held out: true for a share `fraction` of all names."""
-    return share(name) < fraction
+    return fraction >= 1 or (fraction > 0 and share(name) < fraction)
 
 
 def held_out_share(names: Iterable[str], fraction: float) -> float:
