@@ -132,14 +132,19 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
     )
 
 
+def held_out_fraction(files: TextFiles, text_field: str, cut: bool, asked: float) -> float:
+    """The share of the training files' documents that is held out: none where others are, else at least one."""
+    if files.held_out is not None:
+        return 0.0
+    return held_out_share((name for name, _ in documents(files.train, text_field, cut)), asked)
+
+
 def _parts(job: Job) -> list[Part]:
     """The files of the source in the order in which they are read."""
     if job.validation_only:
         return [Part(job.files.train, 1.0)]
-    if job.files.held_out is not None:
-        return [Part(job.files.held_out, 1.0), Part(job.files.train, 0.0)]
-    names = (name for name, _ in documents(job.files.train, job.text_field, job.cut))
-    return [Part(job.files.train, held_out_share(names, job.data.validation_fraction))]
+    fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data.validation_fraction)
+    return [*([Part(job.files.held_out, 1.0)] if job.files.held_out else []), Part(job.files.train, fraction)]
 
 
 def _batches(job: Job, start: Position) -> Iterator[Batch]:

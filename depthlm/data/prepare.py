@@ -2,7 +2,6 @@
 
 import fcntl
 import functools
-import os
 import re
 import shutil
 import time
@@ -15,15 +14,16 @@ from rich.console import Console
 
 from depthlm.data import progress as progress_file
 from depthlm.data.documents import REASONS, documents
-from depthlm.data.encode import Job, encode
+from depthlm.data.encode import Job, encode, held_out_fraction
 from depthlm.data.errors import DataError
 from depthlm.data.estimate import check_room
-from depthlm.data.held_out import held_out_share, is_validation
+from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest
 from depthlm.data.settings import check_settings, quota, settings, token_folder
-from depthlm.data.sources import text_files, train_sources, validation_sources
+from depthlm.data.sources import is_remote, text_files, train_sources, validation_sources
 from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, parallel_tokenizers, sample, train_bpe
 from depthlm.data.tokenizers import vocab_size as vocab_size_of
+from depthlm.files import sync
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
@@ -77,12 +77,8 @@ def make_tokenizer(data: "Data") -> Tokenizer:
 
 def _text_for_training(data: "Data") -> Iterator[str]:
     for name, source in train_sources(data).items():
-        files = text_files(name, source)
-        cut, field = _is_cut(source), source.text_field or ""
-        fraction = 0.0
-        if files.held_out is None:
-            names = (document for document, _ in documents(files.train, field, cut))
-            fraction = held_out_share(names, data.validation_fraction)
+        files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
+        fraction = held_out_fraction(files, field, cut, data.validation_fraction)
         found = documents(files.train, field, cut)
         kept = ((document, text) for document, text in found if not is_validation(document, fraction))
         yield from sample(kept, files.description.get("bytes"))
@@ -93,8 +89,8 @@ def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], 
     if Manifest.exists(folder):
         _check_existing(name, source, data, folder, console)
         return folder
-    if source.path is None or source.source is not None:
-        text_files(name, source)
+    if not is_remote(source):
+        text_files(name, source)  # what is missing is said before anything is made
     try:
         target = folder.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,11 +140,11 @@ def _make(
         if file.name not in {"tokenizer.json", *listed}:
             file.unlink()
     for path in (partial / "tokenizer.json", manifest.write(partial), partial):
-        _sync(path)
+        sync(path)
     if target.exists():
         target.rmdir()
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     _tell(manifest, target, time.monotonic() - start, console)
 
 
@@ -191,11 +187,3 @@ def _lock(target: Path, console: Console) -> Iterator[None]:
             console.print(f"waiting for the process that prepares {target}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,6 @@
 """How far a preparation is: the file from which the next call goes on, and what a person sees meanwhile."""
 
 import json
-import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from depthlm.data.split_writer import SplitWriter
+from depthlm.files import replace_text
 
 FILE_NAME = "progress.json"
 
@@ -41,12 +41,7 @@ class ProgressFile:
         """Write down that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
         text = json.dumps(self.key | {"position": position, "writers": states, "left_out": left_out})
-        temporary = self.file.with_suffix(".tmp")
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self.file)
+        replace_text(self.file, text)
 
     def restore(self, writers: dict[bool, SplitWriter], left_out: Counter[str]) -> Position | None:
         """Bring writers and counts to where the file says; None, and nothing changed, where there is none that fits."""

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from depthlm.errors import UserError
+from depthlm.files import replace_text, sync
 from depthlm.training.sharding import whole_weights
 
 log = logging.getLogger("depthlm")
@@ -50,17 +51,16 @@ def save_checkpoint(engine: Any, directory: Path, state: dict[str, Any], keep_la
     torch.distributed.barrier()
     if first:
         files = {str(file.relative_to(aside)): _digest(file) for file in sorted(aside.rglob("*")) if file.is_file()}
-        _write_synced(aside / "manifest.json", json.dumps({**state, "files": files}, indent=1))
+        replace_text(aside / "manifest.json", json.dumps({**state, "files": files}, indent=1))
         for file in files:
-            _sync(aside / file)
+            sync(aside / file)
         for folder in (aside / STATE, aside):
-            _sync(folder)
+            sync(folder)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(aside, final)
-        _sync(checkpoints)
-        _write_synced(checkpoints / ".latest", final.name + "\n")
-        os.replace(checkpoints / ".latest", checkpoints / "latest")
-        _sync(checkpoints)
+        sync(checkpoints)
+        replace_text(checkpoints / "latest", final.name + "\n")
+        sync(checkpoints)
         _prune(checkpoints, final, keep_last)
     torch.distributed.barrier()
     return final
@@ -119,16 +119,3 @@ def _prune(checkpoints: Path, newest: Path, keep_last: int) -> None:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _write_synced(file: Path, text: str) -> None:
-    file.write_text(text)
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

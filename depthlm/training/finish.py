@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from depthlm.analysis import plot_loss
 from depthlm.data import Corpus
 from depthlm.evaluation import generate, perplexity
+from depthlm.files import replace_text
 from depthlm.model import Decoder
 from depthlm.training.describe import show_summary
 from depthlm.training.engine import autocast
@@ -49,9 +49,7 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
         "peak_memory_gib": peak_memory_gib(run.device),
         "skipped": progress.skipped,
     }
-    temporary = run.directory / ".summary.json"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    os.replace(temporary, run.directory / "summary.json")
+    replace_text(run.directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     plot_loss(run.directory, corpus.unigram_entropy)
     show_summary("This run is complete", run.directory, summary, 0)
     return summary

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from depthlm.files import replace_text
+
 # dense bf16 (or fp16) TFLOP/s by the name torch gives, from the makers' data sheets, without sparsity
 PEAK_TFLOPS = {
     "NVIDIA B200": 2250,
@@ -55,9 +57,7 @@ class MetricsFile:
         self.last: dict[str, Any] = {}
         if path is not None:
             rows = [row for row in read_metrics(path) if row["step"] <= after_step]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(temporary, path)
+            replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
             self.last = rows[-1] if rows else {}
 
     @property

@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from depthlm.config import Config
 from depthlm.config.resolve import is_silent
 from depthlm.environment import Ranks
 from depthlm.errors import UserError
+from depthlm.files import replace_text
 
 LOCK_SECONDS = 10.0
 HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", "summary.json")
@@ -36,9 +36,7 @@ def open_run_directory(config: Config, ranks: Ranks) -> Iterator[Path]:
         raise UserError(f"output_dir={directory}: cannot be made ({error})") from None
     with (directory / ".lock").open("w") as file:
         _lock(file, directory)
-        temporary = directory / ".config.yaml"
-        OmegaConf.save(OmegaConf.structured(config), temporary)
-        os.replace(temporary, directory / "config.yaml")
+        replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
         yield directory
 
