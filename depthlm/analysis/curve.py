@@ -16,10 +16,12 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     seen = [row for row in rows if row["loss"] is not None]
     axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
     names = sorted({name for row in rows for name in row if name.startswith("validation/") and name.endswith("/loss")})
-    for name in names:
+    # the usual ten colours, one of them the training loss's, would come again
+    colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
+    for number, name in enumerate(names, 1):
         measured = [row for row in rows if row.get(name) is not None]
         x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
-        axes.plot(x, y, "o-", ms=4, lw=1, label=name.removesuffix("/loss"))
+        axes.plot(x, y, "o-", ms=4, lw=1, color=colours(number % colours.N), label=name.removesuffix("/loss"))
         # where there are many, the legend and metrics.jsonl tell more than numbers over numbers
         if measured and len(names) <= 2:
             axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(7, -3))
@@ -30,7 +32,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     )
     axes.grid(alpha=0.25)
     axes.margins(x=0.11)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small" if len(names) > 5 else None)
     path = directory / "loss.png"
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -91,6 +91,18 @@ def number_text(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
+def measured_text(measured: dict[str, float | None]) -> str:
+    """Validation losses, each with its perplexity, and what else was measured, as a line."""
+    parts = []
+    for name, value in measured.items():
+        if name.endswith("/loss"):
+            perplexity = number_text(measured[name.removesuffix("loss") + "perplexity"])
+            parts.append(f"{name.removesuffix('/loss')} loss {number_text(value)} (perplexity {perplexity})")
+        elif not name.endswith("/perplexity"):
+            parts.append(f"{name} {number_text(value)}")
+    return "  ".join(parts)
+
+
 def row_text(row: dict[str, Any], last: int) -> str:
     """One logged step as a line."""
     parts = [

@@ -11,7 +11,7 @@ import torch
 
 from depthlm.config import Config
 from depthlm.training.checkpoints import save_checkpoint
-from depthlm.training.display import Bar, number_text, row_text
+from depthlm.training.display import Bar, measured_text, row_text
 from depthlm.training.engine import loss_scale
 from depthlm.training.metrics import MetricsFile, Stopwatch, peak_memory_gib
 from depthlm.training.optimizers import set_learning_rate
@@ -146,7 +146,7 @@ def validate(run: Run) -> None:
     """Measure every validation set, and add losses and what the mechanism tells to the newest row of metrics."""
     measured = run.validate() | run.diagnose()
     run.metrics.amend(measured)
-    log.info("%s", "  ".join(f"{name} {number_text(value)}" for name, value in measured.items()))
+    log.info("%s", measured_text(measured))
 
 
 def train_step(engine: Any, batch: torch.Tensor, plan: Plan, z_loss: float) -> torch.Tensor:
