@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from depthlm.config import compose
 from depthlm.config.command_line import exit_on_mistake
 from depthlm.data import Manifest, prepare, token_folders, verify
+from depthlm.data.documents import REASONS
 
 INTERRUPTED = 130
 
@@ -38,8 +39,10 @@ def main() -> None:
     folders = {name: folder for name, folder in folders.items() if not given.only or name in given.only}
     if given.verify:
         verify_all(list(folders.values()))
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console.print(table(folders))
     for folder in folders.values():
-        Console().print(table(folder, Manifest.read(folder)))
+        console.print(notes(folder), soft_wrap=True)
 
 
 def verify_all(folders: list[Path]) -> None:
@@ -54,26 +57,37 @@ def verify_all(folders: list[Path]) -> None:
     console.print("every file is what its manifest says")
 
 
-def table(folder: Path, manifest: Manifest) -> Table:
-    """One row a split: its documents, bytes of text, tokens and files."""
-    entropy = manifest.train.unigram_entropy
-    caption = f"{manifest.vocab_size:,} tokens of vocabulary, {manifest.dtype}"
-    caption += f"; unigram entropy {entropy:.3f} nats" if entropy is not None else ""
-    caption += "".join(f"; left out: {count:,} ({reason})" for reason, count in manifest.left_out.items())
-    rows = Table(
-        "split", "documents", "text MB", "tokens", "bytes a token", "files", title=str(folder), caption=caption
-    )
-    for name, split in manifest.splits().items():
-        if not split.files:
-            continue
-        numbers = f"{split.documents:,}", f"{split.bytes / 1e6:.1f}", f"{split.tokens:,}"
-        rows.add_row(name, *numbers, f"{split.bytes / split.tokens:.2f}", str(len(split.files)))
+def table(folders: dict[str, Path]) -> Table:
+    """One row a split of each source: its documents, bytes of text, tokens and files."""
+    rows = Table("source", "split", "documents", "text MB", "tokens", "bytes a token", "files")
+    for name, folder in folders.items():
+        manifest = Manifest.read(folder)
+        for kind, split in (
+            ("train", manifest.train),
+            *(("validation", held) for held in manifest.validation.values()),
+        ):
+            if split.files:
+                numbers = f"{split.documents:,}", f"{split.bytes / 1e6:.1f}", f"{split.tokens:,}"
+                rows.add_row(name, kind, *numbers, f"{split.bytes / split.tokens:.2f}", str(len(split.files)))
     return rows
+
+
+def notes(folder: Path) -> str:
+    """Where a source lies, its vocabulary and entropy, and what was left out."""
+    manifest = Manifest.read(folder)
+    parts = [f"{manifest.vocab_size:,} tokens of vocabulary, {manifest.dtype}"]
+    if manifest.train.unigram_entropy is not None:
+        parts.append(f"unigram entropy {manifest.train.unigram_entropy:.3f} nats")
+    parts += [f"left out {count:,} {REASONS[reason]}" for reason, count in manifest.left_out.items()]
+    return f"{folder}: {'; '.join(parts)}"
 
 
 if __name__ == "__main__":
     try:
         exit_on_mistake("prepare.py", main)
     except KeyboardInterrupt:
-        print("prepare.py: interrupted; the same command goes on from the last whole file", file=sys.stderr)
+        print(
+            "prepare.py: interrupted; the same command goes on from the last whole file, if one is whole",
+            file=sys.stderr,
+        )
         sys.exit(INTERRUPTED)

@@ -28,11 +28,16 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color="grey", ls=":", label="unigram entropy of the corpus")
     axes.set(
-        xlabel="tokens (millions)", ylabel="loss (nats per token)", title=f"{directory.parent.name}/{directory.name}"
+        xlabel="tokens (millions)",
+        ylabel="loss (nats per token)",
+        title=f"{directory.parent.name}/{directory.name}"[:80],
     )
     axes.grid(alpha=0.25)
     axes.margins(x=0.11)
-    axes.legend(frameon=False, fontsize="small" if len(names) > 5 else None)
+    if len(names) > 5:
+        axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        axes.legend(frameon=False)
     path = directory / "loss.png"
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -16,7 +16,15 @@ from depthlm.config.mechanism import check_target, check_values
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.config.sources import check_sources
-from depthlm.data import padded_vocab_size, train_sources, validation_sources
+from depthlm.data import (
+    DataError,
+    Manifest,
+    padded_vocab_size,
+    shares,
+    token_folder,
+    train_sources,
+    validation_sources,
+)
 
 LENGTHS = ("max_steps", "max_tokens", "max_epochs")
 
@@ -190,6 +198,11 @@ def _check_data(config: Config) -> list[str]:
         errors.append(
             f"data.sources.{unweighted[0]}.weight: missing; every source of a mixture has a share of the tokens"
         )
+    elif data.sources:
+        try:
+            shares([source.weight for source in data.sources.values()])
+        except DataError as error:
+            errors.append(f"{error.where}: {error.what}; {error.remedy}")
     if both := sorted(data.validation.keys() & train_sources(data).keys()):
         errors.append(f"data.validation.{both[0]}: also the name of a source; give the validation set another")
     for name, source in data.validation.items():
@@ -206,7 +219,8 @@ def _check_files(config: Config) -> list[str]:
         key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
         if not (source.source or source.path or source.hub or name == "stdlib"):
             errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
-        if source.source is not None and not Path(source.source).exists():
+        gone = source.source is not None and not Path(source.source).exists()
+        if gone and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
             errors.append(f"{key}.source={source.source}: no such folder or file")
     if not tokenizer_exists(config):
         errors.append(

@@ -14,6 +14,7 @@ from depthlm import environment
 from depthlm.config.compose import compose, hydra_at_conf
 from depthlm.config.errors import ConfigError
 from depthlm.config.help import print_help
+from depthlm.config.sources import open_names
 from depthlm.errors import UserError
 
 USER_MISTAKE = 2
@@ -40,7 +41,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     if parsed.resolve and not parsed.cfg:
         fail("train.py", UserError("--resolve: goes with --cfg job"))
     exit_on_mistake("train.py", lambda: _check(parsed.overrides, parsed.multirun, parsed.config_dir))
-    return kept
+    return open_names(kept)
 
 
 def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None:

@@ -18,7 +18,7 @@ from depthlm.config.errors import ConfigError
 from depthlm.config.explain import explain_overrides
 from depthlm.config.resolve import resolve
 from depthlm.config.schema import Config
-from depthlm.config.sources import type_sources
+from depthlm.config.sources import open_names, type_sources
 from depthlm.environment import REPOSITORY
 
 CONF = REPOSITORY / "conf"
@@ -49,7 +49,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
 def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
     """What Hydra makes of the overrides, unchecked; inside `hydra_at_conf` only."""
     search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
-    return hydra.compose("config", [*overrides, *search])
+    return hydra.compose("config", [*open_names(overrides), *search])
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:

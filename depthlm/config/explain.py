@@ -14,7 +14,6 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from depthlm.config.checks import check_fields
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import keys, leaves
-from depthlm.config.sources import NAMED
 
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
@@ -106,7 +105,9 @@ def _one_line(error: BaseException) -> str:
         cause = cause.__cause__
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = getattr(cause, "full_key", None)
-    return (f"{key}: " if key else "") + (lines[0] if lines else type(cause).__name__)
+    # what Hydra says of a file ends in a colon, and the reason follows
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), type(cause).__name__)
+    return (f"{key}: " if key else "") + text
 
 
 def _explain_value(override: Override, composed: DictConfig, groups: Iterable[str], failure: list[str]) -> str:
@@ -115,11 +116,7 @@ def _explain_value(override: Override, composed: DictConfig, groups: Iterable[st
     if name in known and not override.is_delete():
         if "interpolation" in failure[0].lower():
             return f"{given}: {failure[0].split(': ', 1)[-1]}"
-        if name in NAMED and not override.is_add():
-            return f"{given}: names that are new begin with a plus: +{given}"
         return f"{given}: must be {known[name].wanted}"
-    if name.startswith(tuple(f"{group}." for group in NAMED)) and not override.is_add():
-        return f"{given}: a name that is new begins with a plus: +{given}"
     present = list(dict.fromkeys([*known, *leaves(composed), *groups]))
     if name in present or name.startswith("hydra"):
         return f"{given}: {failure[0]}"

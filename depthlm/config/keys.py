@@ -26,7 +26,7 @@ class Key:
     @property
     def optional(self) -> bool:
         """Whether null is allowed."""
-        return types.NoneType in typing.get_args(self.type) or self.type is Any
+        return types.NoneType in typing.get_args(self.type)
 
     @property
     def wanted(self) -> str:

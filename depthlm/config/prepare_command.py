@@ -39,8 +39,7 @@ def _differing(prefix: str, found: dict[str, Any], defaults: Any) -> list[str]:
         if isinstance(value, dict):
             words += _differing(f"{prefix}.{key}", value, default)
         elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and not _same(value, default):
-            new = "" if isinstance(defaults, dict) and key in defaults else "+"
-            words.append(shlex.quote(f"{new}{prefix}.{key}={_spelt(value)}"))
+            words.append(shlex.quote(f"{prefix}.{key}={_spelt(value)}"))
     return words
 
 

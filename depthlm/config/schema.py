@@ -52,10 +52,10 @@ class Data(Source):
 
     name: str = key("", "name of the corpus; also of its validation set")
     sources: dict[str, Any] = key(
-        {}, "the sources of a mixture by name, each with keys as above: +data.sources.a.hub=..."
+        {}, "the sources of a mixture by name, each with keys as above: data.sources.a.hub=..."
     )
     validation: dict[str, Any] = key(
-        {}, "further validation sets by name, each with a loss and perplexity of its own: +data.validation.a.source=..."
+        {}, "further validation sets by name, each with a loss and perplexity of its own: data.validation.a.source=..."
     )
     split: Optional[str] = key("train", "hub: the split to train on")
     suffixes: Optional[list[str]] = key(

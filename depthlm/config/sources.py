@@ -1,6 +1,6 @@
 """The named sources of a mixture and the named validation sets: groups of keys whose names the reader chooses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,6 +12,15 @@ from depthlm.config.schema import Data, Source
 
 NAMED = ("data.sources", "data.validation")
 
+# what tells a source from the others of its mixture
+OWN = {"source", "hub", "path", "subset", "files"}
+
+
+def open_names(overrides: Sequence[str]) -> list[str]:
+    """The overrides, those of named sources made such that Hydra takes names and keys that are new."""
+    begins = tuple(f"{group}{end}" for group in NAMED for end in (".", "="))
+    return [f"++{override}" if override.startswith(begins) else override for override in overrides]
+
 
 def check_sources(raw: DictConfig, fits: Callable[[Key, Any], bool]) -> list[str]:
     """Every key of every named source: whether there is such a key, and whether its value fits."""
@@ -21,6 +30,10 @@ def check_sources(raw: DictConfig, fits: Callable[[Key, Any], bool]) -> list[str
             if not isinstance(entry, DictConfig):
                 errors.append(f"{group}.{name}={entry}: must be a group, as in {group}.{name}.source=<a folder>")
                 continue
+            if not OWN & entry.keys() and not OmegaConf.select(raw, "data.path"):
+                others = [other for other in OmegaConf.select(raw, group) if other != name]
+                what = f"has no text of its own ({', '.join(sorted(OWN))})"
+                errors.append(f"{group}.{name}: {what}{nearest(str(name), others)}")
             known = {key.name.rsplit(".", 1)[1]: key for key in walk(Source, f"{group}.{name}.")}
             for key, value in entry.items():
                 given = f"{group}.{name}.{key!s}={value}"

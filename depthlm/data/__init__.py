@@ -5,9 +5,10 @@ from depthlm.data.errors import DataError
 from depthlm.data.estimate import check_prepared
 from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, verify
+from depthlm.data.mixture import shares
 from depthlm.data.prepare import prepare
 from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows, validation_batches
-from depthlm.data.settings import token_folders
+from depthlm.data.settings import token_folder, token_folders
 from depthlm.data.sources import text_files, train_sources, validation_sources
 from depthlm.data.token_files import Corpus, TokenFiles, open_corpus
 from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, padded_vocab_size, train_bpe, vocab_size
@@ -30,7 +31,9 @@ __all__ = [
     "padded_vocab_size",
     "prepare",
     "sample_windows",
+    "shares",
     "text_files",
+    "token_folder",
     "token_folders",
     "train_bpe",
     "train_sources",

@@ -102,6 +102,12 @@ class Reader:
         if self.text_field not in names:
             remedy = f"Set data.text_field to one of its columns: {', '.join(names)}."
             raise DataError(f"no column {self.text_field!r}", self.file.location, remedy)
+        kind = table.schema_arrow.field(self.text_field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+        if not is_text and not pa.types.is_binary(kind) and not pa.types.is_large_binary(kind):
+            remedy = "Set data.text_field to a column of text."
+            raise DataError(f"the column {self.text_field!r} is of type {kind}", self.file.location, remedy)
         number = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
@@ -110,7 +116,8 @@ class Reader:
                 continue
             for batch in table.iter_batches(1024, row_groups=[group], columns=[self.text_field]):
                 # as bytes, so that a bad one is told apart from its neighbours
-                for value in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+                text = batch.column(0).cast(pa.large_string()) if is_text else batch.column(0)
+                for value in text.cast(pa.large_binary()).to_pylist():
                     if number >= first:
                         yield self._text(number, f"row {number + 1}", value)
                     number += 1

@@ -96,8 +96,9 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
     stems = {False: "train", True: f"validation-{job.name}"}
     writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
     left_out: Counter[str] = Counter()
-    progress = ProgressFile(folder, job.settings, job.files.description, tokenizer.fingerprint)
+    progress = ProgressFile(folder, job.settings, job.files, tokenizer.fingerprint)
     position = progress.restore(writers, left_out) or Position(0, 0, 0)
+    whole = sum(len(writer.shards) for writer in writers.values())
     bar = ProgressBar(console, job.name, job.quota)
     with parallel_tokenizers(), bar, ThreadPoolExecutor(AHEAD) as pool:
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
@@ -108,15 +109,16 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
             if not waiting:
                 break
             batch, encoded = waiting.popleft()
-            whole = sum(len(writer.shards) for writer in writers.values())
             full = _write(writers, left_out, batch.pieces, encoded.result(), job)
             bar.show(batch.done, writers)
             if full:
                 for _, future in waiting:
                     future.cancel()
                 break
-            if batch.pieces[-1].last and sum(len(writer.shards) for writer in writers.values()) > whole:
+            # a position is between documents: a file that is whole within one is told of at its end
+            if batch.pieces[-1].last and (now := sum(len(writer.shards) for writer in writers.values())) > whole:
                 progress.save(batch.pieces[-1].after, writers, left_out)
+                whole = now
     train, validation = writers[False], writers[True]
     _check_splits(job, train.documents, validation.documents, left_out)
     return Manifest(
@@ -176,7 +178,8 @@ def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piec
                 after = Position(part, index, record.next)
                 if record.text is None:
                     if record.bad != "empty" and job.data.on_bad_document == "error":
-                        remedy = "Mend it, or set data.on_bad_document=skip to leave out and count such documents."
+                        other = "set data.text_field to where the text is" if record.bad == "field" else "mend it"
+                        remedy = f"Either {other}, or data.on_bad_document=skip to leave out and count such documents."
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue

@@ -23,4 +23,4 @@ def held_out_share(names: Iterable[str], fraction: float) -> float:
 def share(name: str) -> float:
     """A hash of the name, uniform in [0, 1)."""
     # 53 bits are what a float holds: more could round up to 1.
-    return (int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >> 11) / 2**53
+    return (int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 11) / 2**53

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.data.errors import DataError
+from depthlm.files import replace_text
 
 VERSION = 2
 FILE_NAME = "manifest.json"
@@ -74,6 +75,8 @@ class Manifest:
                 raise DataError(f"token files of version {found['version']}, this is {VERSION}", file, _REMEDY)
             found["train"] = _split(found["train"])
             found["validation"] = {name: _split(split) for name, split in found["validation"].items()}
+            if found["dtype"] not in ("uint16", "uint32") or not isinstance(found["vocab_size"], int):
+                raise ValueError(f"dtype {found['dtype']!r}, vocab_size {found['vocab_size']!r}")
             return cls(**found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"not a manifest of token files ({error!r})", file, _REMEDY) from error
@@ -81,7 +84,7 @@ class Manifest:
     def write(self, folder: str | Path) -> Path:
         """Write manifest.json into the folder; the file's path."""
         file = Path(folder, FILE_NAME)
-        file.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        replace_text(file, json.dumps(asdict(self), indent=2) + "\n")
         return file
 
     def digest(self) -> str:
@@ -112,8 +115,9 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
             show(stream.tell())
 
 
-def check_sizes(folder: str | Path, manifest: Manifest, item_bytes: int) -> None:
+def check_sizes(folder: str | Path, manifest: Manifest) -> None:
     """Raise DataError for a token file that is missing or is not as long as the manifest says."""
+    item_bytes = 2 if manifest.dtype == "uint16" else 4
     for split in manifest.splits().values():
         for shard in split.files:
             file = Path(folder, shard.name)
@@ -125,4 +129,9 @@ def check_sizes(folder: str | Path, manifest: Manifest, item_bytes: int) -> None
 
 
 def _split(found: dict[str, Any]) -> Split:
-    return Split(**(found | {"files": tuple(Shard(**shard) for shard in found["files"])}))
+    split = Split(**(found | {"files": tuple(Shard(**shard) for shard in found["files"])}))
+    counts = [split.tokens, split.documents, split.bytes, *(shard.tokens for shard in split.files)]
+    names = [shard.name for shard in split.files]
+    if not all(isinstance(count, int) for count in counts) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"counts {counts}, files {names}")
+    return split

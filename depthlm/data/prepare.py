@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from depthlm.data.encode import Job, encode, held_out_fraction
 from depthlm.data.errors import DataError
 from depthlm.data.estimate import check_room
 from depthlm.data.held_out import is_validation
-from depthlm.data.manifest import Manifest
+from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.settings import check_settings, quota, settings, token_folder
 from depthlm.data.sources import is_remote, text_files, train_sources, validation_sources
 from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, parallel_tokenizers, sample, train_bpe
@@ -48,7 +48,7 @@ def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> 
             raise DataError("not a name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
     if unknown := sorted({*only} - {*everything}):
         raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(everything)}.")
-    tokenizer = functools.cache(lambda: make_tokenizer(data))
+    tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
         name: _prepare(name, source, data, tokenizer, console)
         for name, source in everything.items()
@@ -56,7 +56,7 @@ def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> 
     }
 
 
-def make_tokenizer(data: "Data") -> Tokenizer:
+def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
     """The tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
 
     Raises DataError where it cannot be had, or has more tokens than data.vocab_size says.
@@ -64,6 +64,7 @@ def make_tokenizer(data: "Data") -> Tokenizer:
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
+        console.print(f"training a tokenizer of {data.vocab_size:,} tokens")
         with parallel_tokenizers():
             return train_bpe(_text_for_training(data), data.vocab_size)
     if not is_on_hub(data.tokenizer):
@@ -97,6 +98,8 @@ def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], 
         with _lock(target, console):
             if not Manifest.exists(target):
                 _make(name, source, data, tokenizer, target, console)
+            else:
+                _check_existing(name, source, data, folder, console)
     except OSError as error:
         remedy = "Make room or mend it and run the same command: it goes on from the last whole shard."
         raise DataError(f"cannot prepare token files ({error})", folder, remedy) from error
@@ -111,16 +114,21 @@ def _make(
     start = time.monotonic()
     partial = target.with_name(f"{target.name}.partial")
     wanted = settings(name, source, data)
+    if Manifest.exists(partial) and Manifest.read(partial).settings == wanted:
+        # killed between the last token and the rename
+        _publish(partial, target)
+        return
     begun = _begun(partial, wanted)
     files = text_files(name, source, revision=begun["source"].get("revision") if begun else None)
-    if begun is None or begun["source"] != files.description:
+    if begun is None or begun["source"] != files.description or begun["state"] != files.state:
         if partial.exists():
-            console.print(f"starting {target} over: its text or settings have changed, or no shard was whole")
+            why = "no file was whole yet" if begun is None else "its text has changed"
+            console.print(f"starting {target} over: {why}")
             shutil.rmtree(partial)
         takes = check_room(name, source, data, target.parent)
         console.print(f"preparing {target}{f': {takes.words()}' if takes is not None else ''}")
         partial.mkdir()
-        tokenizer().save(partial)
+        sync(tokenizer().save(partial))
     else:
         console.print(f"going on with {target}")
     job = Job(
@@ -135,20 +143,26 @@ def _make(
         data=data,
     )
     manifest = encode(job, Tokenizer.load(partial), partial, console)
+    manifest.write(partial)
+    _publish(partial, target)
+    _tell(manifest, target, time.monotonic() - start, console)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Rename a whole folder, without what only its preparation needs."""
+    manifest = Manifest.read(partial)
     listed = {shard.name for split in manifest.splits().values() for shard in split.files}
     for file in partial.iterdir():
-        if file.name not in {"tokenizer.json", *listed}:
+        if file.name not in {"manifest.json", "tokenizer.json", *listed}:
             file.unlink()
-    for path in (partial / "tokenizer.json", manifest.write(partial), partial):
-        sync(path)
+    sync(partial)
     if target.exists():
         target.rmdir()
     partial.rename(target)
     sync(target.parent)
-    _tell(manifest, target, time.monotonic() - start, console)
 
 
-def _begun(partial: Path, wanted: dict[str, object]) -> dict[str, dict[str, str]] | None:
+def _begun(partial: Path, wanted: dict[str, object]) -> dict[str, Any] | None:
     """The progress of a killed preparation, if it was one of the same settings and has a whole shard."""
     found = progress_file.read(partial)
     return found if found is not None and found["settings"] == wanted else None
@@ -173,6 +187,7 @@ def _tell(manifest: Manifest, target: Path, seconds: float, console: Console) ->
 def _check_existing(name: str, source: "Source", data: "Data", folder: Path, console: Console) -> None:
     manifest = Manifest.read(folder)
     check_settings(name, source, data, manifest)
+    check_sizes(folder, manifest)
     if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
         console.print(f"note: {source.source} has changed since {folder} was prepared; remove that to prepare it anew")
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from depthlm.data.sources import TextFiles
 from depthlm.data.split_writer import SplitWriter
 from depthlm.files import replace_text
 
@@ -33,9 +34,9 @@ class ProgressFile:
     It belongs to these settings, this state of the source and this tokenizer; for others it does not count.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], source: dict[str, Any], tokenizer: str) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], files: TextFiles, tokenizer: str) -> None:
         self.file = folder / FILE_NAME
-        self.key = {"settings": settings, "source": source, "tokenizer": tokenizer}
+        self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
 
     def save(self, position: Position, writers: dict[bool, SplitWriter], left_out: Counter[str]) -> None:
         """Write down that everything before the position is on the disk."""
@@ -61,7 +62,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         sizes = {name: size for state in found["writers"].values() for name, size in state["sizes"].items()}
         whole = all((folder / name).stat().st_size >= size for name, size in sizes.items())
         return found if whole and (folder / "tokenizer.json").is_file() else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

@@ -65,8 +65,9 @@ class Batches(Dataset[torch.Tensor]):
         for tokens, windows in zip(self.tokens, self.num_windows, strict=True):
             if windows < 1:
                 what = f"{len(tokens)} training tokens are fewer than one sequence of {sequence_length} and its target"
-                raise DataError(what, tokens.folder, "Give more text, or a smaller training.sequence_length.")
-        self.schedule = schedule(tuple(float((weights or {}).get(name, 1.0)) for name in self.names))
+                remedy = "Give more text, a larger data.fraction, or a smaller training.sequence_length."
+                raise DataError(what, tokens.folder, remedy)
+        self.schedule = schedule(tuple((weights or {}).get(name, 1.0) for name in self.names))
         # a source keeps its order when another joins the mixture; a corpus of one source has none to tell apart
         self.seeds = [(seed, key_of(*name.encode())) if len(train) > 1 else (seed,) for name in self.names]
         held = batch_size // ranks

@@ -58,11 +58,15 @@ def token_folders(data: "Data") -> dict[str, Path]:
 def check_settings(name: str, source: "Source", data: "Data", manifest: Manifest) -> None:
     """Raise DataError where both a path and text are given, and the tokens there were made of other text or otherwise.
 
-    With a path alone, the tokens there are what they are. How many of them there are may differ: max_tokens cuts.
+    With a path alone, the tokens there are what they are. There may be more of them than asked for: max_tokens cuts.
     """
     if source.path is None or (source.source is None and source.hub is None):
         return
     wanted, found = settings(name, source, data), manifest.settings
+    asked, there = wanted.get("max_tokens"), found.get("max_tokens")
+    if there is not None and (asked is None or asked > there):
+        remedy = f"Set data.max_tokens to as many, or give another path, or remove {source.path} to prepare more."
+        raise DataError(f"the first {there:,} tokens alone were prepared, and more are asked for", source.path, remedy)
     names = sorted({*wanted, *found} - {"max_tokens", "shard_tokens"})
     if differing := [key for key in names if wanted.get(key) != found.get(key)]:
         differences = ", ".join(f"{key}: {found.get(key)} there, {wanted.get(key)} asked" for key in differing)
@@ -80,10 +84,8 @@ def _text(name: str, source: "Source") -> dict[str, Any]:
         return {key: getattr(source, key) for key in keys}
     if source.source is None:
         return {"corpus": name, "python": platform.python_version()}
-    folder = Path(source.source).resolve()
-    found = {"source": str(folder), "text_field": source.text_field}
-    if folder.is_file():
-        return found | {"piece": [PIECE, PIECES]}
+    # the same whether the text still lies there: its tokens outlive it
+    found = {"source": str(Path(source.source).resolve()), "text_field": source.text_field, "piece": [PIECE, PIECES]}
     patterns = {"files": source.files, "validation_files": source.validation_files}
     return found | patterns | {"suffixes": sorted(source.suffixes or ())}
 

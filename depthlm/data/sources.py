@@ -1,5 +1,6 @@
 """Which bodies of text a configuration trains on and validates on, and which files each consists of."""
 
+import hashlib
 import os
 import platform
 import sysconfig
@@ -28,12 +29,14 @@ class TextFile(NamedTuple):
 class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their names.
 
-    description: what the text was made from, for the manifest.
+    description: what the text was made from, for the manifest. state: a digest of that, and of when each file was
+    changed.
     """
 
     train: list[TextFile]
     held_out: list[TextFile] | None = None
     description: dict[str, Any] = field(default_factory=dict)
+    state: str = ""
 
 
 def train_sources(data: "Data") -> dict[str, "Source"]:
@@ -83,6 +86,10 @@ def root_of(name: str, source: "Source") -> Path:
         return Path(source.source)
     if name == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
+    if source.path:
+        raise DataError(
+            "no token files", source.path, "Give a folder with a manifest.json, or data.source to make them of."
+        )
     raise DataError(
         "no text to prepare",
         f"corpus {name!r}",
@@ -119,19 +126,29 @@ def _files_here(name: str, source: "Source") -> TextFiles:
         if source.validation_files is not None:
             held_out = _matching(everything, source.validation_files, "data.validation_files", root)
             found = [file for file in found if file not in set(held_out)]
-    paths = [Path(file.location) for file in (*found, *(held_out or ()))]
-    description |= {"files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+    files = [(file.name, os.stat(file.location)) for file in (*found, *(held_out or ()))]
+    description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
+    description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
     if not source.source:
         description["python"] = platform.python_version()
-    return TextFiles(found, held_out, description)
+    return TextFiles(found, held_out, description, _digest([(name, stat.st_mtime_ns) for name, stat in files]))
+
+
+def _digest(listing: list[tuple[str, int]]) -> str:
+    return hashlib.sha256(repr(listing).encode()).hexdigest()
 
 
 def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
     if not root.is_dir():
         raise DataError("no such folder or file", root, "Set data.source to the folder or file of your text.")
     found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_SOURCES and not name.startswith(".")]
+    # links are followed, as a mirror may be made of them, but no folder is read twice
+    known = {os.path.realpath(root)}
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = [name for name in sorted(subfolders) if name not in _NOT_SOURCES and not name.startswith(".")]
+        places = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
+        subfolders[:] = [name for name in subfolders if places[name] not in known]
+        known |= set(places.values())
         found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     # A dangling link is a name without a file.
     files = [TextFile(file.relative_to(root).as_posix(), str(file)) for file in found if file.is_file()]

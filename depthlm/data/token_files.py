@@ -127,7 +127,7 @@ def open_corpus(data: "Data") -> Corpus:
         folder = folders[name] = token_folder(name, source, data)
         manifest = manifests[name] = Manifest.read(folder)
         check_settings(name, source, data, manifest)
-        check_sizes(folder, manifest, little_endian(manifest.dtype).itemsize)
+        check_sizes(folder, manifest)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.fingerprint != manifest.tokenizer:
             remedy = "Remove the folder and prepare it again: ids would mean other text."
@@ -141,9 +141,8 @@ def open_corpus(data: "Data") -> Corpus:
             tokens = manifest.train.tokens if limit is None else min(limit, manifest.train.tokens)
             limit = math.ceil(data.fraction * tokens)
             train[name] = TokenFiles(folder, manifest.train.files, manifest.dtype, limit)
-        for held, split in manifest.validation.items():
-            # token files at a path keep the name under which they were prepared; two sources may share one
-            held = name if held in validation or name in further else held
-            validation[held] = TokenFiles(folder, split.files, manifest.dtype)
+        # a folder has one set; at a path it may have been prepared under another name
+        (held_out,) = manifest.validation.values()
+        validation[name] = TokenFiles(folder, held_out.files, manifest.dtype)
     weights = {name: source.weight or 1.0 for name, source in sources.items()}
     return Corpus(data.name, folders, manifests, tokenizers.popitem()[1], train, weights, validation)

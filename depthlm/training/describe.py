@@ -19,7 +19,7 @@ def derived(
     """Everything that follows from the configuration, by name."""
     size, training = config.size, config.training
     counts = count_parameters(model)
-    epochs = plan.total_tokens / corpus.tokens
+    epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
     entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
     memory = estimate_memory(config, counts["total"], config.deepspeed.stage, plan.world_size, plan.micro_batch_size)
     return {
@@ -33,7 +33,7 @@ def derived(
         f"{', attention inside documents' if config.data.document_mask else ''}",
         **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
         "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
-        "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens ({epochs:.2g} epochs), "
+        "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens{epochs}, "
         f"warm-up {plan.warmup_steps} steps, {config.schedule.name} from {config.optimizer.lr:g}",
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
         f"{plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",

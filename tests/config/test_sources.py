@@ -14,10 +14,10 @@ def test_named_sources_and_validation_sets_come_from_the_command_line_and_from_f
     (tmp_path / "data" / "own.yaml").write_text(
         "name: own\ntokenizer: bytes\nsources:\n  web: {source: ., weight: 3}\n  code: {path: here, weight: 1}\n"
     )
-    data = depthlm.compose(["data=own", "data.sources.web.weight=2", "+data.validation.a.source=."], tmp_path).data
+    data = depthlm.compose(["data=own", "data.sources.web.weight=2", "data.validation.a.source=."], tmp_path).data
     assert data.sources == {"web": Source(source=".", weight=2.0), "code": Source(path="here", weight=1.0)}
     assert data.validation == {"a": Source(source=".")}
-    counted = depthlm.compose([*LOCAL, "+data.sources={a: {weight: 1, num_tokens: 3B}}"]).data
+    counted = depthlm.compose([*LOCAL, "data.sources={a: {files: x, weight: 1, num_tokens: 3B}}"]).data
     assert counted.sources["a"].num_tokens == 3 * 10**9
 
 
@@ -29,18 +29,21 @@ def test_a_source_of_a_mixture_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.validation.a.source=.", "begins with a plus: +data.validation.a.source=."),
-        ("data.sources={a: {weight: 1}}", "begin with a plus: +data.sources="),
-        ("+data.validation.a.sorce=.", "data.validation.a.sorce=.: no such key; did you mean `source`?"),
-        ("+data.validation.a=.", "data.validation.a=.: must be a group"),
-        ("+data.validation.a.source=nowhere", "data.validation.a.source=nowhere: no such folder or file"),
-        ("+data.validation.a.text_field=x", "data.validation.a.source: a needs text"),
-        ("+data.validation.a={source: ., weight: 2}", "data.validation.a.weight=2.0: a validation set has none"),
-        ("+data.validation.local.source=.", "data.validation.local: also the name of a source"),
-        ("+data.sources.a.source=.", "data.sources.a.weight: missing"),
-        ("+data.sources.a.weight=-1", "data.sources.a.weight=-1: must be a number, above 0"),
-        ("+data.sources.a.weight=much", "data.sources.a.weight=much: must be a number, above 0"),
-        ("+data.sources={a: {weight: 1, text_bytes: 1Q}}", "data.sources.a.text_bytes=1Q: must be a whole number"),
+        ("data.sources.arxv.weight=3", "data.sources.arxv: has no text of its own"),
+        ("data.validation.a.sorce=.", "data.validation.a.sorce=.: no such key; did you mean `source`?"),
+        ("data.validation.a=.", "data.validation.a=.: must be a group"),
+        ("data.validation.a.source=nowhere", "data.validation.a.source=nowhere: no such folder or file"),
+        (
+            "data.validation.a.text_field=x",
+            "data.validation.a: has no text of its own (files, hub,",
+        ),
+        ("data.validation.a.files=x", "data.validation.a.source: a needs text"),
+        ("data.validation.a={source: ., weight: 2}", "data.validation.a.weight=2.0: a validation set has none"),
+        ("data.validation.local.source=.", "data.validation.local: also the name of a source"),
+        ("data.sources.a.source=.", "data.sources.a.weight: missing"),
+        ("data.sources.a.weight=-1", "data.sources.a.weight=-1: must be a number, above 0"),
+        ("data.sources.a.weight=much", "data.sources.a.weight=much: must be a number, above 0"),
+        ("data.sources={a: {weight: 1, text_bytes: 1Q}}", "data.sources.a.text_bytes=1Q: must be a whole number"),
         ("data.weight=1", "data.weight: only a source of a mixture has one"),
         ("data.fraction=0", "data.fraction=0.0: must be a number, above 0, at most 1"),
         ("data.on_bad_document=ignore", "data.on_bad_document=ignore: must be one of error, skip"),

@@ -95,6 +95,20 @@ def test_a_bad_row_is_named_and_its_neighbours_are_read(tmp_path: Path) -> None:
     assert found[1].why.startswith("row 2 is not UTF-8")
 
 
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_kind_of_text_column_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), path)
+    assert [record.text for record in records(path)] == TEXTS
+
+
+@pytest.mark.parametrize("values", [[1, 2], [[b"a"], [b"b"]], [{"a": "b"}] * 2, [True, False]])
+def test_a_column_that_is_no_text_is_refused(tmp_path: Path, values: list[object]) -> None:
+    parquet(tmp_path / "a.parquet", text=values)
+    with pytest.raises(DataError, match="the column 'text' is of type"):
+        records(tmp_path / "a.parquet")
+
+
 def test_a_column_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet(path, body=TEXTS, url=TEXTS)

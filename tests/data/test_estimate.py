@@ -8,7 +8,7 @@ import pytest
 
 import depthlm
 from depthlm.config import prepare_command
-from depthlm.config.schema import Data
+from depthlm.config.schema import Data, Source
 from depthlm.data import DataError, check_prepared, prepare
 from depthlm.data.estimate import BYTES_PER_CORE_SECOND, check_room, estimate
 
@@ -60,12 +60,15 @@ def test_training_asks_for_what_is_large_or_unknown_to_be_prepared_and_says_by_w
 ) -> None:
     check_prepared(local(), "prepare it")
     monkeypatch.setattr("depthlm.data.estimate.BY_ITSELF", 10)
-    with pytest.raises(DataError, match=r"not prepared: local.* of disk for .* tokens, 1 minutes on.*\n +prepare it"):
+    with pytest.raises(DataError, match=r"not prepared: local.* of disk .* about a minute on.*\n +prepare it"):
         check_prepared(local(), "prepare it")
     prepare(local())
+    prepare(local(tokenizer="bytes"))
     check_prepared(local(), "prepare it")
     with pytest.raises(DataError, match="what own takes is not known"):
         check_prepared(Data(name="own", hub="some/corpus", tokenizer="bytes"), "prepare it")
+    with pytest.raises(DataError, match="not prepared: further"):
+        check_prepared(local(tokenizer="bytes", validation={"further": Source(source=local().source)}), "prepare it")
 
 
 def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +86,7 @@ def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkey
         ["data=olmo2_mix", "data.sources.arxiv.weight=40", "data.path=some/folder"],
         ["data=olmo2_mix", "data.max_tokens=1.5M", "data.source=.", "data.sources.wiki.files='*a b*'"],
         ["data=local", "data.source=.", "data.tokenizer=bytes", "data.suffixes=[.txt,.rst]"],
-        ["data=local", "data.source=.", "+data.validation={one: {source: ., files: '1*'}}", "data.shard_tokens=5000"],
+        ["data=local", "data.source=.", "data.validation={one: {source: ., files: '1*'}}", "data.shard_tokens=5000"],
         ["data=olmo2_mix", "data.max_tokens=1B", "~data.sources.wiki", "~data.sources.dclm"],
         ["data.max_tokens=12345"],
     ],

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthlm.data import Batches, TokenFiles, loader
-from depthlm.data.mixture import LONGEST_PERIOD, schedule, shares
+from depthlm.data import Batches, DataError, TokenFiles, loader
+from depthlm.data.mixture import schedule, shares
 from depthlm.data.split_writer import SplitWriter
 
 OLMO2 = (3710.0, 83.0, 58.6, 20.8, 12.2, 11.8, 3.7)
@@ -37,12 +37,16 @@ def test_the_shares_of_olmo2_hold_over_several_periods() -> None:
     assert np.abs(found - exact[:, None] * np.arange(1, 130_001)).max() < 1
 
 
-def test_weights_without_a_short_period_are_rounded_to_less_than_a_millionth() -> None:
-    weights = (1 / 3, 0.123456789, 2**0.5)
-    assert sum(schedule(weights).counts) == LONGEST_PERIOD
-    exact = [float(share) for share in shares(weights)]
-    assert np.abs(schedule(weights).counts / LONGEST_PERIOD - exact).max() < 1e-6
-    assert np.abs(counts(weights, 100_000) - np.array(exact)[:, None] * np.arange(1, 100_001)).max() < 1
+def test_weights_without_a_short_period_are_refused_with_how_to_round_them() -> None:
+    with pytest.raises(DataError, match=r"no common denominator .* Round them, as to 97\d+, 2\d+") as caught:
+        shares([3710123456789, 83123456781, 0.5])
+    rounded = [float(number) for number in caught.value.remedy.removesuffix(".").split("as to ")[1].split(", ")]
+    assert np.abs(counts(tuple(rounded), 1000)).max() <= 1000
+
+
+def test_a_fraction_that_a_float_cannot_hold_is_that_fraction() -> None:
+    assert shares([1 / 3, 2 / 3]) == [Fraction(1, 3), Fraction(2, 3)]
+    assert shares([n / 7 for n in (1, 2, 4)]) == [Fraction(n, 7) for n in (1, 2, 4)]
 
 
 def test_a_weight_means_what_is_written() -> None:

@@ -1,13 +1,5 @@
 import dataclasses
 import json
-import os
-import random
-import resource
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,52 +8,11 @@ import pytest
 
 from depthlm.config.schema import Data, Source
 from depthlm.data import DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
-from depthlm.data.documents import REASONS, Reader
-from depthlm.data.encode import encode
-from depthlm.data.progress import ProgressFile
+from depthlm.data.documents import REASONS
+
+from .preparing import content, go, left_over, ready
 
 Local = Callable[..., Data]
-
-# Preparing once told to, slowed down, so that a kill can fall into any part of it.
-SLOW = """
-import sys, time
-from depthlm.config.schema import Data
-from depthlm.data import encode, prepare
-from depthlm.data.split_writer import SplitWriter
-encode.BATCH = 200
-add = SplitWriter.add
-SplitWriter.add = lambda *given: (time.sleep(0.005), add(*given))
-print("ready", flush=True)
-sys.stdin.readline()
-prepare(Data(name="local", source=sys.argv[1], vocab_size=300, validation_fraction=0.2, shard_tokens=500))
-"""
-
-
-def ready(source: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-        pytest.fail(process.communicate()[1])
-    return process
-
-
-def go(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def left_over(folder: Path) -> set[str]:
-    """What lies beside a folder of token files, locks aside."""
-    return {path.name for path in folder.parent.iterdir() if path.suffix != ".lock"} - {folder.name}
 
 
 def test_preparing_again_does_nothing(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,86 +37,6 @@ def test_the_bytes_do_not_depend_on_how_much_is_encoded_at_once(local: Local, mo
     monkeypatch.setattr("depthlm.data.encode.BATCH", 100)
     for changes, expected in zip(settings, whole, strict=True):
         assert content(prepare(local(path=f"again-{changes['max_tokens']}", **changes))["local"]) == expected
-
-
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_the_next_calls_go_on_and_give_the_same_bytes(
-    local: Local, text_folder: Path, kills: int
-) -> None:
-    data = local(shard_tokens=500)
-    folder = token_folders(data)["local"]
-    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
-    assert len(whole) > 8
-    chance, begun, went_on = random.Random(kills), set(), 0
-    for _ in range(kills):
-        process = ready(text_folder)
-        go(process)
-        time.sleep(chance.uniform(0.05, 0.35))
-        process.send_signal(signal.SIGKILL)
-        went_on += "going on" in process.communicate()[1]
-        begun |= left_over(folder) if folder.parent.exists() else set()
-        if folder.exists():
-            assert content(folder) == whole
-            shutil.rmtree(folder)
-    assert begun == {f"{folder.name}.partial"}
-    assert went_on
-    prepare(data)
-    assert content(folder) == whole
-    assert left_over(folder) == set()
-
-
-def test_what_was_killed_goes_on_from_its_last_whole_file(
-    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = local(shard_tokens=500)
-    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
-    monkeypatch.setattr("depthlm.data.encode.BATCH", 200)
-    saves = 0
-
-    def killed(self: ProgressFile, *given: object) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == 4:
-            raise KeyboardInterrupt
-        save(self, *given)
-
-    save = ProgressFile.save
-    monkeypatch.setattr(ProgressFile, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(data)
-    monkeypatch.setattr(ProgressFile, "save", save)
-    read = []
-    lines = Reader.records
-    monkeypatch.setattr(Reader, "records", lambda self, first=0: read.append(self.file.name) or lines(self, first))
-    capsys.readouterr()
-    folder = prepare(data)["local"]
-    assert "going on with" in capsys.readouterr().err
-    assert content(folder) == whole
-    assert read[-1] == "part2/8.txt"
-    assert "part0/0.txt" not in read[read.index(read[-1]) - 40 :]
-
-
-@pytest.mark.parametrize("change", ["text", "tokenizer", "half-written progress", "a file lost"])
-def test_what_was_killed_is_started_over_where_it_cannot_go_on(
-    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    monkeypatch.setattr("depthlm.data.encode.BATCH", 200)
-    data = local(shard_tokens=500, path="tokens")
-    monkeypatch.setattr(sys.modules["depthlm.data.prepare"], "encode", lambda *given: encode(*given) and 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        prepare(data)
-    monkeypatch.setattr(sys.modules["depthlm.data.prepare"], "encode", encode)
-    if change == "text":
-        (text_folder / "new.txt").write_text("more text " * 30)
-    elif change == "tokenizer":
-        data = local(shard_tokens=500, path="tokens", vocab_size=310)
-    elif change == "half-written progress":
-        progress = Path("tokens.partial/progress.json")
-        progress.write_text(progress.read_text()[:100])
-    else:
-        Path("tokens.partial/train-00000.bin").unlink()
-    expected = content(prepare(dataclasses.replace(data, path="alone"))["local"])
-    assert content(prepare(data)["local"]) == expected
 
 
 def test_two_processes_at_once_prepare_once(local: Local, text_folder: Path) -> None:
@@ -202,7 +73,7 @@ def test_token_files_at_a_path_are_used_as_they_are(local: Local) -> None:
     prepare(local(path="tokens", vocab_size=5000))
     bare = Data(name="pile", path="tokens")
     assert prepare(bare) == {"pile": Path("tokens")}
-    assert list(open_corpus(bare).validation) == ["local"]
+    assert list(open_corpus(bare).validation) == ["pile"]
     # the text is too short for 5000 tokens; the answer must be that from before the tokens were made
     assert open_corpus(bare).tokenizer.vocab_size < 5000 == vocab_size(bare)
     with pytest.raises(DataError, match="vocab_size: 5000 there, 300 asked"):
@@ -342,62 +213,6 @@ def test_a_bad_document_is_named_or_left_out_and_counted_as_the_configuration_sa
     assert {name: kept[name] for name in kept if name != "manifest.json"} == {
         name: clean[name] for name in clean if name != "manifest.json"
     }
-
-
-def test_after_a_bad_line_the_rest_is_prepared_from_the_last_whole_file(
-    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("depthlm.data.encode.BATCH", 100)
-    lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(200)]
-    lines[150] = lines[150][:-5]
-    Path("a.jsonl").write_text("\n".join(lines))
-    data = local(source="a.jsonl", tokenizer="bytes", shard_tokens=1000)
-    with pytest.raises(DataError, match=r"line 151 is not JSON.*a\.jsonl"):
-        prepare(data)
-    prepare(dataclasses.replace(data, on_bad_document="skip"))
-    assert "going on with" in capsys.readouterr().err
-    manifest = Manifest.read(token_folders(data)["local"])
-    assert manifest.train.documents + manifest.validation["local"].documents == 199
-    assert manifest.left_out == {"json": 1}
-
-
-def test_a_full_disk_is_said_and_what_was_written_is_gone_on_from(
-    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("depthlm.data.encode.BATCH", 200)
-    data = local(shard_tokens=500, path="tokens")
-    whole = content(prepare(local(shard_tokens=500, path="whole"))["local"])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # the kernel refuses the write, as it does on a full disk
-    code = f"""
-import resource, signal
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from depthlm.config.schema import Data
-from depthlm.data import DataError, encode, prepare
-from depthlm.data import split_writer
-encode.BATCH = 200
-write = split_writer.SplitWriter._write
-def full(self, content):
-    if len(self.shards) == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, {limits[1]}))
-    write(self, content)
-split_writer.SplitWriter._write = full
-try:
-    prepare(Data(name="local", source={data.source!r}, vocab_size=300, validation_fraction=0.2, shard_tokens=500,
-                 path="tokens"))
-except DataError as error:
-    print(error)
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert "cannot prepare token files" in done.stdout
-    assert "File too large" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
-    assert not Path("tokens").exists()
-    capsys.readouterr()
-    assert content(prepare(data)["local"]) == whole
-    assert "going on with" in capsys.readouterr().err
 
 
 def test_too_little_room_is_said_before_anything_is_written(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:

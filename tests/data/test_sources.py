@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import depthlm
+from depthlm.config import ConfigError
 from depthlm.config.schema import Data, Source
-from depthlm.data import DataError, documents, text_files, train_sources, validation_sources
+from depthlm.data import DataError, documents, open_corpus, prepare, text_files, train_sources, validation_sources
 from depthlm.data.documents import PIECE
 
 
@@ -96,3 +98,28 @@ def test_a_single_file_that_is_not_utf8_is_refused() -> None:
     Path("latin1.txt").write_bytes(b"caf\xe9 noir")
     with pytest.raises(DataError, match="not UTF-8"):
         list(found(Data(source="latin1.txt")))
+
+
+def test_linked_folders_are_read_once_and_odd_names_are_read(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "real" / "a b\nc.txt").write_text("one")
+    (tmp_path / "real" / "\udcff.txt").write_text("two")
+    (tmp_path / "mirror" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "loop").symlink_to(tmp_path / "real")
+    assert sorted(text for _, text in found(Data(source=str(tmp_path / "mirror"), tokenizer="bytes"))) == ["one", "two"]
+    prepare(Data(name="own", source=str(tmp_path / "mirror"), tokenizer="bytes"))
+
+
+def test_token_files_outlive_their_text(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number}")
+    overrides = ["data=local", "data.source=text", "data.tokenizer=bytes"]
+    prepare(depthlm.compose(overrides).data)
+    (tmp_path / "text").rename(tmp_path / "gone")
+    data = depthlm.compose(overrides).data
+    prepare(data)
+    assert open_corpus(data).tokens > 100
+    with pytest.raises(ConfigError, match="no such folder or file"):
+        depthlm.compose([*overrides, "data.validation_fraction=0.2"])

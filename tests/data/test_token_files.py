@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.config.schema import Data
+from depthlm.config.schema import Data, Source
 from depthlm.data import (
     DataError,
     Manifest,
@@ -132,6 +132,11 @@ def _other_version(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 0}))
 
 
+def _change(folder: Path, **values: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | values))
+
+
 def _other_tokenizer(folder: Path) -> None:
     file = folder / "tokenizer.json"
     file.write_text(file.read_text() + "\n")
@@ -146,6 +151,9 @@ def _other_tokenizer(folder: Path) -> None:
         (lambda folder: (folder / "manifest.json").write_text("[]"), "not a manifest"),
         (lambda folder: (folder / "manifest.json").unlink(), "no token files"),
         (_other_version, "version 0"),
+        (lambda folder: _change(folder, dtype="float99"), "not a manifest"),
+        (lambda folder: _change(folder, vocab_size="many"), "not a manifest"),
+        (lambda folder: _change(folder, train={"tokens": None, "documents": 1, "bytes": 1, "files": []}), "not a man"),
         (_other_tokenizer, "not the one"),
     ],
 )
@@ -169,3 +177,33 @@ def test_a_vocabulary_above_16_bits_is_stored_in_32(local: Local) -> None:
     assert Manifest.read(prepare(data)["local"]).dtype == "uint32"
     corpus = open_corpus(data)
     assert corpus.train["local"].read(0, 5).max() < corpus.tokenizer.vocab_size
+
+
+def test_the_digest_is_that_of_every_source(local: Local, text_folder: Path) -> None:
+    def digest(**texts: str) -> str:
+        for name, text in texts.items():
+            (text_folder / f"{name}.txt").write_text(text)
+        sources = {name: Source(source=str(text_folder), files=f"{name}*", weight=1) for name in ("part0", "part1")}
+        data = local(sources=sources, tokenizer="bytes", source=None, path=str(text_folder.parent / "-".join(texts)))
+        prepare(data, progress=False)
+        return open_corpus(data).digest()
+
+    assert len({digest(none=""), digest(part0="new"), digest(part1="newer")}) == 3
+
+
+def test_at_a_path_more_tokens_may_lie_than_are_asked_for_but_not_fewer(local: Local) -> None:
+    prepare(local(path="tokens", max_tokens=500))
+    assert open_corpus(local(path="tokens", max_tokens=300)).tokens == 300
+    for asked in (501, None):
+        with pytest.raises(DataError, match="the first 500 tokens alone were prepared"):
+            prepare(local(path="tokens", max_tokens=asked))
+    # where no text is named, what lies there is all there is
+    assert open_corpus(Data(name="local", path="tokens", max_tokens=10**6)).tokens >= 500
+
+
+def test_sets_of_the_same_name_at_paths_are_told_apart_by_their_sources(local: Local) -> None:
+    for path in ("one", "two"):
+        prepare(local(path=path, tokenizer="bytes"))
+    sources = {"a": Source(path="one", weight=1), "b": Source(path="two", weight=1)}
+    corpus = open_corpus(Data(name="mix", sources=sources, validation={"c": Source(path="one")}))
+    assert list(corpus.validation) == ["a", "b", "c"]

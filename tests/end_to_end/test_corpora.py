@@ -249,9 +249,9 @@ def test_ten_validation_sets_each_have_a_loss_and_a_perplexity(mirrors: Mirrors,
     (checkout / "mine/data/mine.yaml").write_text(f"defaults: [lm1b]\nvalidation:\n{''.join(sources)}")
     overrides = [*mirrors.overrides("lm1b")[1:], *run_settings()]
     config = compose(["data=mine", *overrides], config_dir="mine")
-    one_by_one = [f"+data.validation.{name}.source={checkout}/{name}.jsonl" for name in SETS]
+    one_by_one = [f"data.validation.{name}.source={checkout}/{name}.jsonl" for name in SETS]
     at_once = ",".join(f"{name}:{{source:{checkout}/{name}.jsonl}}" for name in SETS)
-    for typed in (one_by_one, [f"+data.validation={{{at_once}}}"]):
+    for typed in (one_by_one, [f"data.validation={{{at_once}}}"]):
         assert compose(["data=lm1b", *typed, *overrides]).data == config.data
     assert train(config) == 0
     measured = rows(Path("run"))[-1]
@@ -265,7 +265,7 @@ def test_ten_validation_sets_each_have_a_loss_and_a_perplexity(mirrors: Mirrors,
 
 
 def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
-    further = "+data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"
+    further = "data.validation={pile:{hub:monology/pile-uncopyrighted},web:{hub:allenai/c4,subset:en}}"
     overrides = ["data=fineweb_edu", *PREPARED, further]
     done = command(f"python data/prepare.py {' '.join(overrides[:-1])} '{further}'")
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from depthlm.training import COMPLETE, train
 
 Overrides = Callable[..., list[str]]
 MIXTURE = (
-    "data.path=null", "+data.sources={a: {files: '*-0*', weight: 3}, b: {files: '*-[123]*', weight: 1}}",
+    "data.path=null", "data.sources={a: {files: '*-0*', weight: 3}, b: {files: '*-[123]*', weight: 1}}",
     "training.max_steps=12",
 )  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_every_validation_set_has_a_loss_and_a_perplexity(
 ) -> None:
     names = [f"domain{n}" for n in range(10)]
     sets = {name: f"{{source: {corpus_folder}, files: '*{n}.txt'}}" for n, name in enumerate(names)}
-    given = "+data.validation={" + ", ".join(f"{name}: {entry}" for name, entry in sets.items()) + "}"
+    given = "data.validation={" + ", ".join(f"{name}: {entry}" for name, entry in sets.items()) + "}"
     assert train(depthlm.compose(small_run(given, "training.max_steps=4", "data.path=null"))) == COMPLETE
     last, summary = rows(tmp_path / "run")[-1], json.loads((tmp_path / "run" / "summary.json").read_text())
     for name in ["local", *names]:
