@@ -30,7 +30,6 @@ import depthlm
 from depthlm import environment
 from depthlm.config.schema import Data
 from depthlm.data import Batches, Manifest, TokenFiles, Tokenizer, documents, loader, prepare, text_files, train_bpe
-from depthlm.data.encode import BATCH
 from depthlm.data.manifest import Shard
 from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.training.engine import build_engine, start_distributed
@@ -39,6 +38,8 @@ from depthlm.training.plan import make_plan
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
+# characters of one call of the bare library, which gets slower with fewer
+BARE_BATCH = 2**21
 # characters of a document as short as LM1B's
 SENTENCE = 130
 
@@ -66,10 +67,13 @@ def preparation(folder: Path, found: list[str], tokenizer: Tokenizer, rounds: in
     (folder / "corpus.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
     pyarrow.parquet.write_table(pa.table({"text": found}), folder / "corpus.parquet", row_group_size=1000)
     batches: list[list[str]] = [[]]
+    length = 0
     for text in found:
         batches[-1].append(text)
-        if sum(map(len, batches[-1])) >= BATCH:
+        length += len(text)
+        if length >= BARE_BATCH:
             batches.append([])
+            length = 0
     number = iter(range(10**6))
 
     def ours(name: str) -> None:

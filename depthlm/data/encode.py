@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from depthlm import environment
 from depthlm.data.documents import REASONS, Reader, documents, pieces
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import held_out_share, is_validation
@@ -24,8 +25,9 @@ from depthlm.data.tokenizers import Tokenizer, parallel_tokenizers
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Characters that are encoded at once: the library needs some hundred bytes of memory for each.
-BATCH = 2**21
+# Characters that are encoded at once: few, so that threads take turns at what only one can do (making lists of ids),
+# but enough for every core; the library needs some hundred bytes of memory for each.
+BATCH = min(2**22, 2**18 * environment.cores())
 
 # Characters of the longest piece of a document that is encoded as a whole; the tokens at a cut depend on it.
 LONGEST = 2**20
@@ -183,11 +185,12 @@ def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piec
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
-                held_out = is_validation(record.name, fraction)
-                text = record.text
-                parted = [text] if len(text) <= LONGEST else list(pieces(io.StringIO(text, newline=""), LONGEST))
-                for number, piece in enumerate(parted, 1):
-                    yield Piece(held_out, piece, number == len(parted), after), files_read, reader
+                held_out, text = is_validation(record.name, fraction), record.text
+                if len(text) > LONGEST:
+                    *parts_before, text = pieces(io.StringIO(text, newline=""), LONGEST)
+                    for piece in parts_before:
+                        yield Piece(held_out, piece, False, after), files_read, reader
+                yield Piece(held_out, text, True, after), files_read, reader
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> Encoded:
