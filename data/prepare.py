@@ -62,10 +62,8 @@ def table(folders: dict[str, Path]) -> Table:
     rows = Table("source", "split", "documents", "text MB", "tokens", "bytes a token", "files")
     for name, folder in folders.items():
         manifest = Manifest.read(folder)
-        for kind, split in (
-            ("train", manifest.train),
-            *(("validation", held) for held in manifest.validation.values()),
-        ):
+        (held_out,) = manifest.validation.values()
+        for kind, split in {"train": manifest.train, "validation": held_out}.items():
             if split.files:
                 numbers = f"{split.documents:,}", f"{split.bytes / 1e6:.1f}", f"{split.tokens:,}"
                 rows.add_row(name, kind, *numbers, f"{split.bytes / split.tokens:.2f}", str(len(split.files)))

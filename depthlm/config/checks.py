@@ -10,12 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from depthlm import environment
 from depthlm.config.errors import listed, nearest
-from depthlm.config.keys import Key, keys, leaves, parse_count
+from depthlm.config.keys import Key, keys, leaves
 from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.mechanism import check_target, check_values
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.config.sources import check_sources
+from depthlm.counts import parse_count
 from depthlm.data import (
     DataError,
     Manifest,

@@ -5,14 +5,11 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.schema import Config
-
-SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -81,19 +78,3 @@ def walk(schema: type, prefix: str) -> Iterator[Key]:
             yield from walk(hints[entry.name], f"{prefix}{entry.name}.")
         else:
             yield Key(prefix + entry.name, hints[entry.name], entry.metadata)
-
-
-def parse_count(value: Any) -> int:
-    """10, 2_000, `300M` or `1.5B` as an integer. Raises ValueError for anything else."""
-    if isinstance(value, bool):
-        raise ValueError(value)
-    text = str(value).strip().replace("_", "")
-    scale = SCALES.get(text[-1:].upper())
-    # exact: as floats, 4.1 * 10**9 is no whole number
-    try:
-        number = Fraction(text[:-1] if scale else text) * (scale or 1)
-    except ZeroDivisionError:
-        raise ValueError(value) from None
-    if number.denominator != 1 or "/" in text:
-        raise ValueError(value)
-    return int(number)

@@ -9,8 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from depthlm.config.compose import CONF, compose_raw, hydra_at_conf
-from depthlm.config.keys import SCALES, parse_count
 from depthlm.config.schema import Config
+from depthlm.counts import SCALES, parse_count
 
 # what preparing does not depend on
 _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}

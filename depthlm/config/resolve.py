@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from depthlm import environment
-from depthlm.config.keys import keys, parse_count
+from depthlm.config.keys import keys
 from depthlm.config.schema import Config
+from depthlm.counts import parse_count
 from depthlm.data import is_on_hub, padded_vocab_size
 
 # the user gives one of each group, and the default of the others steps back

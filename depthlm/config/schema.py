@@ -67,7 +67,7 @@ class Data(Source):
         "bpe", "bpe: trained once on the corpus; bytes: 256 bytes; else a tokenizer.json, or a model of the hub"
     )
     vocab_size: int = key(
-        4096, "vocabulary of the tokenizer `bpe`, its special token included, or of the hub's", minimum=258
+        4096, "vocabulary of the tokenizer `bpe`, its special token included, or of the hub's", minimum=260
     )
     pad_vocab_multiple: int = key(
         64, "the model's vocabulary is the tokenizer's, raised to a multiple of this", minimum=1

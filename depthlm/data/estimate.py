@@ -1,11 +1,13 @@
 """What preparing a source will take, before it is done: tokens, disk, time."""
 
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from depthlm import environment
+from depthlm.counts import count_text
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
 from depthlm.data.settings import quota, token_folder
@@ -43,8 +45,8 @@ class Estimate:
         """The estimate as a person reads it."""
         download = f"{_size(self.download_bytes)} of download, " if self.download_bytes else ""
         return (
-            f"about {_size(self.disk_bytes)} of disk for {_count(self.tokens)} tokens, {download}"
-            f"{_duration(self.seconds)} on this machine's {os.cpu_count()} cores"
+            f"about {_size(self.disk_bytes)} of disk for {count_text(self.tokens)} tokens, {download}"
+            f"{_duration(self.seconds)} on this machine's {environment.cores()} cores"
         )
 
 
@@ -64,7 +66,7 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
     limit = None if name in data.validation else quota(name, data)
     part = min(1.0, limit / tokens) if limit is not None else 1.0
     item_bytes = little_endian(dtype_of(vocab_size(data))).itemsize
-    rate = BYTES_PER_CORE_SECOND * (os.cpu_count() or 1)
+    rate = BYTES_PER_CORE_SECOND * environment.cores()
     return Estimate(
         part * tokens, part * tokens * item_bytes, part * text_bytes, part * download, part * text_bytes / rate
     )
@@ -79,10 +81,10 @@ def check_room(name: str, source: "Source", data: "Data", folder: Path) -> Estim
     return wanted
 
 
-def check_prepared(data: "Data", command: str) -> None:
+def check_prepared(data: "Data", command: Callable[[], str]) -> None:
     """Raise DataError where a source is not prepared and too large for training to prepare it by itself.
 
-    command: what prepares it.
+    command: gives what prepares it; asked for only where it is told.
     """
     missing = {}
     for name, source in (train_sources(data) | validation_sources(data)).items():
@@ -94,7 +96,7 @@ def check_prepared(data: "Data", command: str) -> None:
     takes = [Estimate(*map(sum, zip(*map(astuple, known), strict=True))).words()] if known else []
     if unknown := [name for name, found in missing.items() if found is None]:
         takes.append(f"and what {', '.join(unknown)} takes is not known")
-    remedy = f"Prepare it, which takes {', '.join(takes)}:\n    {command}"
+    remedy = f"Prepare it, which takes {', '.join(takes)}:\n    {command()}"
     raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", remedy)
 
 
@@ -104,13 +106,6 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
-
-
-def _count(tokens: float) -> str:
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if tokens >= scale:
-            return f"{tokens / scale:.3g}{unit}"
-    return f"{tokens:,.0f}"
 
 
 def _duration(seconds: float) -> str:

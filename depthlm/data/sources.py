@@ -29,8 +29,7 @@ class TextFile(NamedTuple):
 class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their names.
 
-    description: what the text was made from, for the manifest. state: a digest of that, and of when each file was
-    changed.
+    description: what the text was made from, for the manifest. state: a digest of when each file was changed.
     """
 
     train: list[TextFile]

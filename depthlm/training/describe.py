@@ -6,10 +6,11 @@ from typing import Any
 from depthlm import environment
 from depthlm.analysis import count_parameters, estimate_memory
 from depthlm.config import Config
+from depthlm.counts import count_text
 from depthlm.data import Batches, Corpus
 from depthlm.evaluation import perplexity
 from depthlm.model import Decoder
-from depthlm.training.display import count_text, number_text, show_table
+from depthlm.training.display import number_text, show_table
 from depthlm.training.plan import Plan
 
 

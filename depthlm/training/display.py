@@ -115,11 +115,3 @@ def row_text(row: dict[str, Any], last: int) -> str:
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
     return "  ".join(parts)
-
-
-def count_text(number: float) -> str:
-    """1343800000 as `1.344B`."""
-    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= scale:
-            return f"{number / scale:.4g}{unit}"
-    return f"{number:g}"

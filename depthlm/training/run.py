@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def train(config: Config) -> int:
         show_summary("This run is complete", directory, summary, ranks.rank)
         return COMPLETE
     # on every rank: one that ended alone would leave the others waiting for it
-    check_prepared(config.data, prepare_command(config))
+    check_prepared(config.data, partial(prepare_command, config))
     device = start_distributed(ranks)
     if first:
         prepare(config.data)

@@ -9,8 +9,9 @@ import torch
 import depthlm
 from depthlm.config import run_steps, warmup_steps
 from depthlm.config.command_line import prepare_arguments, sweep_points
-from depthlm.config.keys import keys, parse_count
+from depthlm.config.keys import keys
 from depthlm.config.resolve import run_name
+from depthlm.counts import parse_count
 from depthlm.environment import REPOSITORY, ranks
 
 

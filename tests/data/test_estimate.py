@@ -58,17 +58,19 @@ def test_the_estimate_of_a_corpus_of_the_hub_is_its_share_of_what_the_configurat
 def test_training_asks_for_what_is_large_or_unknown_to_be_prepared_and_says_by_which_command(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_prepared(local(), "prepare it")
+    check_prepared(local(), lambda: "prepare it")
     monkeypatch.setattr("depthlm.data.estimate.BY_ITSELF", 10)
     with pytest.raises(DataError, match=r"not prepared: local.* of disk .* about a minute on.*\n +prepare it"):
-        check_prepared(local(), "prepare it")
+        check_prepared(local(), lambda: "prepare it")
     prepare(local())
     prepare(local(tokenizer="bytes"))
-    check_prepared(local(), "prepare it")
+    check_prepared(local(), lambda: "prepare it")
     with pytest.raises(DataError, match="what own takes is not known"):
-        check_prepared(Data(name="own", hub="some/corpus", tokenizer="bytes"), "prepare it")
+        check_prepared(Data(name="own", hub="some/corpus", tokenizer="bytes"), lambda: "prepare it")
     with pytest.raises(DataError, match="not prepared: further"):
-        check_prepared(local(tokenizer="bytes", validation={"further": Source(source=local().source)}), "prepare it")
+        check_prepared(
+            local(tokenizer="bytes", validation={"further": Source(source=local().source)}), lambda: "prepare it"
+        )
 
 
 def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_a_corpus_is_prepared_and_trained_on_from_the_hub_and_its_mirror_gives_t
     overrides = [f"data={name}", *PREPARED]
     config = compose([*overrides, *run_settings()])
     with pytest.raises(DataError, match="not prepared") as unprepared:
-        check_prepared(config.data, prepare_command(config))
+        check_prepared(config.data, partial(prepare_command, config))
     done = command(unprepared.value.remedy.splitlines()[-1])
     assert done.returncode == 0, done.stderr
     assert not any(hub.drops.values()), "the connection was to be dropped"
@@ -176,7 +177,7 @@ def test_training_on_what_is_not_prepared_says_what_prepares_it_and_downloads_no
 def test_without_the_hub_the_command_that_prepares_is_still_told(name: str, checkout: Path) -> None:
     config = compose([f"data={name}"])
     with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
-        check_prepared(config.data, prepare_command(config))
+        check_prepared(config.data, partial(prepare_command, config))
     assert unprepared.value.remedy.splitlines()[-1].strip() == f"python data/prepare.py data={name}"
 
 

@@ -1,0 +1,30 @@
+"""Large counts as people write them: 300M, 10B."""
+
+from fractions import Fraction
+from typing import Any
+
+SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_count(value: Any) -> int:
+    """10, 2_000, `300M` or `1.5B` as an integer. Raises ValueError for anything else."""
+    if isinstance(value, bool):
+        raise ValueError(value)
+    text = str(value).strip().replace("_", "")
+    scale = SCALES.get(text[-1:].upper())
+    # exact: as floats, 4.1 * 10**9 is no whole number
+    try:
+        number = Fraction(text[:-1] if scale else text) * (scale or 1)
+    except ZeroDivisionError:
+        raise ValueError(value) from None
+    if number.denominator != 1 or "/" in text:
+        raise ValueError(value)
+    return int(number)
+
+
+def count_text(number: float) -> str:
+    """1343800000 as `1.344B`."""
+    for unit, scale in reversed(SCALES.items()):
+        if number >= scale:
+            return f"{number / scale:.4g}{unit}"
+    return f"{number:g}"
