@@ -1,11 +1,13 @@
 """What the tests share: one thread, no network, a small corpus, and short runs on it."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from .two_ranks import TwoRanks
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +29,14 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [vocabulary[(number * 7 + i * i) % len(vocabulary)] for i in range(120)]
         (folder / f"text-{number:02d}.txt").write_text(" ".join(words) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[TwoRanks]:
+    """Two processes that train together, started once a session."""
+    ranks = TwoRanks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

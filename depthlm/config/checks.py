@@ -173,6 +173,11 @@ def _check_optimizer(config: Config) -> list[str]:
 
 
 def _check_sharding(config: Config) -> list[str]:
+    if config.deepspeed.offload != "none" and config.deepspeed.stage != 3:
+        return [
+            f"deepspeed.offload={config.deepspeed.offload} with deepspeed.stage={config.deepspeed.stage}: only ZeRO 3 "
+            "puts its shards aside; allowed: deepspeed=zero3_offload"
+        ]
     if config.deepspeed.stage == 3 and config.training.compile:
         return [
             "training.compile=true with deepspeed.stage=3: compiled code cannot follow weights that come and go; "

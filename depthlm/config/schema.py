@@ -146,13 +146,39 @@ class Training:
     num_threads: Optional[int] = key(
         None, "CPU threads of one rank; null: the cores this process may use, shared by its ranks", minimum=1
     )
+    on_bad_numbers: str = key(
+        "skip",
+        "a loss or gradient that is not finite never reaches the weights. skip: that batch is left out; rewind: so are "
+        "all since the last regular checkpoint, whose state comes back; stop: the run ends",
+        choices=("skip", "rewind", "stop"),
+    )
     max_skipped: int = key(
         10,
-        "batches in a row left out for a gradient (so also a loss) that is not finite, before the run ends",
+        "batches in a row left out (or rewinds to the same checkpoint) before the run ends",
         minimum=0,
     )
-    checkpoint_every: int = key(100, "steps between checkpoints; the last step always has one", minimum=1)
-    keep_last: int = key(2, "checkpoints kept", minimum=1)
+    spike_deviations: Optional[float] = key(
+        6.0, "a loss so many standard deviations above the running mean is a spike; null: no loss is", above=0
+    )
+    spike_window: int = key(128, "losses of which mean and deviation are taken, once half as many are there", minimum=2)
+    on_spike: str = key("log", "log: a spike is told; skip: its batch is left out too", choices=("log", "skip"))
+    checkpoint_every: int = key(100, "steps between regular checkpoints; the last step always has one", minimum=1)
+    checkpoint_minutes: Optional[float] = key(
+        None, "save also when so many minutes have passed since the last checkpoint", above=0
+    )
+    keep_last: int = key(2, "newest checkpoints kept", minimum=1)
+    keep_every: Optional[int] = key(
+        None, "checkpoints of steps that are a multiple of this are kept for ever", minimum=1
+    )
+    async_checkpoint: bool = key(
+        False, "copy the state to memory, and write it while training goes on; needs memory for the copy"
+    )
+    rank_timeout: float = key(
+        60.0, "seconds without a sign of life of a rank, after which all the others end", minimum=1
+    )
+    stall_timeout: float = key(
+        30.0, "minutes in which a living rank may do nothing new, after which all end", above=0
+    )
     validate_every: Optional[int] = key(100, "steps between validations; null: at the end only", minimum=1)
     validation_tokens: Optional[Any] = key(
         None, "at most so many tokens of each validation set; null: all", minimum=1, count=True
@@ -175,6 +201,24 @@ class DeepSpeed:
         minimum=0,
         maximum=3,
     )
+    offload: str = key(
+        "none", "ZeRO 3: where weights and optimizer states rest while they are not used", choices=("none", "cpu")
+    )
+    reduce_bucket_size: Any = key(
+        "500M", "ZeRO 1 and above: numbers of gradient that are reduced at once", minimum=1, count=True
+    )
+    allgather_bucket_size: Any = key(
+        "500M", "ZeRO 1 and 2: numbers of weight that are gathered at once after the update", minimum=1, count=True
+    )
+    prefetch_bucket_size: Any = key(
+        "50M", "ZeRO 3: numbers of weight that are gathered ahead of their use", minimum=0, count=True
+    )
+    overlap_comm: bool = key(False, "ZeRO 1 and above: reduce gradients while the backward pass goes on")
+    communication_data_type: str = key(
+        "auto",
+        "number format in which ZeRO 1 and above reduce gradients over the ranks; auto: that of the weights",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
 
 
 @dataclass
@@ -186,6 +230,8 @@ class Precision:
     )
     initial_scale_power: int = key(16, "fp16: the dynamic loss scale starts at two to this power", minimum=0)
     loss_scale_window: int = key(1000, "fp16: steps without overflow before the scale doubles", minimum=1)
+    hysteresis: int = key(2, "fp16: overflows before the scale halves", minimum=1)
+    min_loss_scale: float = key(1.0, "fp16: the scale does not go below", above=0)
 
 
 @dataclass
@@ -208,8 +254,14 @@ class Config:
     )
     resume: str = key(
         "auto",
-        "auto: go on from the newest whole checkpoint; never: refuse a directory that holds a run",
-        choices=("auto", "never"),
+        "auto: go on from the newest whole checkpoint; extend: also where the run is to be longer than it was, "
+        "finished or not; never: refuse a directory that holds a run",
+        choices=("auto", "extend", "never"),
+    )
+    fork_from: Optional[str] = key(
+        None,
+        "start with weights, optimizer and step of this run directory's newest whole checkpoint, or of this "
+        "checkpoint, under the settings given here; a run that has a checkpoint of its own resumes that",
     )
     import_from: Optional[str] = key(
         None,

@@ -80,21 +80,33 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
 
 def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str, Any]:
     """The JSON that DeepSpeed reads. parameters: how many the model has."""
-    stage, precision = config.deepspeed.stage, config.precision
+    sharding, precision = config.deepspeed, config.precision
+    stage = sharding.stage
     settings: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "steps_per_print": None,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": stage,
+            # room for so many gradients is taken at once
+            "reduce_bucket_size": min(sharding.reduce_bucket_size, parameters),
+            "allgather_bucket_size": sharding.allgather_bucket_size,
+            "stage3_prefetch_bucket_size": sharding.prefetch_bucket_size,
+            "overlap_comm": sharding.overlap_comm,
+        },
         "zero_allow_untested_optimizer": True,
+        # its own Adam for offloaded states is compiled for minutes at the first start
+        "zero_force_ds_cpu_optimizer": False,
         # at stage 0 the optimizer's guard clips, since DeepSpeed would not tell the norm
         "gradient_clipping": config.training.gradient_clipping if stage else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    if stage == 3:
-        # room for so many gradients is taken at once; without this, for 500M of them, whatever the model
-        settings["zero_optimization"]["reduce_bucket_size"] = min(500_000_000, parameters)
+    if sharding.communication_data_type != "auto":
+        settings["communication_data_type"] = sharding.communication_data_type
+    if sharding.offload == "cpu":
+        pinned = {"device": "cpu", "pin_memory": environment.device_type() == "cuda"}
+        settings["zero_optimization"] |= {"offload_optimizer": pinned, "offload_param": pinned}
     if precision.name == "bf16" and stage == 0:
         # bf16 weights at stage 0 start with a wrong Adam step: fp32 weights under autocast instead
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
@@ -105,6 +117,8 @@ def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str,
             "enabled": True,
             "initial_scale_power": precision.initial_scale_power,
             "loss_scale_window": precision.loss_scale_window,
+            "hysteresis": precision.hysteresis,
+            "min_loss_scale": precision.min_loss_scale,
         }
     return settings
 

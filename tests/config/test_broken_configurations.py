@@ -56,7 +56,7 @@ BROKEN = [
     (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
     (["seed=-1"], ["seed=-1", "at least 0"]),
     (["seed=null"], ["seed=null", "an integer"]),
-    (["resume=maybe"], ["resume=maybe", "one of auto, never"]),
+    (["resume=maybe"], ["resume=maybe", "one of auto, extend, never"]),
     (["training.compile=perhaps"], ["training.compile=perhaps", "true or false"]),
     (["schedule.name=cosines"], ["schedule.name=cosines", "did you mean `cosine`?"]),
     (["schedule.warmup_ratio=2"], ["schedule.warmup_ratio=2", "at most 1"]),

@@ -1,0 +1,97 @@
+"""Two processes that stay, joined by gloo: what runs on two ranks need not start Python each time."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+WORLD_SIZE, SECONDS = 2, 180.0
+
+
+class TwoRanks:
+    """Calls a function on both ranks; it must be importable, since it goes to other processes by its name."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port, self.pipes, self.processes = free_port(), [], []
+        for rank in range(WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns on each rank. Raises AssertionError with the traceback of a rank where it fails."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(SECONDS):
+                self.close()
+                raise AssertionError(f"rank {rank} gave no answer in {SECONDS:.0f} s")
+        answers = [pipe.recv() for pipe in self.pipes]
+        failed = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text)
+        assert not failed, failed
+        return [value for value, _ in answers]
+
+    def close(self) -> None:
+        """End both processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def train_on_ranks(overrides: list[str]) -> int | str:
+    """Train under these overrides, as train.py would: the exit code, or what a user's mistake is told as."""
+    import depthlm
+    from depthlm.errors import UserError
+    from depthlm.training import train
+
+    try:
+        return train(depthlm.compose(overrides))
+    except UserError as error:
+        return str(error)
+
+
+def rank_variables(rank: int, port: int, world_size: int = WORLD_SIZE) -> dict[str, str]:
+    """What a launcher would set for this rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    os.environ |= rank_variables(rank, port)
+    import torch
+
+    from depthlm.environment import ranks
+    from depthlm.training.engine import start_distributed
+
+    torch.set_num_threads(1)
+    start_distributed(ranks())
+    # DeepSpeed keeps the first group of a process for ever
+    torch.distributed.destroy_process_group = lambda *_: None
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(*arguments), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
