@@ -27,14 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 import depthlm
-from depthlm import environment
 from depthlm.config.schema import Data
 from depthlm.data import Batches, Manifest, TokenFiles, Tokenizer, documents, loader, prepare, text_files, train_bpe
 from depthlm.data.manifest import Shard
 from depthlm.data.tokenizers import parallel_tokenizers
-from depthlm.training.engine import build_engine, start_distributed
+from depthlm.launchers import ranks
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.process_group import start_distributed
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
@@ -152,8 +153,8 @@ def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: in
 def training(steps: int) -> float:
     """Tokens a second of training size=tiny with the default configuration, by the fastest step."""
     config = depthlm.compose(["size=tiny", "tracker=none"])
-    device = start_distributed(environment.ranks())
-    plan = make_plan(config, environment.ranks())
+    device = start_distributed(ranks())
+    plan = make_plan(config, ranks())
     engine = build_engine(config, plan, depthlm.build_model(config, device))
     batch = torch.randint(config.size.vocab_size, (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1))
     seconds = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from depthlm import environment
+from depthlm.launchers import ranks
 
 Step = Callable[[], object]
 
@@ -81,7 +82,7 @@ def result_path(benchmark: str) -> Path:
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
     """Write results with the machine they were measured on."""
-    machine = environment.describe(environment.ranks())
+    machine = environment.describe(ranks())
     machine.pop("command")
     machine["threads"] = torch.get_num_threads()
     machine["load_average"] = os.getloadavg()

@@ -23,10 +23,12 @@ from rich.table import Table
 import depthlm
 from depthlm import environment
 from depthlm.config import mechanisms
+from depthlm.launchers import ranks
 from depthlm.model import compile_sublayers
-from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.process_group import start_distributed
 
 SHAPE = ["size.hidden_size=512", "size.intermediate_size=1408", "size.num_layers=24", "size.num_heads=8",
          "size.num_kv_heads=4", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",
@@ -42,7 +44,7 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
     """(one training step, its tokens)."""
     preset = "vanilla" if name == AGAIN else name
     config = depthlm.compose([*SHAPE, *overrides, f"model={preset}"])
-    plan = make_plan(config, environment.ranks())
+    plan = make_plan(config, ranks())
     model = depthlm.build_model(config, device)
     model.activation_checkpointing = config.training.activation_checkpointing
     if config.training.compile:
@@ -68,7 +70,7 @@ def main() -> None:
         print(markdown(json.loads(arguments.markdown.read_text())))
         return
     torch.set_num_threads(arguments.threads)
-    device = start_distributed(environment.ranks())
+    device = start_distributed(ranks())
     if arguments.memory_of:
         print_peak_memory(contender(arguments.memory_of, arguments.overrides, device)[0])
         return

@@ -22,10 +22,12 @@ from torch import nn
 import depthlm
 from depthlm import environment
 from depthlm.config import Config
+from depthlm.launchers import ranks
 from depthlm.model import compile_sublayers
-from depthlm.training.engine import build_engine, start_distributed
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.process_group import start_distributed
 
 SHAPE = ["size.hidden_size=256", "size.intermediate_size=704", "size.num_layers=8", "size.num_heads=4",
          "size.num_kv_heads=2", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",
@@ -67,7 +69,7 @@ def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callabl
     batch = make_batch(config).to(device)
     compiled = MODES[mode][1]
     if kind in ("depthlm", "zero1"):
-        plan = make_plan(config, environment.ranks())
+        plan = make_plan(config, ranks())
         model = depthlm.build_model(config, device)
         if compiled:
             compile_sublayers(model)
@@ -177,7 +179,7 @@ def main() -> None:
         print(markdown(arguments.markdown))
         return
     torch.set_num_threads(environment.cores())
-    device = start_distributed(environment.ranks())
+    device = start_distributed(ranks())
     if arguments.memory_of:
         print_peak_memory(contender(*arguments.memory_of, device)[0])
         return

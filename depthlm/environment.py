@@ -1,45 +1,16 @@
-"""What this process runs on: its rank, device, cores, versions. The one place that reads the environment."""
+"""What this process runs on: device, cores, versions."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthlm.launchers import Ranks
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those of the run."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    launcher: str
-
-
-def ranks(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The rank of this process as torchrun, deepspeed or srun told it; alone if nobody did."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        local_rank = int(environment.get("LOCAL_RANK", "0"))
-        world_size = int(environment["WORLD_SIZE"])
-        local_world_size = int(environment.get("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", "1")))
-        launcher = "torchrun or deepspeed" if world_size > 1 else "python"
-        return Ranks(int(environment["RANK"]), local_rank, world_size, local_world_size, launcher)
-    # A shell inside an allocation has SLURM_PROCID too; only a step that srun started has its own step id.
-    if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID", "").isdigit():
-        tasks = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
-        # as in `4(x2),3`: this node's share is told for all nodes alike only by the largest
-        per_node = max(int(n.split("(")[0]) for n in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","))
-        local_rank = int(environment.get("SLURM_LOCALID", "0"))
-        return Ranks(int(environment["SLURM_PROCID"]), local_rank, tasks, per_node, "srun")
-    return Ranks(0, 0, 1, 1, "python")
 
 
 def device_type() -> str:
@@ -103,6 +74,7 @@ def describe(here: Ranks) -> dict[str, Any]:
         "cores": cores(),
         "world_size": here.world_size,
         "launcher": here.launcher,
+        "nodes": here.nodes,
     }
 
 

@@ -14,7 +14,7 @@ from depthlm.config.sources import type_sources
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.training.checkpoints import newest_checkpoint
+from depthlm.training.checkpoints import WEIGHTS, newest_checkpoint
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
@@ -35,7 +35,7 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
     if found is None:
         raise UserError(f"{directory}: no whole checkpoint in it; train it first, or name another run")
     model = build_model(config, "meta").to_empty(device=device)
-    weights = load_file(found[0] / "model.safetensors", device=str(device))
+    weights = load_file(found[0] / WEIGHTS, device=str(device))
     model.load_state_dict(weights)
     if config.data.document_mask:
         model.end_of_text = Tokenizer.load(directory).end_of_text

@@ -8,12 +8,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from depthlm import environment
+from depthlm import environment, launchers
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import Key, keys, leaves
 from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.mechanism import check_target, check_values
-from depthlm.config.resolve import tokenizer_exists
+from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.config.sources import check_sources
 from depthlm.counts import parse_count
@@ -26,8 +26,6 @@ from depthlm.data import (
     train_sources,
     validation_sources,
 )
-
-LENGTHS = ("max_steps", "max_tokens", "max_epochs")
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -79,6 +77,7 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_batch(config, given),
         *_check_length(config),
         *_check_optimizer(config),
+        *_check_checkpoints(config),
         *_check_sharding(config),
         *_check_data(config),
         *(_check_device(config) if here else []),
@@ -105,7 +104,7 @@ def _check_shape(config: Config, given: set[str]) -> list[str]:
 
 
 def _check_batch(config: Config, given: set[str]) -> list[str]:
-    training, ranks = config.training, environment.ranks().world_size
+    training, ranks = config.training, launchers.ranks().world_size
     length = training.sequence_length
     if training.batch_tokens is not None:
         if "training.batch_size" in given:
@@ -129,7 +128,7 @@ def _check_batch(config: Config, given: set[str]) -> list[str]:
 
 def _check_length(config: Config) -> list[str]:
     training, schedule, errors = config.training, config.schedule, []
-    lengths = [f"training.{name}" for name in LENGTHS if getattr(training, name) is not None]
+    lengths = [name for name in LENGTHS if getattr(training, name.removeprefix("training.")) is not None]
     if len(lengths) > 1:
         errors.append(f"{' and '.join(lengths)}: both given; give one")
     if not lengths:
@@ -170,6 +169,16 @@ def _check_optimizer(config: Config) -> list[str]:
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0"
         )
     return errors
+
+
+def _check_checkpoints(config: Config) -> list[str]:
+    keep_every, every = config.training.keep_every, config.training.checkpoint_every
+    if keep_every is not None and keep_every % every:
+        return [
+            f"training.keep_every={keep_every}: regular checkpoints are those of training.checkpoint_every={every}; "
+            f"allowed: multiples of {every}"
+        ]
+    return []
 
 
 def _check_sharding(config: Config) -> list[str]:
@@ -235,8 +244,11 @@ def _check_files(config: Config) -> list[str]:
         )
     if not config.output_dir:
         return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
-    if config.import_from is not None and not any(map(_holds_checkpoints, (config.output_dir, config.import_from))):
-        errors.append(f"import_from={config.import_from}: no run with a checkpoint in it; give its run directory")
+    if config.import_from is not None and config.fork_from is not None:
+        errors.append("import_from and fork_from: both given; import_from takes the weights alone, fork_from all")
+    for key, start in (("import_from", config.import_from), ("fork_from", config.fork_from)):
+        if start is not None and not any(map(_holds_checkpoints, (config.output_dir, start))):
+            errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
     folder = Path(config.output_dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -245,4 +257,4 @@ def _check_files(config: Config) -> list[str]:
 
 
 def _holds_checkpoints(directory: str) -> bool:
-    return any(Path(directory).glob("checkpoints/step-*"))
+    return (Path(directory) / "manifest.json").exists() or any(Path(directory).glob("checkpoints/step-*"))

@@ -10,12 +10,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from depthlm import environment
 from depthlm.config.compose import compose, hydra_at_conf
 from depthlm.config.errors import ConfigError
 from depthlm.config.help import print_help
 from depthlm.config.sources import open_names
 from depthlm.errors import UserError
+from depthlm.launchers import first_rank, ranks
 
 USER_MISTAKE = 2
 
@@ -48,7 +48,7 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
     if not multirun:
         compose(overrides, config_dir)
         return
-    if environment.ranks().world_size > 1:
+    if ranks().world_size > 1:
         raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
     errors: list[str] = []
     directories: set[str | None] = set()
@@ -97,6 +97,6 @@ def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
 
 def fail(command: str, error: UserError) -> NoReturn:
     """Print a user's mistake, on the first rank only, and exit with 2."""
-    if environment.ranks().rank == 0:
+    if first_rank():
         print(f"{command}: {error}", file=sys.stderr)
     sys.exit(USER_MISTAKE)

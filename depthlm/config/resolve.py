@@ -20,6 +20,8 @@ ALTERNATIVES = (
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
 
+LENGTHS = ALTERNATIVES[0]
+
 # what does not change the result of a run: output, logging, checkpoints, stopping, the size of what is sent at once
 SILENT = {
     "output_dir", "resume", "dry_run", "experiment", "tracker", "training.checkpoint_every",
@@ -28,6 +30,13 @@ SILENT = {
     "training.stop_after", "training.profile", "training.sample", "training.num_threads", "data.num_workers",
     "data.license", "data.text_bytes", "data.num_tokens", "data.download_bytes", "deepspeed.reduce_bucket_size",
     "deepspeed.allgather_bucket_size", "deepspeed.prefetch_bucket_size", "deepspeed.overlap_comm",
+}  # fmt: skip
+
+# what may differ when a run goes on, and is told: rounding at most, and what to do with bad numbers
+CHANGEABLE = {
+    "deterministic", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
+    "training.micro_batch_size", "training.activation_checkpointing", "training.compile", "training.on_bad_numbers",
+    "training.max_skipped", "training.on_spike", "training.spike_deviations", "training.spike_window",
 }  # fmt: skip
 
 

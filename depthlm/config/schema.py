@@ -176,9 +176,7 @@ class Training:
     rank_timeout: float = key(
         60.0, "seconds without a sign of life of a rank, after which all the others end", minimum=1
     )
-    stall_timeout: float = key(
-        30.0, "minutes in which a living rank may do nothing new, after which all end", above=0
-    )
+    stall_timeout: float = key(30.0, "minutes in which a living rank may do nothing new, after which all end", above=0)
     validate_every: Optional[int] = key(100, "steps between validations; null: at the end only", minimum=1)
     validation_tokens: Optional[Any] = key(
         None, "at most so many tokens of each validation set; null: all", minimum=1, count=True
@@ -231,7 +229,7 @@ class Precision:
     initial_scale_power: int = key(16, "fp16: the dynamic loss scale starts at two to this power", minimum=0)
     loss_scale_window: int = key(1000, "fp16: steps without overflow before the scale doubles", minimum=1)
     hysteresis: int = key(2, "fp16: overflows before the scale halves", minimum=1)
-    min_loss_scale: float = key(1.0, "fp16: the scale does not go below", above=0)
+    min_loss_scale: int = key(1, "fp16: the scale does not go below", minimum=1)
 
 
 @dataclass
@@ -265,8 +263,9 @@ class Config:
     )
     import_from: Optional[str] = key(
         None,
-        "start with the weights of this run directory's newest whole checkpoint, also of vanilla's in another "
-        "mechanism; optimizer and step start anew, and a run that has a checkpoint of its own resumes that",
+        "start with the weights of this run directory's newest whole checkpoint, or of this checkpoint, also of "
+        "vanilla's in another mechanism; optimizer and step start anew, and a run that has a checkpoint of its own "
+        "resumes that",
     )
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")

@@ -79,14 +79,25 @@ class Batches(Dataset[torch.Tensor]):
         samples = [self.tokens[s].read(int(w) * length, length + 1) for s, w in zip(sources, windows, strict=True)]
         return torch.from_numpy(np.stack(samples)).view(-1, self.micro_batch, length + 1)
 
-    def samples(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source, by its place in `names`, and the window of each of this rank's samples of a step."""
-        sources, numbers = self.schedule.locate(step * self.batch_size + self.positions)
+    def samples(
+        self, step: int, positions: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The source, by its place in `names`, and the window of each sample of a step.
+
+        positions: of the samples in the global batch; None: those of this rank.
+        """
+        numbers = step * self.batch_size + (self.positions if positions is None else positions)
+        sources, numbers = self.schedule.locate(numbers)
         windows = np.empty_like(numbers)
         for source in np.unique(sources):
             mine = sources == source
             windows[mine] = sample_windows(self.seeds[source], numbers[mine], self.num_windows[source])
         return sources, windows
+
+    def windows(self, step: int) -> dict[str, list[int]]:
+        """The windows in the global batch of a step, of each source that is in it, in their order."""
+        sources, windows = self.samples(step, np.arange(self.batch_size))
+        return {self.names[source]: windows[sources == source].tolist() for source in np.unique(sources)}
 
     def seen(self, steps: int) -> dict[str, tuple[float, float]]:
         """Of each source after so many steps: its share of the samples, and how often it has been gone through."""

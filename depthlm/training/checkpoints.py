@@ -1,81 +1,52 @@
-"""Checkpoints that exist when their manifest does: written aside, synced, renamed, then pointed to by `latest`.
+"""Checkpoints on the disk: what one is, which are whole, which are kept. `saving.py` writes them.
 
 checkpoints/
   latest                  text: the name of the newest
   step-00000100/
-    manifest.json         digest of every file; step, tokens, skipped batches, W&B run
+    manifest.json         digest of every file; step, tokens, batches left out, W&B run; ranks, stage, configuration
     model.safetensors     the weights, for every reader but resume
     deepspeed/            weights, optimizer and engine state, for resume
 """
 
-import hashlib
 import json
 import logging
-import os
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
+from depthlm.config.resolve import CHANGEABLE, LENGTHS
 from depthlm.errors import UserError
-from depthlm.files import replace_text, sync
-from depthlm.training.sharding import whole_weights
+from depthlm.files import digest
+from depthlm.training.run_directory import compare, saved_config
 
 log = logging.getLogger("depthlm")
-STATE = "deepspeed"
+STATE, WEIGHTS, MANIFEST = "deepspeed", "model.safetensors", "manifest.json"
+NEEDED = ("step", "world_size", "stage", "corpus", "config", "files")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is not whole."""
+    """A checkpoint that is not whole, or not this run's."""
 
 
-def save_checkpoint(engine: Any, directory: Path, state: dict[str, Any], keep_last: int) -> Path:
-    """Write `checkpoints/step-<state["step"]>`; collective, every rank calls it. Returns its path.
-
-    state: what the loop needs to go on; it goes into the manifest.
-    """
-    checkpoints = directory / "checkpoints"
-    final = checkpoints / f"step-{state['step']:08d}"
-    aside = checkpoints / f".saving-{final.name}"
-    first = torch.distributed.get_rank() == 0
-    if first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    torch.distributed.barrier()
-    engine.save_checkpoint(str(aside), tag=STATE, save_latest=False)
-    weights = whole_weights(engine)
-    if first:
-        save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
-    torch.distributed.barrier()
-    if first:
-        files = {str(file.relative_to(aside)): _digest(file) for file in sorted(aside.rglob("*")) if file.is_file()}
-        replace_text(aside / "manifest.json", json.dumps({**state, "files": files}, indent=1))
-        for file in files:
-            sync(aside / file)
-        for folder in (aside / STATE, aside):
-            sync(folder)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-        sync(checkpoints)
-        replace_text(checkpoints / "latest", final.name + "\n")
-        sync(checkpoints)
-        _prune(checkpoints, final, keep_last)
-    torch.distributed.barrier()
-    return final
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where a run directory has the checkpoint of a step."""
+    return directory / "checkpoints" / f"step-{step:08d}"
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole checkpoint of a run directory and its manifest; None if it has no checkpoint at all.
 
-    A damaged one is passed over with a warning that says what is wrong with it. Raises CheckpointError where none of
-    them is whole: starting over would overwrite what may be mended.
+    One that is damaged, or another run's, is passed over with a warning that says why. Raises CheckpointError where
+    none is left: starting over would overwrite what may be mended.
     """
     paths = sorted((directory / "checkpoints").glob("step-*"), reverse=True)
     for path in paths:
         try:
-            return path, read_manifest(path)
+            manifest = read_manifest(path)
+            _check_own(path, manifest, saved_config(directory))
+            return path, manifest
         except CheckpointError as error:
             log.warning("%s; looking for an older one", error)
     if paths:
@@ -83,39 +54,66 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint itself, or a run directory's newest whole one, and its manifest.
+
+    key: the setting that names the source. Raises UserError where there is none.
+    """
+    if (source / MANIFEST).exists():
+        return source, read_manifest(source)
+    found = newest_checkpoint(source)
+    if found is None:
+        raise UserError(f"{key}={source}: no checkpoint in it; give a run directory, or one of its checkpoints")
+    return found
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, every file checked against its digest. Raises CheckpointError."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
-    except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise CheckpointError(f"{path}: no readable manifest.json ({error})") from None
-    for name, digest in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{path}: {name} is missing")
-        if _digest(file) != digest:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files, missing = manifest["files"], [name for name in NEEDED if name not in manifest]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from None
+    if missing:
+        raise CheckpointError(f"{path}: {MANIFEST} lacks {', '.join(missing)}")
+    there = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()} - {MANIFEST}
+    if gone := sorted(files.keys() - there):
+        raise CheckpointError(f"{path}: {gone[0]} is missing")
+    # DeepSpeed unpickles what it finds by its name
+    if foreign := sorted(there - files.keys()):
+        raise CheckpointError(f"{path}: {foreign[0]} is not in its {MANIFEST}, so nobody vouches for it")
+    for name, found in _digests(path, files):
+        if found != files[name]:
             raise CheckpointError(f"{path}: {name} is not what was saved (its SHA-256 differs)")
     return manifest
 
 
-def load_engine(engine: Any, path: Path) -> None:
-    """Bring weights, optimizer and engine back from a whole checkpoint; collective. Raises CheckpointError."""
-    loaded, _ = engine.load_checkpoint(str(path), tag=STATE)
-    if loaded is None:
-        raise CheckpointError(f"{path}: DeepSpeed found no state in it")
+def prune(checkpoints: Path, newest: Path, *, keep_last: int, keep_every: int | None, checkpoint_every: int) -> None:
+    """Remove what is no longer kept of the folder of checkpoints, of which `newest` was just written.
 
-
-def _prune(checkpoints: Path, newest: Path, keep_last: int) -> None:
-    steps = sorted(checkpoints.glob("step-*"))
+    Kept: the newest `keep_last`, the multiples of `keep_every`, and the newest multiple of `checkpoint_every`, to which
+    a rewind goes.
+    """
+    steps = {path: int(path.name.removeprefix("step-")) for path in sorted(checkpoints.glob("step-*"))}
     # what is beyond the newest was passed over as damaged, and must not count as one of the last
-    beyond = steps[steps.index(newest) + 1 :]
-    for old in [*beyond, *steps[: steps.index(newest) + 1][:-keep_last]]:
-        shutil.rmtree(old, ignore_errors=True)
-    for left_over in checkpoints.glob(".saving-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
+    whole = [path for path in steps if path <= newest]
+    regular = [path for path in whole if steps[path] % checkpoint_every == 0]
+    kept = {
+        *whole[-keep_last:],
+        *regular[-1:],
+        *(path for path in whole if keep_every and not steps[path] % keep_every),
+    }
+    for path in [*(steps.keys() - kept), *checkpoints.glob(".saving-*"), *checkpoints.glob(".universal-*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _digests(path: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
+    with ThreadPoolExecutor(4) as pool:
+        yield from zip(names, pool.map(lambda name: digest(path / name), names), strict=True)
+
+
+def _check_own(path: Path, manifest: dict[str, Any], config: dict[str, Any]) -> None:
+    differences = compare(manifest["config"], config)
+    foreign = sorted(differences.keys() - CHANGEABLE - {*LENGTHS})
+    if foreign:
+        raise CheckpointError(f"{path}: it is another run's ({foreign[0]} differs)")

@@ -9,6 +9,7 @@ from depthlm.config import Config
 from depthlm.counts import count_text
 from depthlm.data import Batches, Corpus
 from depthlm.evaluation import perplexity
+from depthlm.launchers import ranks
 from depthlm.model import Decoder
 from depthlm.training.display import number_text, show_table
 from depthlm.training.plan import Plan
@@ -23,6 +24,7 @@ def derived(
     epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
     entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
     memory = estimate_memory(config, counts["total"], config.deepspeed.stage, plan.world_size, plan.micro_batch_size)
+    resting = memory.weights + memory.optimizer if config.deepspeed.offload == "cpu" else 0
     return {
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
         f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
@@ -39,13 +41,26 @@ def derived(
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
         f"{plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
-        "memory estimate": f"{memory.total / 2**30:.2f} GiB per rank (ZeRO {config.deepspeed.stage}"
-        f"{', activation checkpointing' if training.activation_checkpointing else ''})",
+        "memory estimate": f"{(memory.total - resting) / 2**30:.2f} GiB per rank (ZeRO {config.deepspeed.stage}"
+        f"{', activation checkpointing' if training.activation_checkpointing else ''})"
+        f"{f', and {resting / 2**30:.2f} GiB of the memory of the CPU' if resting else ''}",
+        "numbers": number_formats(config),
         "device": f"{environment.device_name()}, {config.precision.name}"
-        f"{', compiled' if training.compile else ''}, {environment.ranks().launcher}",
+        f"{', compiled' if training.compile else ''}, {ranks().launcher}",
         "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),
     }
+
+
+def number_formats(config: Config) -> str:
+    """What is computed, kept, added up and sent in which number format."""
+    name, sharding = config.precision.name, config.deepspeed
+    sent = name if sharding.communication_data_type == "auto" else sharding.communication_data_type
+    if name == "fp32" or sharding.stage == 0:
+        computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
+        return f"{computed}; gradients added up in fp32" + (f", reduced in {sent}" if sharding.stage else "")
+    scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
+    return f"{name} weights, fp32 master copy; gradients added up in fp32, reduced in {sent}{scale}"
 
 
 def mixture(plan: Plan, batches: Batches) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ log = logging.getLogger("depthlm")
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def start_logging(file: Path | None, rank: int) -> None:
-    """Log to the screen, and to train.log; other ranks than the first only tell of trouble."""
+def start_logging(rank: int) -> None:
+    """Log to the screen, and keep the lines for train.log; other ranks than the first only tell of trouble."""
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -28,10 +29,21 @@ def start_logging(file: Path | None, rank: int) -> None:
         screen = logging.StreamHandler(sys.stdout)
         screen.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%H:%M:%S"))
     log.addHandler(screen)
-    if file is not None and rank == 0:
-        to_file = logging.FileHandler(file)
-        to_file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
-        log.addHandler(to_file)
+    if rank == 0:
+        log.addHandler(MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False))
+
+
+def log_to(file: Path) -> None:
+    """Log to a file too, from the lines on that were logged before there was one."""
+    to_file = logging.FileHandler(file)
+    to_file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+    # a full disk may cost lines, but neither the run nor a page of tracebacks
+    to_file.handleError = lambda record: None  # type: ignore[method-assign]
+    for handler in [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]:
+        handler.setTarget(to_file)
+        handler.flush()
+        log.removeHandler(handler)
+    log.addHandler(to_file)
 
 
 def show_table(title: str, rows: dict[str, str], rank: int) -> None:

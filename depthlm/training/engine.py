@@ -1,60 +1,17 @@
-"""The DeepSpeed engine: process group, generated configuration, start. No JSON of the user's reaches DeepSpeed."""
+"""The DeepSpeed engine: generated configuration, start. No JSON of the user's reaches DeepSpeed."""
 
 import contextlib
 import io
-import os
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from depthlm import environment
 from depthlm.config import Config
-from depthlm.environment import Ranks
-from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training.optimizers import build_optimizer, guard_step
 from depthlm.training.plan import Plan
 from depthlm.training.sharding import prepare_sharding, undo_sharding
-
-
-def start_distributed(ranks: Ranks) -> torch.device:
-    """Join the process group (once a process) and choose this rank's device."""
-    device_type = environment.device_type()
-    if device_type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    else:
-        # a task that srun gave one GPU sees that one alone
-        torch.cuda.set_device(ranks.local_rank % torch.cuda.device_count())
-    if not torch.distributed.is_initialized():
-        backend = "gloo" if device_type == "cpu" else "nccl"
-        if ranks.world_size == 1:
-            # no port is opened, so any number of runs can start on one machine at once
-            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-        else:
-            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-            if missing:
-                raise UserError(
-                    f"{ranks.world_size} ranks, but {' and '.join(missing)} not set: export the first node's name "
-                    "and a free port, as torchrun does"
-                )
-            torch.distributed.init_process_group(
-                backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=30)
-            )
-    # DeepSpeed looks for these even where the group exists, and for mpi4py where they are missing
-    for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
-        os.environ.setdefault(name, str(value))
-    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-
-
-def leave_distributed() -> None:
-    """Part from the other ranks: gloo's threads abort a process that ends without it.
-
-    A rank alone keeps its group for the next run of the same process.
-    """
-    if torch.distributed.get_world_size() > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
@@ -75,6 +32,9 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
     # its bf16 optimizer prints its memory whatever the level of the log
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    if engine.fp16_enabled():
+        # at its smallest the scale would raise a bare exception, where training.on_bad_numbers is to decide
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     return engine
 
 

@@ -14,36 +14,26 @@ from torch import Tensor
 from depthlm.config import Config
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.training.checkpoints import CheckpointError, newest_checkpoint
-from depthlm.training.run_directory import compare, saved_config
+from depthlm.training.agreement import on_first_rank
+from depthlm.training.checkpoints import WEIGHTS, checkpoint_of
+from depthlm.training.run_directory import compare
 
 log = logging.getLogger("depthlm")
 
 
-def import_weights(config: Config, model: Decoder, directory: Path) -> None:
-    """Copy the newest whole checkpoint of the run `import_from` into the model, unless `directory` has one of its own.
+def import_weights(config: Config, model: Decoder) -> None:
+    """Copy the weights of the checkpoint `import_from` into the model; collective.
 
-    Collective: every rank takes the first rank's choice. Raises UserError where the run has no whole checkpoint, or
-    one that this model cannot take; the model is then as it was.
+    Every rank takes the first rank's choice. Raises UserError where the source has no whole checkpoint, or one that
+    this model cannot take; the model is then as it was.
     """
-    choice: list[Path | UserError | None] = [None]
-    if torch.distributed.get_rank() == 0 and not any(directory.glob("checkpoints/step-*")):
-        try:
-            choice = [_checkpoint(Path(config.import_from or ""))]
-        except UserError as error:
-            # told to the other ranks too, which would wait for a choice
-            choice = [error]
-    torch.distributed.broadcast_object_list(choice)
-    if isinstance(choice[0], UserError):
-        raise choice[0]
-    if choice[0] is None:
-        return
+    path, manifest = on_first_rank(lambda: checkpoint_of(Path(config.import_from or ""), "import_from"))
     device = str(next(model.parameters()).device)
-    kept = copy_weights(load_file(choice[0] / "model.safetensors", device=device), model)
-    log.info("weights imported from %s", choice[0])
+    kept = copy_weights(load_file(path / WEIGHTS, device=device), model)
+    log.info("weights imported from %s", path)
     if kept:
         log.info("%d parameters that it does not have keep their start: %s", len(kept), "; ".join(_summed(kept)))
-    saved, now = saved_config(Path(config.import_from or "")), dataclasses.asdict(config)
+    saved, now = manifest["config"], dataclasses.asdict(config)
     # what gives weights their meaning beside their shapes, as the tokens' ids or the angles of RoPE
     parts = ["backbone", "size", "data"]
     there, here = (saved.get("model") or {}).get("name"), config.model.name
@@ -52,8 +42,8 @@ def import_weights(config: Config, model: Decoder, directory: Path) -> None:
     else:
         log.info("these weights are of model %s, this run's is %s", there, here)
     for part in parts:
-        for line in compare(saved.get(part) or {}, now[part], f"{part}."):
-            log.info("these weights were trained otherwise: %s", line)
+        for key, words in compare(saved.get(part) or {}, now[part], f"{part}.").items():
+            log.info("these weights were trained otherwise: %s: %s", key, words)
 
 
 @torch.no_grad()
@@ -84,16 +74,6 @@ def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
 def _name_in_source(name: str, source: Mapping[str, Tensor]) -> str:
     one_for_all = re.sub(r"^(layers\.\d+\.attention_norm)\.\d+\.", r"\1.", name)
     return one_for_all if name not in source and one_for_all in source else name
-
-
-def _checkpoint(source: Path) -> Path:
-    try:
-        found = newest_checkpoint(source)
-    except CheckpointError:
-        found = None
-    if found is None:
-        raise UserError(f"import_from={source}: no whole checkpoint in it; train it first, or name another run")
-    return found[0]
 
 
 def _summed(texts: Iterable[str]) -> list[str]:

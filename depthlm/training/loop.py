@@ -2,78 +2,41 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 
 from depthlm.config import Config
-from depthlm.training.checkpoints import save_checkpoint
+from depthlm.training.agreement import on_any_rank
+from depthlm.training.bad_numbers import settle, spike_limit
 from depthlm.training.display import Bar, measured_text, row_text
 from depthlm.training.engine import loss_scale
-from depthlm.training.metrics import MetricsFile, Stopwatch, peak_memory_gib
+from depthlm.training.metrics import Stopwatch, finite, peak_memory_gib
 from depthlm.training.optimizers import set_learning_rate
 from depthlm.training.plan import Plan
 from depthlm.training.profiling import Profiler
 from depthlm.training.schedules import lr_factor
 from depthlm.training.signals import StopRequest
-from depthlm.training.trackers import Tracker
+from depthlm.training.state import Progress, Run
 
 log = logging.getLogger("depthlm")
-
-
-class DivergedError(RuntimeError):
-    """More batches in a row with a loss or gradient that is not finite than the run allows."""
-
-
-@dataclass
-class Progress:
-    """How far a run is: all that resuming needs besides the engine's state."""
-
-    step: int = 0
-    tokens: int = 0
-    skipped: list[int] = field(default_factory=list)
-    wall_seconds: float = 0.0
-    wandb_id: str | None = None
-    corpus: str = ""
-    world_size: int = 1
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the loop works with. parameters: how many the model has.
-
-    seen: of each source of a mixture after so many steps, its share of the samples and its epochs.
-    """
-
-    config: Config
-    plan: Plan
-    directory: Path
-    engine: Any
-    device: torch.device
-    batches: Iterator[torch.Tensor]
-    seen: Callable[[int], dict[str, tuple[float, float]]] | None
-    validate: Callable[[], dict[str, float | None]]
-    diagnose: Callable[[], dict[str, float | None]]
-    parameters: int
-    flops_per_token: float
-    peak_flops: float | None
-    metrics: MetricsFile
-    tracker: Tracker
 
 
 def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
     """Train from `progress` to the plan's last step; False if a signal ended it earlier. A checkpoint ends both.
 
-    Raises DivergedError after `training.max_skipped` bad batches in a row.
+    Raises DivergedError where bad numbers end the run.
     """
     config, plan, engine = run.config, run.plan, run.engine
     watch = Stopwatch(progress.wall_seconds)
     first_rank = torch.distributed.get_rank() == 0
     profiler = Profiler(run.directory) if config.training.profile and first_rank else None
-    logged_at, skipped_in_a_row = progress.step, 0
+    logged_at = progress.step
+    if on_any_rank((request.name is not None,), run.device)[0]:
+        return False  # it came while the run was starting
     if (
         run.metrics.last.get("step") == progress.step
         and validation_due(config, plan, progress.step)
@@ -83,30 +46,27 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
     with Bar(progress.step, plan.last_step, torch.distributed.get_rank()) as bar:
         watch.start()
         while progress.step < plan.last_step:
+            mark = partial(run.watch.mark, step=progress.step + 1)
+            mark("reading the batch")
             batch = next(run.batches)
             learning_rate = next_learning_rate(config, plan, progress)
             set_learning_rate(engine.optimizer, learning_rate)
             # whatever a mechanism draws is then a function of the step alone, and resuming needs no generator's state
             torch.manual_seed(hash((config.seed, progress.step, torch.distributed.get_rank())) % 2**63)
             scale = loss_scale(engine)  # the step's own: DeepSpeed changes it at the end of one
-            nll = train_step(engine, batch.to(run.device, non_blocking=True), plan, config.training.z_loss)
+            limit = spike_limit(config.training, progress.recent_losses, plan.tokens_per_step)
+            highest = limit if config.training.on_spike == "skip" else math.inf
+            batch = batch.to(run.device, non_blocking=True)
+            nll = train_step(engine, batch, plan, config.training.z_loss, highest, mark).item()
             progress.step += 1
             progress.tokens += plan.tokens_per_step
             bar.step(progress.step)
-            if engine.was_step_applied():
-                skipped_in_a_row = 0
-            else:
-                progress.skipped.append(progress.step)
-                skipped_in_a_row += 1
-                log.warning("step %d left out: its gradient is not finite", progress.step)
-                if skipped_in_a_row > config.training.max_skipped:
-                    raise DivergedError(
-                        f"{skipped_in_a_row} batches in a row without a finite gradient (training.max_skipped="
-                        f"{config.training.max_skipped}); lower optimizer.lr, and give another output_dir="
-                    )
-            stopping = request.agreed(run.device)
+            mark("agreeing")
+            settle(run, progress, nll, limit, scale)
+            flags = (request.name is not None, run.saver.due(), run.saver.busy())
+            stopping, due, writing = on_any_rank(flags, run.device)
             ending = stopping or progress.step == plan.last_step
-            saving = ending or _due(progress.step, config.training.checkpoint_every)
+            saving = ending or due or _due(progress.step, config.training.checkpoint_every)
             validating = validation_due(config, plan, progress.step)
             if saving or validating or progress.step == 1 or _due(progress.step, config.training.log_every):
                 steps_per_second = (progress.step - logged_at) / watch.take_lap()
@@ -117,13 +77,15 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
                 run.metrics.write(row)
             watch.pause()
             progress.wall_seconds = watch.total
+            if run.saver.writing is not None and not writing:
+                run.saver.finish()
             if saving:
                 # before validation, so that what fails there loses nothing
                 progress.wandb_id = run.tracker.id
-                log.info(
-                    "saved %s", save_checkpoint(engine, run.directory, asdict(progress), config.training.keep_last)
-                )
+                mark("saving")
+                run.saver.save(asdict(progress), last=ending)
             if validating:
+                mark("validating")
                 validate(run)
             if run.metrics.last.get("step") == progress.step:
                 run.tracker.write(run.metrics.last)
@@ -149,21 +111,37 @@ def validate(run: Run) -> None:
     log.info("%s", measured_text(measured))
 
 
-def train_step(engine: Any, batch: torch.Tensor, plan: Plan, z_loss: float) -> torch.Tensor:
-    """One update from batch [accumulation, micro_batch, T + 1]. Returns this rank's sum of token losses (nats).
+def train_step(
+    engine: Any,
+    batch: torch.Tensor,
+    plan: Plan,
+    z_loss: float,
+    highest: float = math.inf,
+    mark: Callable[[str], None] = lambda phase: None,
+) -> torch.Tensor:
+    """One update from batch [accumulation, micro_batch, T + 1]. Returns the token losses of all ranks, summed (nats).
 
     The loss is divided by the tokens of the whole batch. DeepSpeed divides by the accumulation and averages over the
-    ranks, so both are multiplied back in.
+    ranks, so both are multiplied back in. Where the summed loss is not finite, or above `highest`, no update is made.
+    mark: is told each phase of the step.
     """
-    total = torch.zeros((), device=batch.device)
+    totals = torch.zeros(2, device=batch.device)
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
-    for tokens in batch:
+    for number, tokens in enumerate(batch, 1):
+        mark("forward")
         sums = engine(tokens[:, :-1], tokens[:, 1:])
         loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
+        totals += torch.stack((sums.nll.detach(), loss.detach()))
+        if number == len(batch):
+            mark("adding up the loss")
+            torch.distributed.all_reduce(totals)
+            bad = ~torch.isfinite(totals).all() | (totals[0] > highest)
+            # every stage leaves out a gradient that is not finite: so all ranks agree, and the host need not wait here
+            loss = loss * torch.where(bad, math.nan, 1.0)
+        mark("backward")
         engine.backward(loss * scale)
         engine.step()
-        total += sums.nll.detach()
-    return total
+    return totals[0]
 
 
 def next_learning_rate(config: Config, plan: Plan, progress: Progress) -> float:
@@ -172,22 +150,17 @@ def next_learning_rate(config: Config, plan: Plan, progress: Progress) -> float:
     return config.optimizer.lr * lr_factor(config.schedule, applied, plan.warmup_steps, plan.max_steps)
 
 
-def measure(
-    run: Run, progress: Progress, nll: torch.Tensor, learning_rate: float, steps_per_second: float
-) -> dict[str, Any]:
-    """A row of metrics.jsonl; collective, since the loss is the whole batch's. What is not finite is null in it."""
-    torch.distributed.all_reduce(nll)
+def measure(run: Run, progress: Progress, nll: float, learning_rate: float, steps_per_second: float) -> dict[str, Any]:
+    """A row of metrics.jsonl. nll: the loss of the whole batch (nats, summed). What is not finite is null."""
     tokens_per_second = steps_per_second * run.plan.tokens_per_step
     flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
-    norm = run.engine.get_global_grad_norm()
-    loss = nll.item() / run.plan.tokens_per_step
     seen = run.seen(progress.step) if run.seen is not None else {}
     return {
         "step": progress.step,
         "tokens": progress.tokens,
-        "loss": loss if math.isfinite(loss) else None,
+        "loss": finite(nll / run.plan.tokens_per_step),
         "learning_rate": learning_rate,
-        "grad_norm": float(norm) if norm is not None and math.isfinite(norm) else None,
+        "grad_norm": finite(run.engine.get_global_grad_norm()),
         "tokens_per_second": tokens_per_second,
         "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
         "peak_memory_gib": peak_memory_gib(run.device),

@@ -1,6 +1,9 @@
 """What a run measures: metrics.jsonl, the clock, peak memory, utilisation."""
 
 import json
+import logging
+import math
+import mmap
 import os
 import resource
 import sys
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 
-from depthlm.files import replace_text
+log = logging.getLogger("depthlm")
 
 # dense bf16 (or fp16) TFLOP/s by the name torch gives, from the makers' data sheets, without sparsity
 PEAK_TFLOPS = {
@@ -49,16 +52,22 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a logged step, appended whole and flushed; on other ranks than the first, nothing."""
+    """metrics.jsonl: one object a logged step, appended whole and flushed; on other ranks than the first, nothing.
+
+    Where a row cannot be written, as on a full disk, it waits for the next one.
+    """
 
     def __init__(self, path: Path | None, after_step: int) -> None:
         """Open for appending; rows of steps after `after_step`, and a torn last one, are cut off."""
         self.path = path
         self.last: dict[str, Any] = {}
+        self.waiting: list[str] = []
+        self.size = self.newest = 0
         if path is not None:
-            rows = [row for row in read_metrics(path) if row["step"] <= after_step]
-            replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-            self.last = rows[-1] if rows else {}
+            path.touch()
+            self.last = cut_after(path, after_step)
+            self.size = path.stat().st_size
+            self.newest = self.size - len(_line(self.last))
 
     @property
     def validated(self) -> bool:
@@ -69,16 +78,58 @@ class MetricsFile:
         """Append one row."""
         self.last = row
         if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            self.waiting.append(_line(row))
+            self._flush(self.path)
 
     def amend(self, values: dict[str, Any]) -> None:
         """Add values to the newest row."""
-        row = {**self.last, **values}
-        if self.path is not None:
-            size = self.path.stat().st_size - len(json.dumps(self.last)) - 1
-            os.truncate(self.path, size)
-        self.write(row)
+        if self.waiting:
+            self.waiting.pop()
+        else:
+            self.size = self.newest
+        self.write({**self.last, **values})
+
+    def _flush(self, path: Path) -> None:
+        text = "".join(self.waiting)
+        try:
+            with path.open("a") as file:
+                if file.tell() > self.size:
+                    file.truncate(self.size)
+                file.write(text)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); its rows wait in memory", path, error)
+            return
+        self.newest, self.size = self.size + len(text) - len(self.waiting[-1]), self.size + len(text)
+        self.waiting.clear()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def cut_after(path: Path, step: int) -> dict[str, Any]:
+    """Cut a file of rows off behind the last whole one of at most this step, and return that; {} where there is none.
+
+    It reads from the end, so that a run of a million steps resumes as fast as one of ten.
+    """
+    if path.stat().st_size == 0:
+        return {}
+    last: dict[str, Any] = {}
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as rows:
+        end = len(rows)
+        while end > 0 and not last:
+            start = rows.rfind(b"\n", 0, end - 1) + 1
+            line = rows[start:end]
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else {}
+            except ValueError:
+                row = {}
+            if row and row["step"] <= step:
+                last = row
+            else:
+                end = start
+    os.truncate(path, end)
+    return last
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -90,6 +141,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         except json.JSONDecodeError:
             return
+
+
+def finite(value: float | None) -> float | None:
+    """A number as JSON can hold it: None stands for one that is not finite."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 class Stopwatch:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from depthlm.config import Config, ConfigError, run_steps, warmup_steps
 from depthlm.config.checks import check_steps
-from depthlm.environment import Ranks
+from depthlm.launchers import Ranks
 
 
 @dataclass(frozen=True)

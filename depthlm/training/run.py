@@ -5,35 +5,41 @@ import gc
 import logging
 import os
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from depthlm import environment
+from depthlm import environment, launchers
 from depthlm.analysis import count_parameters, flops_per_token
 from depthlm.build import build_model
 from depthlm.config import Config, prepare_command
 from depthlm.data import Batches, Corpus, check_prepared, loader, open_corpus, prepare
-from depthlm.environment import Ranks
 from depthlm.errors import UserError
+from depthlm.launchers import Ranks
 from depthlm.model import compile_sublayers
-from depthlm.training.checkpoints import load_engine, newest_checkpoint
+from depthlm.training.agreement import on_first_rank
+from depthlm.training.bad_numbers import DivergedError
 from depthlm.training.describe import derived, show_summary
-from depthlm.training.display import show_table, start_logging
+from depthlm.training.display import log_to, show_table, start_logging
 from depthlm.training.dry_run import dry_run
-from depthlm.training.engine import build_engine, leave_distributed, start_distributed
+from depthlm.training.engine import build_engine
 from depthlm.training.finish import final_losses, finish, show_sample
 from depthlm.training.import_weights import import_weights
-from depthlm.training.loop import DivergedError, Progress, Run, train_steps
+from depthlm.training.loop import train_steps
 from depthlm.training.metrics import MetricsFile, peak_flops
 from depthlm.training.plan import Plan, make_plan
-from depthlm.training.run_directory import check_run_directory, finished, open_run_directory
+from depthlm.training.process_group import leave_distributed, start_distributed
+from depthlm.training.restoring import Start, find_start, go_back, restore
+from depthlm.training.run_directory import check_run_directory, open_run_directory
+from depthlm.training.saving import NotSavedError, Saver
 from depthlm.training.sharding import undo_sharding
-from depthlm.training.signals import stop_on_signal
+from depthlm.training.signals import StopRequest, stop_on_signal
+from depthlm.training.state import Run
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
 from depthlm.training.validation import diagnoser, validator
+from depthlm.training.watchdog import Watch, watch_ranks
 
 log = logging.getLogger("depthlm")
 
@@ -43,30 +49,46 @@ COMPLETE, FAILED, STOPPED = 0, 1, 75
 def train(config: Config) -> int:
     """Train a checked configuration, or go on with it. Returns the exit code.
 
-    0 complete, 75 stopped by a signal with everything saved, 1 diverged.
+    0 complete, 75 stopped by a signal with everything saved, 1 diverged, or the last checkpoint could not be written.
 
     Raises UserError for what only the user can mend: another run in the directory, data that is missing.
     """
-    ranks = environment.ranks()
-    first = ranks.rank == 0
+    ranks = launchers.ranks()
     torch.set_num_threads(config.training.num_threads or environment.threads(ranks))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     forget_the_run_before()
-    start_logging(None, ranks.rank)
-    # the first rank alone: another may look after it has begun to write there
-    directory = check_run_directory(config) if first else Path(config.output_dir or "")
-    summary = finished(directory)
+    start_logging(ranks.rank)
+    training = config.training
+    # the watch is to judge first: it knows a name
+    timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
+    device = start_distributed(ranks, timeout)
+    try:
+        with watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch:
+            try:
+                code = train_on(config, ranks, device, watch)
+            except (DivergedError, NotSavedError) as error:
+                log.error("%s", error)
+                code = FAILED
+            leave_distributed()
+    except UserError:
+        leave_distributed(together=False)
+        raise
+    return code
+
+
+def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -> int:
+    """Train on the ranks that have joined; what is to be decided once, the first decides for all. Returns the code."""
+    directory = Path(config.output_dir or "")
+    summary = on_first_rank(lambda: check_run_directory(config))
     if summary is not None and not config.dry_run:
         show_summary("This run is complete", directory, summary, ranks.rank)
         return COMPLETE
-    # on every rank: one that ended alone would leave the others waiting for it
-    check_prepared(config.data, partial(prepare_command, config))
-    device = start_distributed(ranks)
-    if first:
-        prepare(config.data)
-    torch.distributed.barrier()
+    on_first_rank(lambda: check_prepared(config.data, partial(prepare_command, config)))
+    watch.mark("preparing the data", 0, limited=False)
+    on_first_rank(lambda: prepare(config.data))
+    watch.mark("starting", 0)
     corpus = open_corpus(config.data)
     plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
     batches = Batches(
@@ -79,28 +101,34 @@ def train(config: Config) -> int:
         rank=ranks.rank,
         ranks=ranks.world_size,
     )
+    start = on_first_rank(lambda: find_start(config, plan, corpus.digest()))
     with ExitStack() as held:
-        if first and not config.dry_run:
-            held.enter_context(open_run_directory(config, ranks))
+        request = StopRequest()
+        if not config.dry_run:
+            request = held.enter_context(stop_on_signal())
+            on_first_rank(lambda: held.enter_context(open_run_directory(config, ranks)))
+        if ranks.rank == 0 and not config.dry_run:
             corpus.tokenizer.save(directory)
-            start_logging(directory / "train.log", ranks.rank)
-        return train_in(directory, config, ranks, plan, corpus, batches, device)
+            log_to(directory / "train.log")
+        return train_from(start, config, ranks, plan, corpus, batches, device, watch, request)
 
 
-def train_in(
-    directory: Path,
+def train_from(
+    start: Start | None,
     config: Config,
     ranks: Ranks,
     plan: Plan,
     corpus: Corpus,
     batches: Batches,
     device: torch.device,
+    watch: Watch,
+    request: StopRequest,
 ) -> int:
-    """Train in a run directory that is this process's alone. Returns the exit code."""
-    first = ranks.rank == 0
+    """Train from a checkpoint, or anew, in a run directory that is this run's alone. Returns the exit code."""
+    first, directory = ranks.rank == 0, Path(config.output_dir or "")
     model = build_model(config, device=device)
-    if config.import_from is not None:
-        import_weights(config, model, directory)
+    if config.import_from is not None and start is None:
+        import_weights(config, model)
     model.activation_checkpointing = config.training.activation_checkpointing
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     parameters = count_parameters(model)["total"]
@@ -111,14 +139,19 @@ def train_in(
     engine = build_engine(config, plan, model)
     if config.dry_run:
         dry_run(config, plan, batches, engine, device)
-        leave_distributed()
         return COMPLETE
-    progress = resume(directory, engine, corpus.digest(), ranks.world_size)
+    progress = restore(engine, start)
     metrics = open_metrics(directory, progress.step)
+    settings = dataclasses.asdict(config)
     tracker: Tracker = NoTracker()
     if first:
-        settings = dataclasses.asdict(config)
         tracker = start_tracker(config.tracker, directory, directory.name, settings, progress.wandb_id)
+    about = {
+        "corpus": corpus.digest(),
+        "world_size": ranks.world_size,
+        "stage": config.deepspeed.stage,
+        "config": settings,
+    }
     steps = loader(
         batches, progress.step, plan.last_step, num_workers=config.data.num_workers, pin_memory=device.type == "cuda"
     )
@@ -130,31 +163,35 @@ def train_in(
         device=device,
         batches=iter(steps),
         seen=batches.seen if len(corpus.train) > 1 else None,
-        validate=validator(config, plan, corpus, model, device),
+        windows=lambda step: batches.windows(step - 1),
+        go_back=partial(go_back, config, plan, engine),
+        validate=validator(config, plan, corpus, model, device, watch),
         diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,
         flops_per_token=flops,
         peak_flops=peak_flops(environment.device_name(), config.precision.name),
         metrics=metrics,
+        bad_batches=MetricsFile(directory / "bad_batches.jsonl" if first else None, progress.step),
         tracker=tracker,
+        watch=watch,
+        saver=Saver(engine, directory, config.training, about),
     )
     summary = None
     try:
-        with stop_on_signal() as request:
-            whole = train_steps(run, progress, request)
+        whole = train_steps(run, progress, request)
+        watch.mark("finishing", progress.step)
         if progress.step == plan.max_steps:
             losses = final_losses(run)
             summary = finish(run, progress, corpus, losses) if first else None
             show_sample(run, model, corpus)
-    except DivergedError as error:
-        log.error("%s", error)
-        leave_distributed()
-        return FAILED
+    except DivergedError:
+        if run.saver.writing is not None:
+            run.saver.finish()
+        raise
     finally:
         tracker.close(summary)
         # else its hooks on the weights keep it in memory, beside the next point of a sweep
         engine.destroy()
-    leave_distributed()
     if not whole:
         log.info("stopped by a signal after step %d; the same command goes on from there", progress.step)
         return STOPPED
@@ -170,35 +207,6 @@ def forget_the_run_before() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def resume(directory: Path, engine: Any, corpus: str, world_size: int) -> Progress:
-    """Bring the engine to the newest whole checkpoint, if there is one; every rank takes the first rank's choice.
-
-    corpus: the digest of the token files. Raises UserError where the checkpoint was trained on others, or where its
-    optimizer is sharded over another number of ranks.
-    """
-    choice: list[Any] = [newest_checkpoint(directory) if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(choice)
-    if choice[0] is None:
-        return Progress(corpus=corpus, world_size=world_size)
-    path, manifest = choice[0]
-    if manifest["corpus"] != corpus:
-        raise UserError(
-            f"{path} was trained on other tokens than those prepared now; bring back the text they were made of, "
-            "or give another output_dir="
-        )
-    if engine.zero_optimization_stage() > 0 and manifest["world_size"] != world_size:
-        raise UserError(
-            f"{path} shards its optimizer over {manifest['world_size']} ranks, and there are {world_size} now; "
-            "start as many again (deepspeed=zero0 resumes on any number)"
-        )
-    load_engine(engine, path)
-    names = {field.name for field in dataclasses.fields(Progress)}
-    progress = Progress(**{name: value for name, value in manifest.items() if name in names})
-    progress.world_size = world_size
-    log.info("resumed from %s: %d steps done", path, progress.step)
-    return progress
 
 
 def open_metrics(directory: Path, after_step: int) -> MetricsFile:

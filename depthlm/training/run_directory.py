@@ -3,6 +3,8 @@
 import dataclasses
 import fcntl
 import json
+import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +16,15 @@ from yaml import YAMLError
 
 from depthlm import environment
 from depthlm.config import Config
-from depthlm.config.resolve import is_silent
-from depthlm.environment import Ranks
+from depthlm.config.resolve import CHANGEABLE, LENGTHS, is_silent
 from depthlm.errors import UserError
 from depthlm.files import replace_text
+from depthlm.launchers import Ranks
 
+log = logging.getLogger("depthlm")
 LOCK_SECONDS = 10.0
-HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", "summary.json")
+SUMMARY = "summary.json"
+HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", SUMMARY)
 
 
 @contextmanager
@@ -36,6 +40,9 @@ def open_run_directory(config: Config, ranks: Ranks) -> Iterator[Path]:
         raise UserError(f"output_dir={directory}: cannot be made ({error})") from None
     with (directory / ".lock").open("w") as file:
         _lock(file, directory)
+        if (summary := finished(directory)) is not None:
+            # the run is being extended: what it came to before stays
+            os.replace(directory / SUMMARY, directory / f"summary-step-{summary['steps']:08d}.json")
         replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
         yield directory
@@ -55,28 +62,33 @@ def _lock(file: TextIO, directory: Path) -> None:
             time.sleep(0.2)
 
 
-def check_run_directory(config: Config) -> Path:
-    """The run directory of a configuration. Raises UserError where this configuration may not go on in it."""
+def check_run_directory(config: Config) -> dict[str, Any] | None:
+    """The summary of a complete run with this configuration in its directory, else None.
+
+    Raises UserError where this configuration may not go on there.
+    """
     directory = Path(config.output_dir or "")
     if config.resume == "never" and any((directory / name).exists() for name in HOLDS_A_RUN):
         raise UserError(
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
         )
-    if finished(directory) is None and not any(directory.glob("checkpoints/step-*")):
+    summary = finished(directory)
+    if summary is None and not any(directory.glob("checkpoints/step-*")):
         # it failed before its first checkpoint: nothing is lost by another attempt
-        return directory
-    saved = saved_config(directory)
-    differences = compare(saved, dataclasses.asdict(config))
-    if differences:
-        lines = "\n".join(f"  - {line}" for line in differences)
-        stages = {saved.get("deepspeed", {}).get("stage"), config.deepspeed.stage}
-        reason = "DeepSpeed cannot bring an optimizer to ZeRO 3, or back. " if len(stages) == 2 and 3 in stages else ""
+        return None
+    differences = compare(saved_config(directory), dataclasses.asdict(config))
+    refused = differences.keys() - CHANGEABLE - ({*LENGTHS} if config.resume == "extend" else set())
+    if refused:
+        lines = "\n".join(f"  - {name}: {differences[name]}" for name in sorted(refused))
+        longer = "resume=extend goes on to another length. " if refused <= {*LENGTHS} else ""
         raise UserError(
             f"{directory} holds a run with another configuration:\n{lines}\n"
-            f"{reason}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; "
-            f"import_from={directory} starts a run there with these weights"
+            f"{longer}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; there "
+            f"fork_from={directory} goes on from its state, and import_from={directory} starts with its weights"
         )
-    return directory
+    for name, words in sorted(differences.items()):
+        log.info("going on with another setting: %s: %s", name, words)
+    return None if differences.keys() & {*LENGTHS} else summary
 
 
 def saved_config(directory: Path) -> Any:
@@ -90,22 +102,22 @@ def saved_config(directory: Path) -> Any:
     return saved
 
 
-def compare(saved: Any, now: Any, prefix: str = "") -> list[str]:
-    """One line for each key that changes the result and differs."""
-    lines: list[str] = []
+def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
+    """The keys that change the result and differ, and both values in words."""
+    differences: dict[str, str] = {}
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"
         if is_silent(name):
             continue
         old, new = saved.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            lines.extend(compare(old, new, f"{name}."))
+            differences |= compare(old, new, f"{name}.")
         elif old != new:
-            lines.append(f"{name}: the run has {old}, this command gives {new}")
-    return lines
+            differences[name] = f"the run has {old}, this command gives {new}"
+    return differences
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
     """The summary of a complete run, else None."""
-    path = directory / "summary.json"
+    path = directory / SUMMARY
     return json.loads(path.read_text()) if path.exists() else None

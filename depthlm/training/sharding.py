@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +44,13 @@ def undo_sharding() -> None:
     torch.nn.functional.linear = PLAIN_LINEAR
 
 
-def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """A copy of the weights by name, on the CPU; collective, and empty on other ranks than the first."""
+def copy_to_cpu(_: str, tensor: Tensor) -> Tensor:
+    """A copy of a weight."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def whole_weights(engine: Any, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
+    """The weights by name, each as `keep` keeps it; collective, and empty on other ranks than the first."""
     import deepspeed
 
     weights, first = {}, torch.distributed.get_rank() == 0
@@ -52,7 +58,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
         # one at a time, for they may not fit together; what is not sharded is left as it is
         with deepspeed.zero.GatheredParameters(tensor):
             if first:
-                weights[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                weights[name] = keep(name, tensor)
     return weights
 
 

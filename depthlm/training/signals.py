@@ -1,17 +1,16 @@
 """A first signal asks the loop to stop after the step; a second one stops at once."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether a signal has come, on this rank or on another."""
+    """Whether a signal has come to this rank: its name."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -20,14 +19,8 @@ class StopRequest:
         if self.name is not None:
             raise SystemExit(1)
         self.name = signal.Signals(number).name
-
-    def agreed(self, device: torch.device) -> bool:
-        """Whether any rank was asked to stop; the same answer on every rank."""
-        if torch.distributed.get_world_size() == 1:
-            return self.name is not None
-        flag = torch.tensor([self.name is not None], dtype=torch.int32, device=device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return bool(flag.item())
+        # the log may be what was interrupted
+        os.write(2, f"\n{self.name}: the run stops after this step; a second signal stops it at once\n".encode())
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from depthlm.evaluation import diagnose, mean_loss, perplexity
 from depthlm.model import Decoder
 from depthlm.training.engine import autocast
 from depthlm.training.plan import Plan
+from depthlm.training.watchdog import Watch
 
 
 def validator(
-    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
+    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device, watch: Watch
 ) -> Callable[[], dict[str, float | None]]:
     """A function that measures the mean loss (nats per token) and perplexity on each validation set; collective.
 
@@ -26,7 +27,7 @@ def validator(
         measured: dict[str, float | None] = {}
         for name, tokens in corpus.validation.items():
             with autocast(config, device):
-                loss = mean_loss(model, batches(config, plan, tokens), device)
+                loss = mean_loss(model, marked(batches(config, plan, tokens), watch), device)
             finite = loss if math.isfinite(loss) else None
             measured |= {f"validation/{name}/loss": finite, f"validation/{name}/perplexity": perplexity(finite)}
         return measured
@@ -53,6 +54,13 @@ def diagnoser(
         return {f"mechanism/{name}": value if math.isfinite(value) else None for name, value in pairs}
 
     return diagnostics
+
+
+def marked(batches: Iterator[tuple[Tensor, Tensor]], watch: Watch) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; each is progress."""
+    for batch in batches:
+        watch.go_on()
+        yield batch
 
 
 def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Tensor, Tensor]]:

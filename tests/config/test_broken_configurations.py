@@ -10,6 +10,8 @@ from depthlm.config import ConfigError, compose
 from depthlm.config.command_line import prepare_arguments
 from depthlm.environment import REPOSITORY
 
+from ..two_ranks import rank_variables
+
 # overrides, and what the error must say
 BROKEN = [
     # groups
@@ -56,6 +58,15 @@ BROKEN = [
     (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
     (["seed=-1"], ["seed=-1", "at least 0"]),
     (["seed=null"], ["seed=null", "an integer"]),
+    (["deepspeed=zero2", "deepspeed.offload=cpu"], ["deepspeed.offload=cpu", "deepspeed=zero3_offload"]),
+    (["deepspeed.communication_data_type=int8"], ["communication_data_type=int8", "one of auto, fp32, bf16, fp16"]),
+    (["deepspeed.reduce_bucket_size=0"], ["reduce_bucket_size=0", "at least 1"]),
+    (["training.on_bad_numbers=ignore"], ["on_bad_numbers=ignore", "one of skip, rewind, stop"]),
+    (["training.checkpoint_minutes=0"], ["checkpoint_minutes=0", "above 0"]),
+    (["training.keep_every=0"], ["keep_every=0", "at least 1"]),
+    (["training.keep_every=150"], ["keep_every=150", "training.checkpoint_every=100", "multiples of 100"]),
+    (["precision.min_loss_scale=0.5"], ["min_loss_scale=0.5", "an integer"]),
+    (["fork_from=/nowhere"], ["fork_from=/nowhere: no checkpoint in it"]),
     (["resume=maybe"], ["resume=maybe", "one of auto, extend, never"]),
     (["training.compile=perhaps"], ["training.compile=perhaps", "true or false"]),
     (["schedule.name=cosines"], ["schedule.name=cosines", "did you mean `cosine`?"]),
@@ -105,8 +116,8 @@ BROKEN = [
     (["optimizer=muon", "deepspeed=zero3"], ["Muon needs whole matrices", "deepspeed=zero0"]),
     (["training.compile=true", "deepspeed=zero3"], ["training.compile=true with deepspeed.stage=3", "allowed"]),
     (["precision=fp16"], ["precision=fp16"]),
-    (["import_from=/nowhere/at/all"], ["import_from=/nowhere/at/all", "no run with a checkpoint in it"]),
-    (["import_from="], ["import_from=", "no run with a checkpoint in it"]),
+    (["import_from=/nowhere/at/all"], ["import_from=/nowhere/at/all", "no checkpoint in it"]),
+    (["import_from="], ["import_from=", "no checkpoint in it"]),
     (["data.source=/nowhere/at/all"], ["data.source=/nowhere/at/all", "no such folder"]),
     (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
     (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "no folder"]),
@@ -174,7 +185,7 @@ def test_a_mechanism_judges_the_values_of_its_settings(tmp_path: Path, monkeypat
 
 
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+    for name, value in rank_variables(0, 29500, world_size=3).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
         compose(["training.batch_size=32"])

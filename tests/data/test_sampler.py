@@ -1,3 +1,4 @@
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,26 @@ def test_every_token_is_a_target_once_in_an_epoch(tmp_path: Path) -> None:
     epoch = torch.cat([batches[step] for step in range(37)]).flatten(0, 1)
     assert sorted(epoch[:, 1:].flatten().tolist()) == list(range(1, 1000))
     assert torch.equal(epoch[:, 1:], epoch[:, :-1] + 1)
+
+
+def test_the_windows_of_a_step_are_those_of_all_ranks(tmp_path: Path) -> None:
+    shared = {"sequence_length": 9, "batch_size": 8, "seed": 3}
+    for names in (("books",), ("books", "web", "rare")):
+        sources = {}
+        for name in names:
+            (tmp_path / f"{name}-{len(names)}").mkdir()
+            sources[name] = written(tmp_path / f"{name}-{len(names)}", 500)
+        weights = dict(zip(names, (3, 1, 0.1), strict=False))
+        ranks = [Batches(sources, **shared, weights=weights, rank=rank, ranks=4) for rank in range(4)]
+        for step in (0, 5, 40):
+            # a window's first token tells which it is
+            read = torch.cat([batches[step][..., 0].flatten() for batches in ranks]) // 9
+            for batches in ranks:
+                windows = batches.windows(step)
+                assert windows.keys() <= set(names)
+                assert sorted(itertools.chain(*windows.values())) == sorted(read.tolist())
+            if len(names) == 1:
+                assert windows == {"books": read.tolist()}
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -95,28 +94,6 @@ def test_a_second_signal_stops_at_once(small_run: Overrides, tmp_path: Path) -> 
         time.sleep(0.05)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
-
-
-def test_make_train_killed_at_random_moments_and_repeated_gives_the_undisturbed_run(
-    small_run: Overrides, tmp_path: Path
-) -> None:
-    overrides = small_run("training.max_steps=120", "training.checkpoint_every=5")
-    command = ["make", "train", f"ARGS={' '.join(overrides)}"]
-    chance = random.Random(0)
-    for _ in range(3):
-        process = start(command)
-        reached = max(curve(tmp_path / "run"), default=0)
-        wait_for_step(tmp_path / "run", min(110, reached + chance.randint(1, 25)), process)
-        time.sleep(chance.random() * 0.1)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    done = run(command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed from" in done.stdout
-    assert run([*TRAIN, *overrides, f"output_dir={tmp_path}/undisturbed"]).returncode == 0
-    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
-    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
-    assert summaries[0]["validation_loss"] == summaries[1]["validation_loss"]
 
 
 def test_a_sweep_trains_each_point_once(small_run: Overrides, tmp_path: Path) -> None:

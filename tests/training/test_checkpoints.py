@@ -1,35 +1,54 @@
-"""A checkpoint is whole or it is none."""
+"""A checkpoint is whole and this run's, or it is none."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import depthlm
-from depthlm.environment import ranks
-from depthlm.training.checkpoints import CheckpointError, newest_checkpoint, read_manifest, save_checkpoint
-from depthlm.training.engine import build_engine, start_distributed
+from depthlm.config import Config
+from depthlm.launchers import ranks
+from depthlm.training.checkpoints import CheckpointError, newest_checkpoint, prune, read_manifest
+from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
+from depthlm.training.process_group import start_distributed
+from depthlm.training.saving import Saver
 
 
 @pytest.fixture
-def engine(small_run: Callable[..., list[str]]) -> Any:
-    """A fresh engine of a tied model."""
-    config = depthlm.compose(small_run("backbone.tie_embeddings=true"))
+def config(small_run: Callable[..., list[str]]) -> Config:
+    """Of a tied model, whose run directory is the test's folder."""
+    return depthlm.compose(small_run("backbone.tie_embeddings=true", "training.keep_last=3"))
+
+
+@pytest.fixture
+def saver(config: Config, tmp_path: Path) -> Saver:
+    """Of a fresh engine."""
     start_distributed(ranks())
-    return build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
+    engine = build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
+    OmegaConf.save(OmegaConf.structured(config), tmp_path / "config.yaml")
+    about = {"corpus": "c", "world_size": 1, "stage": 0, "config": asdict(config)}
+    return Saver(engine, tmp_path, config.training, about)
 
 
 @pytest.fixture
-def saved(engine: Any, tmp_path: Path) -> Path:
+def saved(saver: Saver, tmp_path: Path) -> Path:
     """A run directory with checkpoints of steps 1 and 2."""
     for step in (1, 2):
-        save_checkpoint(engine, tmp_path, {"step": step, "skipped": [7]}, keep_last=3)
+        saver.save({"step": step, "skipped": [7]}, last=False)
     return tmp_path
+
+
+def newest(directory: Path) -> str:
+    found = newest_checkpoint(directory)
+    assert found is not None
+    return found[0].name
 
 
 def test_the_manifest_holds_the_state_and_every_file(saved: Path) -> None:
@@ -39,8 +58,7 @@ def test_the_manifest_holds_the_state_and_every_file(saved: Path) -> None:
     assert path.name == (saved / "checkpoints/latest").read_text().strip() == "step-00000002"
     assert (manifest["step"], manifest["skipped"]) == (2, [7])
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"manifest.json"}
-    assert set(manifest["files"]) == on_disk
-    assert any(name.startswith("deepspeed/") for name in on_disk)
+    assert set(manifest["files"]) == on_disk == {"model.safetensors", "deepspeed/mp_rank_00_model_states.pt"}
 
 
 def test_the_weights_are_readable_by_safetensors_alone(saved: Path) -> None:
@@ -59,45 +77,74 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _of_another_run(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    manifest["config"]["optimizer"]["lr"] = 0.5
+    path.write_text(json.dumps(manifest))
+
+
+def _without_ranks(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    del manifest["world_size"]
+    path.write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "words"),
     [
-        ("model.safetensors", _truncate, "is not what was saved"),
+        ("model.safetensors", _truncate, "model.safetensors is not what was saved"),
         ("model.safetensors", _flip, "is not what was saved"),
         ("model.safetensors", Path.unlink, "is missing"),
         ("deepspeed/mp_rank_00_model_states.pt", _flip, "is not what was saved"),
         ("deepspeed/mp_rank_00_model_states.pt", Path.unlink, "is missing"),
-        ("manifest.json", Path.unlink, "no readable manifest.json"),
-        ("manifest.json", _truncate, "no readable manifest.json"),
-        ("manifest.json", lambda path: path.write_text("{}"), "no readable manifest.json"),
+        ("deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt", Path.touch, "nobody vouches for it"),
+        ("manifest.json", Path.unlink, r"no readable manifest\.json"),
+        ("manifest.json", _truncate, r"no readable manifest\.json"),
+        ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), r"no readable manifest\.json"),
+        ("manifest.json", lambda path: path.write_text("[]"), r"no readable manifest\.json"),
+        ("manifest.json", lambda path: path.write_text("{}"), r"no readable manifest\.json"),
+        ("manifest.json", _without_ranks, r"manifest\.json lacks world_size"),
+        ("manifest.json", _of_another_run, r"another run's \(optimizer\.lr differs\)"),
     ],
 )
-def test_damage_is_found_and_the_one_before_is_taken(
-    saved: Path, file: str, damage: Callable[[Path], object], words: str
+def test_damage_is_told_and_the_one_before_is_taken(
+    saved: Path, file: str, damage: Callable[[Path], object], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest = saved / "checkpoints/step-00000002"
-    damage(newest / file)
-    with pytest.raises(CheckpointError, match=words):
-        read_manifest(newest)
-    found = newest_checkpoint(saved)
-    assert found is not None
-    assert found[0].name == "step-00000001"
+    damage(saved / "checkpoints/step-00000002" / file)
+    with caplog.at_level("WARNING", logger="depthlm"):
+        assert newest(saved) == "step-00000001"
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(f"{saved}/checkpoints/step-00000002: ")
+    assert re.search(words, caplog.messages[0])
 
 
-def test_only_the_last_are_kept_and_left_overs_are_removed(engine: Any, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints/.saving-step-00000001/deepspeed").mkdir(parents=True)
-    for step in range(2, 6):
-        save_checkpoint(engine, tmp_path, {"step": step}, keep_last=2)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000004", "step-00000005"]
-    assert json.loads((tmp_path / "checkpoints/step-00000005/manifest.json").read_text())["step"] == 5
+def test_a_checkpoint_may_differ_from_the_run_in_what_may_change(saved: Path, config: Config) -> None:
+    config.training.max_steps, config.training.micro_batch_size, config.training.log_every = 77, 1, 3
+    OmegaConf.save(OmegaConf.structured(config), saved / "config.yaml")
+    assert newest(saved) == "step-00000002"
 
 
-def test_a_damaged_checkpoint_beyond_the_newest_does_not_count_among_the_last(engine: Any, saved: Path) -> None:
-    _flip(saved / "checkpoints/step-00000002/model.safetensors")
-    (saved / "checkpoints/step-00000002").rename(saved / "checkpoints/step-00000009")
-    save_checkpoint(engine, saved, {"step": 3}, keep_last=1)
-    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["latest", "step-00000003"]
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "checkpoint_every", "kept"),
+    [
+        (2, None, 10, [30, 33, 35]),
+        (1, None, 5, [35]),
+        (1, 10, 5, [10, 20, 30, 35]),
+        (9, None, 1, [10, 12, 20, 30, 33, 35]),
+        (1, None, 100, [35]),
+    ],
+)
+def test_the_last_the_multiples_and_the_newest_regular_one_are_kept(
+    tmp_path: Path, keep_last: int, keep_every: int | None, checkpoint_every: int, kept: list[int]
+) -> None:
+    # 40 lies beyond the newest: it was passed over as damaged
+    for step in (10, 12, 20, 30, 33, 35, 40):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    for left_over in (".saving-step-00000033", ".universal-step-00000030"):
+        (tmp_path / left_over / "deepspeed").mkdir(parents=True)
+    newest = tmp_path / "step-00000035"
+    prune(tmp_path, newest, keep_last=keep_last, keep_every=keep_every, checkpoint_every=checkpoint_every)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in kept]
 
 
 def test_nothing_starts_over_where_no_checkpoint_is_whole(saved: Path) -> None:
@@ -109,3 +156,7 @@ def test_nothing_starts_over_where_no_checkpoint_is_whole(saved: Path) -> None:
 
 def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
+
+
+def test_a_checkpoint_is_read_by_its_own_path(saved: Path) -> None:
+    assert read_manifest(saved / "checkpoints/step-00000001")["step"] == 1

@@ -109,7 +109,7 @@ def test_every_mechanism_takes_vanillas_weights_and_its_own(small_run: Overrides
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(small_run: Overrides, vanilla: Path) -> None:
-    with pytest.raises(UserError, match=r"import_from=.*nowhere: no run with a checkpoint in it"):
+    with pytest.raises(UserError, match=r"import_from=.*nowhere: no checkpoint in it"):
         depthlm.compose(small_run("import_from=/nowhere"))
     config = depthlm.compose(small_run(f"import_from={vanilla}"))
     (vanilla / "checkpoints/step-00000008/model.safetensors").write_bytes(b"torn")

@@ -1,6 +1,7 @@
 """Rows, clocks and utilisation."""
 
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -25,6 +26,39 @@ def test_rows_are_appended_amended_and_cut_off(tmp_path: Path) -> None:
     again = MetricsFile(path, 2)
     assert again.validated
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_the_end_of_a_file_is_mended_from_behind(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 5))
+    for torn in ("", '{"step": 5, "lo', '{"step": 5}', "\x00\x00\x00\n", "\n"):
+        path.write_text(rows + torn)
+        assert MetricsFile(path, 9).last == {"step": 4}
+        assert path.read_text() == rows
+    for torn in ("", '{"step"'):
+        path.write_text(torn)
+        assert MetricsFile(path, 9).last == {}
+        assert path.read_text() == ""
+
+
+def test_rows_wait_where_they_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 0)
+    metrics.write({"step": 1})
+    written = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written + 7, limits[1]))
+    try:
+        metrics.write({"step": 2})
+        metrics.amend({"validation/set/loss": 1.0})
+        metrics.write({"step": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    metrics.write({"step": 4})
+    metrics.amend({"validation/set/loss": 2.0})
+    expected = [{"step": 1}, {"step": 2, "validation/set/loss": 1.0}, {"step": 3}]
+    assert list(read_metrics(path)) == [*expected, {"step": 4, "validation/set/loss": 2.0}]
 
 
 def test_a_rank_without_a_file_still_knows_its_newest_row() -> None:

@@ -1,19 +1,97 @@
-"""Two ranks compute what one computes, and go on where they stopped, bit for bit."""
+"""Two ranks compute what one computes, whatever is spread over them, and go on where they stopped, bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import depthlm
 from depthlm.training import train
 
 from ..two_ranks import TwoRanks, train_on_ranks
+from .test_bad_numbers import assert_same, states, weights
 from .test_resume import curve
 
-@pytest.mark.parametrize("kind", [["precision=fp32"], ["precision=bf16"], ["deepspeed=zero1"], ["deepspeed=zero3", "precision=bf16"]], ids=" ".join)
-def test_straight_equals_resumed(two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, kind) -> None:
-    assert two_ranks(train_on_ranks, small_run(*kind, name="straight")) == [0, 0]
-    assert two_ranks(train_on_ranks, small_run(*kind, "training.stop_after=10", name="resumed")) == [0, 0]
-    assert two_ranks(train_on_ranks, small_run(*kind, name="resumed")) == [0, 0]
-    assert curve(tmp_path / "straight") == curve(tmp_path / "resumed")
+STEPS = 8
+PAIRS = [(stage, precision) for stage in ("zero0", "zero1", "zero2", "zero3") for precision in ("fp32", "bf16")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of this module lie; several tests look at each."""
+    return tmp_path_factory.mktemp("curves")
+
+
+@pytest.fixture
+def trained(two_ranks: TwoRanks, small_run: Callable[..., list[str]], folder: Path) -> Callable[..., Path]:
+    """The directory of a run in micro-batches of two, trained if it is not there. name: what else sets it apart."""
+
+    def find(stage: str, precision: str, *overrides: str, world_size: int = 2, name: str = "straight") -> Path:
+        path = folder / f"{stage}-{precision}-{world_size}-{name}"
+        settings = (f"training.max_steps={STEPS}", "training.micro_batch_size=2", "training.checkpoint_every=100",
+                    f"deepspeed={stage}", f"precision={precision}", f"output_dir={path}", *overrides)  # fmt: skip
+        if not (path / "summary.json").exists():
+            if world_size == 2:
+                assert two_ranks(train_on_ranks, small_run(*settings)) == [0, 0]
+            else:
+                assert train(depthlm.compose(small_run(*settings))) == 0
+        return path
+
+    return find
+
+
+def losses(directory: Path) -> list[float]:
+    return [row[2] for row in curve(directory)]
+
+
+def norms(directory: Path) -> list[float]:
+    return [row[4] for row in curve(directory)]
+
+
+def assert_close(one: Path, other: Path, precision: str) -> None:
+    """The same curve within rounding: losses, gradient norms and the weights at the end."""
+    tolerance = {"fp32": 1e-5, "bf16": 3e-3}[precision]
+    assert len(losses(one)) == STEPS
+    torch.testing.assert_close(losses(one), losses(other), rtol=tolerance, atol=0)
+    torch.testing.assert_close(norms(one), norms(other), rtol=10 * tolerance, atol=0)
+    found, expected = weights(one, STEPS), weights(other, STEPS)
+    for name in expected:
+        assert torch.dist(found[name].float(), expected[name].float()) <= 10 * tolerance * expected[name].float().norm()
+
+
+@pytest.mark.parametrize(("stage", "precision"), PAIRS)
+def test_straight_equals_resumed_bit_for_bit(trained: Callable[..., Path], stage: str, precision: str) -> None:
+    straight = trained(stage, precision)
+    trained(stage, precision, "training.stop_after=3", name="resumed")
+    resumed = trained(stage, precision, name="resumed")
+    assert "resumed from" in (resumed / "train.log").read_text()
+    assert curve(straight) == curve(resumed)
+    assert len(curve(straight)) == STEPS
+    assert_same(weights(straight, STEPS), weights(resumed, STEPS))
+    found = states(straight, STEPS)
+    assert_same(found, states(resumed, STEPS))
+    # of both ranks where they are sharded
+    large = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.numel() > 9]
+    assert len({name.split("/")[1] for name in large}) == {"zero0": 1, "zero1": 3, "zero2": 3, "zero3": 2}[stage]
+
+
+@pytest.mark.parametrize(("stage", "precision"), PAIRS)
+def test_two_ranks_train_as_one_that_accumulates_two_batches(
+    trained: Callable[..., Path], stage: str, precision: str
+) -> None:
+    one = trained(stage, precision, world_size=1)
+    assert "1 ranks x 2 accumulated x 2 sequences" in (one / "train.log").read_text()
+    two = trained(stage, precision)
+    assert "2 ranks x 1 accumulated x 2 sequences" in (two / "train.log").read_text()
+    assert_close(two, one, precision)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3", "zero3_offload"])
+def test_every_stage_on_two_ranks_gives_the_curve_of_stage_0(trained: Callable[..., Path], stage: str) -> None:
+    assert_close(trained(stage, "fp32"), trained("zero0", "fp32"), "fp32")
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3", "zero3_offload"])
+def test_every_stage_on_two_ranks_gives_the_same_curve_in_bf16(trained: Callable[..., Path], stage: str) -> None:
+    assert_close(trained(stage, "bf16"), trained("zero1", "bf16"), "bf16")

@@ -1,0 +1,178 @@
+"""What saving and resuming cost.
+
+    python benchmarks/checkpoint.py [--size 360m] [--rounds 3] [--steps 12]
+
+Saving, as train.py does it (ZeRO 0, fp32), against `dd conv=fdatasync` of all bytes of the checkpoint, one after the
+other in every round; and what remains of that where it is written while training goes on. Resuming at step 1 000 000
+against step 10, of the same small run with as many rows of metrics as it would have.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import result_path, write_json
+from rich.console import Console
+from rich.table import Table
+
+import depthlm
+from depthlm.config import Config
+from depthlm.launchers import ranks
+from depthlm.training import train
+from depthlm.training.engine import build_engine
+from depthlm.training.loop import train_step
+from depthlm.training.plan import make_plan
+from depthlm.training.process_group import start_distributed
+from depthlm.training.saving import Saver
+
+FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
+SETTLE = 8.0
+
+
+def written_by_dd(size: int, folder: Path) -> float:
+    """Seconds that dd takes to bring so many bytes to the disk; zeros, so that reading them takes nothing."""
+    target = folder / "copy"
+    command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={size}", "iflag=count_bytes", "conv=fdatasync"]
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    seconds = time.perf_counter() - started
+    target.unlink()
+    return seconds
+
+
+def settle() -> None:
+    """Wait until the system has taken back what was freed: who comes after a large file is removed writes faster."""
+    time.sleep(SETTLE)
+
+
+def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Seconds of saving and of dd in every round, and what a save costs training that goes on meanwhile."""
+    start_distributed(ranks())
+    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
+    engine = build_engine(config, plan, model)
+    shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
+    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        train_step(engine, batch, plan, 0.0)
+
+    step()  # makes the optimizer's states
+    about = {"corpus": "", "world_size": 1, "stage": 0, "config": asdict(config)}
+    config.training.keep_last = 1
+    saver = Saver(engine, folder, config.training, about)
+    saves, copies = [], []
+    for number in range(1, rounds + 2):
+        before = saver.seconds
+        settle()
+        saver.save({"step": number}, last=False)
+        checkpoint = folder / "checkpoints" / f"step-{number:08d}"
+        size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+        settle()
+        copied = written_by_dd(size, folder)
+        if number > 1:  # the first save makes the folders, and takes the memory
+            saves.append(saver.seconds - before)
+            copies.append(copied)
+    config.training.async_checkpoint = True
+    waits, losses = [], []
+    for number in range(100, 101 + rounds):
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        alone = time.perf_counter() - started
+        before, started, taken = saver.seconds, time.perf_counter(), 0
+        saver.save({"step": number}, last=False)
+        while saver.busy() or taken < steps:
+            step()
+            taken += 1
+        saver.finish()
+        if number > 100:
+            losses.append(time.perf_counter() - started - alone * taken / steps)
+            waits.append(saver.seconds - before)
+    engine.destroy()
+    return {
+        "gib": size / 2**30,
+        "seconds": saves,
+        "dd_seconds": copies,
+        "ratio": statistics.median(ours / theirs for ours, theirs in zip(saves, copies, strict=True)),
+        "step_seconds": alone / steps,
+        "async_wait_seconds": waits,
+        "async_lost_seconds": losses,
+        "async_ratio": statistics.median(losses) / statistics.median(copies),
+    }
+
+
+def resuming(rounds: int, folder: Path) -> dict[str, Any]:
+    """Seconds from the start of a run at a checkpoint until one more step is trained and saved."""
+    run = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200K", "tracker=none",
+           "training.sequence_length=64", "training.batch_size=4", "training.max_steps=2000000", "schedule=constant",
+           f"training.log_every={ROW_EVERY}", "training.validate_every=null", "training.sample=null",
+           f"data.path={folder}/tokens"]  # fmt: skip
+
+    def at(step: int, stop: int, name: str) -> Config:
+        return depthlm.compose([*run, f"output_dir={folder}/{name}", f"training.stop_after={stop}"])
+
+    train(at(FIRST, FIRST, "first"))
+    shutil.copytree(folder / "first", folder / "later")
+    checkpoint = folder / f"later/checkpoints/step-{FIRST:08d}"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps({**manifest, "step": LATER}))
+    checkpoint.rename(checkpoint.with_name(f"step-{LATER:08d}"))
+    row = json.loads((folder / "first/metrics.jsonl").read_text().splitlines()[-1])
+    rows = (json.dumps({**row, "step": step}) + "\n" for step in range(ROW_EVERY, LATER + 1, ROW_EVERY))
+    (folder / "later/metrics.jsonl").write_text("".join(rows))
+    seconds: dict[str, list[float]] = {"first": [], "later": []}
+    for number in range(rounds + 1):
+        for name, step in (("first", FIRST), ("later", LATER)):
+            shutil.copytree(folder / name, folder / "again")
+            started = time.perf_counter()
+            train(at(step, step + 1, "again"))
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+            assert (folder / f"again/checkpoints/step-{step + 1:08d}").exists()
+            shutil.rmtree(folder / "again")
+    pairs = zip(seconds["later"], seconds["first"], strict=True)
+    return {**{f"{name}_seconds": found for name, found in seconds.items()},
+            "ratio": statistics.median(later / first for later, first in pairs)}  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print a table, and write the results down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="360m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="trained at least while a checkpoint is written")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        config = depthlm.compose(
+            [f"size={arguments.size}", "data.tokenizer=bytes", "precision=fp32", "training.sequence_length=128",
+             "training.batch_size=1", f"output_dir={folder}/run"]
+        )  # fmt: skip
+        results: dict[str, Any] = {
+            "size": arguments.size,
+            "saving": saving(config, arguments.rounds, arguments.steps, Path(folder)),
+        }
+        results["resuming"] = resuming(max(5, arguments.rounds), Path(folder))
+    table = Table("what", "seconds, median", "ratio")
+    saved, resumed = results["saving"], results["resuming"]
+    middle = statistics.median
+    table.add_row(f"dd of {saved['gib']:.2f} GiB", f"{middle(saved['dd_seconds']):.2f}", "1")
+    table.add_row("saving", f"{middle(saved['seconds']):.2f}", f"{saved['ratio']:.2f} (wanted 1.3)")
+    lost = middle(saved["async_lost_seconds"])
+    table.add_row("lost to asynchronous saving", f"{lost:.2f}", f"{saved['async_ratio']:.2f}")
+    table.add_row("of that, waiting for the copy", f"{middle(saved['async_wait_seconds']):.2f}", "")
+    table.add_row(f"resuming at step {FIRST}", f"{middle(resumed['first_seconds']):.3f}", "1")
+    table.add_row(f"resuming at step {LATER}", f"{middle(resumed['later_seconds']):.3f}", f"{resumed['ratio']:.2f}")
+    Console().print(table)
+    write_json(result_path("checkpoint"), results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Two ranks that are killed, signalled and started again come to what nobody disturbed."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chaos
+
+Overrides = Callable[..., list[str]]
+
+
+def test_a_run_killed_at_random_moments_comes_to_the_undisturbed_one(small_run: Overrides, tmp_path: Path) -> None:
+    shared = ("deepspeed=zero1", "training.max_steps=250", "training.checkpoint_every=3", "training.validate_every=10",
+              "training.validation_tokens=500", "training.rank_timeout=5")  # fmt: skip
+    overrides = small_run(*shared, name="killed")
+    kills = chaos.disturb(overrides, tmp_path / "killed", kills=5, seed=0)
+    chaos.finish(overrides)
+    chaos.finish(small_run(*shared, name="undisturbed"))
+    killed, undisturbed = (chaos.outcome(tmp_path / name) for name in ("killed", "undisturbed"))
+    assert len(kills) == 5
+    assert any(kill.saving for kill in kills)
+    assert any(kill.seconds_to_end is not None for kill in kills)
+    assert all(kill.seconds_to_end is None or kill.seconds_to_end < 15 for kill in kills)
+    assert len(undisturbed["curve"]) == 250
+    assert chaos.same(killed, undisturbed)
+    undisturbed["curve"][-1][2] += 1e-9
+    assert not chaos.same(killed, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank", "number"), [(0, 0, signal.SIGUSR1), (3, 1, signal.SIGTERM)], ids=["zero0", "zero3"]
+)
+def test_a_signal_to_one_rank_has_all_save_and_exit_to_be_requeued(
+    small_run: Overrides, tmp_path: Path, stage: int, rank: int, number: signal.Signals
+) -> None:
+    overrides = small_run(f"deepspeed=zero{stage}", "training.max_steps=100000", "training.checkpoint_every=100000")
+    ranks = chaos.start(overrides)
+    while chaos.newest_step(tmp_path / "run") < 3:
+        assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
+        time.sleep(0.02)
+    ranks[rank].send_signal(number)
+    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [75, 75], outputs
+    stopped_at = chaos.newest_step(tmp_path / "run")
+    assert f"stopped by a signal after step {stopped_at}; the same command goes on" in outputs[0]
+    assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+    chaos.finish([*overrides, f"training.stop_after={stopped_at + 2}"])
+    assert chaos.newest_step(tmp_path / "run") == stopped_at + 2

@@ -1,0 +1,123 @@
+"""Two ranks of which one is killed, stopped, fails or falls asleep: the other ends in time and says which it was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from depthlm.environment import REPOSITORY
+from depthlm.training.metrics import read_metrics
+
+from ..two_ranks import free_port, rank_variables
+
+TIMEOUT = 3.0
+MISCHIEF = """
+import os, time
+from depthlm.model.connections.residual import Residual
+
+class Mischief(Residual):
+    calls = 0
+
+    def read(self, stream):
+        Mischief.calls += 1
+        if Mischief.calls > 40 and os.environ["RANK"] == "1":
+            if os.environ["MISCHIEF"] == "sleep":
+                time.sleep(1e6)
+            raise ZeroDivisionError("on purpose")
+        return super().read(stream)
+"""
+Overrides = Callable[..., list[str]]
+
+
+@pytest.fixture
+def two(small_run: Overrides, tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """Starts two ranks of a run without end; each writes to `rank<n>`. variables: of the environment."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*overrides: str, **variables: str) -> list[subprocess.Popen[str]]:
+        settings = small_run(
+            "training.max_steps=1000000", "training.checkpoint_every=1000", f"training.rank_timeout={TIMEOUT}"
+        )
+        port = free_port()
+        for rank in range(2):
+            with (tmp_path / f"rank{rank}").open("w") as output:
+                processes.append(subprocess.Popen(
+                    [sys.executable, "train.py", *settings, *overrides], cwd=REPOSITORY, stdout=output,
+                    stderr=subprocess.STDOUT, text=True, env={**os.environ, **rank_variables(rank, port), **variables},
+                ))  # fmt: skip
+        return processes
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max((row["step"] for row in read_metrics(directory / "metrics.jsonl")), default=0) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ends(process: subprocess.Popen[str], output: Path) -> tuple[float, str]:
+    """The seconds until this rank ended with 1, and what it said."""
+    started = time.monotonic()
+    code = process.wait(60)
+    told = output.read_text()
+    assert code == 1, told
+    return time.monotonic() - started, told
+
+
+@pytest.mark.parametrize(
+    ("how", "victim"),
+    [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)],
+    ids=["killed", "first", "stopped"],
+)
+def test_a_dead_or_stopped_rank_ends_the_other(
+    two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, how: signal.Signals, victim: int
+) -> None:
+    ranks = two()
+    wait_for_step(tmp_path / "run", 3)
+    ranks[victim].send_signal(how)
+    seconds, told = ends(ranks[1 - victim], tmp_path / f"rank{1 - victim}")
+    assert seconds < TIMEOUT + 4
+    assert f"rank {victim} (host " in told
+    assert f"pid {ranks[victim].pid}) has given no sign of life for 3 s, the last in step" in told
+    assert "Traceback" not in told
+
+
+def test_an_exception_on_one_rank_ends_the_other_with_its_words(
+    two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    (tmp_path / "mischief.py").write_text(MISCHIEF)
+    ranks = two(
+        "model.connection._target_=mischief.Mischief", "training.rank_timeout=60",
+        PYTHONPATH=str(tmp_path), MISCHIEF="raise",
+    )  # fmt: skip
+    _, other = ends(ranks[1], tmp_path / "rank1")
+    assert "ZeroDivisionError: on purpose" in other
+    seconds, told = ends(ranks[0], tmp_path / "rank0")
+    assert seconds < 8
+    assert f"pid {ranks[1].pid}) failed: ZeroDivisionError: on purpose; rank 0 ends" in told
+    assert "Traceback" not in told
+
+
+def test_a_rank_that_falls_asleep_in_a_step_ends_both_with_its_name_and_line(
+    two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
+) -> None:
+    (tmp_path / "mischief.py").write_text(MISCHIEF)
+    ranks = two(
+        "model.connection._target_=mischief.Mischief", "training.stall_timeout=0.1",
+        PYTHONPATH=str(tmp_path), MISCHIEF="sleep",
+    )  # fmt: skip
+    for rank in range(2):
+        _, told = ends(ranks[rank], tmp_path / f"rank{rank}")
+        assert f"rank 1 (host {os.uname().nodename}, pid {ranks[1].pid}) has made no progress for 6 s, in step" in told
+        assert "forward, at read (mischief.py:" in told
+        assert ("time.sleep(1e6)" in told) == (rank == 1)

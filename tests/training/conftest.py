@@ -1,0 +1,16 @@
+"""What the tests of training share."""
+
+import pytest
+
+from depthlm.launchers import ranks
+from depthlm.training.process_group import start_distributed
+
+
+@pytest.fixture
+def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fp16 train on the CPU: it computes it, slowly, but the configuration and DeepSpeed refuse it there."""
+    start_distributed(ranks())
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr("depthlm.config.checks._check_device", lambda config: [])

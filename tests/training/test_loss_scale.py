@@ -1,0 +1,123 @@
+"""The dynamic loss scale of fp16, by its logic alone: a CPU is let compute it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.launchers import ranks
+from depthlm.training import FAILED, train
+from depthlm.training.engine import build_engine, loss_scale
+from depthlm.training.loop import train_step
+from depthlm.training.metrics import read_metrics
+from depthlm.training.plan import make_plan
+from depthlm.training.process_group import start_distributed
+from depthlm.training.sharding import whole_weights
+
+from .spoiled import train_spoiled
+from .test_bad_numbers import assert_same, bad_batches, manifest, weights
+from .test_numbers import synthetic_tokens
+from .test_resume import curve
+
+pytestmark = pytest.mark.usefixtures("fp16_on_the_cpu")
+
+
+@pytest.fixture
+def scaled_steps(small_run: Callable[..., list[str]]) -> Callable[..., Any]:
+    """Take steps, each as its gradient says: g good, o an overflow. Gives the loss scale before each and at the end."""
+
+    def steps(kinds: str, *overrides: str) -> list[float]:
+        config = depthlm.compose(small_run("precision=fp16", *overrides))
+        start_distributed(ranks())
+        plan, found = make_plan(config, ranks()), []
+        engine = build_engine(config, plan, depthlm.build_model(config))
+        factor = [1.0]
+        engine.module.final_norm.weight.register_hook(lambda gradient: gradient * factor[0])
+        for kind, tokens in zip(kinds, synthetic_tokens(config, len(kinds)), strict=True):
+            factor[0] = 1.0 if kind == "g" else float("inf")
+            before = whole_weights(engine)
+            found.append(loss_scale(engine))
+            train_step(engine, tokens[None], plan, 0.0)
+            assert engine.was_step_applied() == (kind == "g")
+            changed = any(not torch.equal(before[name], value) for name, value in whole_weights(engine).items())
+            assert changed == (kind == "g")
+        return [*found, loss_scale(engine)]
+
+    return steps
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_the_scale_halves_on_overflows_and_doubles_after_its_window(
+    scaled_steps: Callable[..., list[float]], stage: str
+) -> None:
+    settings = ["precision.initial_scale_power=8", "precision.loss_scale_window=3", f"deepspeed={stage}"]
+    assert scaled_steps("ggoo", "precision.hysteresis=1", *settings) == [256, 256, 256, 128, 64]
+    # the first overflow is forgiven, and again after the scale has doubled
+    found = scaled_steps("ooggggoo", "precision.hysteresis=2", *settings)
+    assert found == [256, 256, 128, 128, 128, 128, 256, 256, 128]
+
+
+def test_the_scale_does_not_go_below_its_smallest(scaled_steps: Callable[..., list[float]]) -> None:
+    settings = ["precision.initial_scale_power=2", "precision.min_loss_scale=2", "precision.hysteresis=1"]
+    assert scaled_steps("ooog", *settings, "deepspeed=zero1") == [4, 2, 2, 2, 2]
+
+
+FP16 = ("precision=fp16", "deepspeed=zero1", "precision.initial_scale_power=4", "precision.hysteresis=1",
+        "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
+def test_an_overflow_is_the_search_for_the_scale_whatever_the_policy(
+    small_run: Callable[..., list[str]], tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = small_run(*FP16, f"training.on_bad_numbers={policy}", "training.max_skipped=1")
+    assert train_spoiled(overrides, {7: "gradient", 8: "gradient", 9: "gradient"}) == 0
+    told = manifest(tmp_path / "run")
+    assert (told["skipped"], told["overflows"], told["rewound"]) == ([7, 8, 9], [7, 8, 9], [])
+    assert bad_batches(tmp_path / "run") == []
+    scales = [row["loss_scale"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    assert scales == [16] * 7 + [8, 4] + [2] * 3
+    assert "step 9 left out: its gradient overflows fp16 at a loss scale of 4, which is too large" in (
+        capsys.readouterr().out
+    )
+
+
+def test_an_overflow_at_the_smallest_scale_is_a_bad_gradient(
+    small_run: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = small_run(*FP16, "precision.min_loss_scale=8", "training.max_skipped=2")
+    assert train_spoiled(overrides, dict.fromkeys(range(3, 13), "gradient")) == FAILED
+    told = capsys.readouterr().out
+    # the one that brought the scale down does not count
+    assert "3 bad batches in a row, the last at step 6: the norm of its gradient is not finite, at the smallest" in told
+    assert "precision.min_loss_scale=8" in told
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
+    small_run: Callable[..., list[str]], tmp_path: Path, stage: str
+) -> None:
+    overrides = [*FP16, f"deepspeed={stage}", "precision.loss_scale_window=2", "training.on_bad_numbers=rewind"]
+    spoiled = {3: "gradient", 8: "loss"}
+    assert train_spoiled(small_run(*overrides, name="straight"), spoiled) == 0
+    assert train_spoiled(small_run(*overrides, "training.stop_after=4"), spoiled) == 0
+    assert train_spoiled(small_run(*overrides), spoiled, killed_at=10) == "killed"
+    assert train_spoiled(small_run(*overrides), spoiled) == 0
+    run, straight = tmp_path / "run", tmp_path / "straight"
+    assert curve(run) == curve(straight)
+    scales = [[row["loss_scale"] for row in read_metrics(folder / "metrics.jsonl")] for folder in (run, straight)]
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) > 2
+    assert manifest(run)["rewound"] == [[5, 8]]
+    assert_same(weights(run), weights(straight))
+
+
+def test_a_whole_run_in_fp16_learns(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    overrides = ["deepspeed=zero2", "precision=fp16", "precision.initial_scale_power=8"]
+    assert train(depthlm.compose(small_run(*overrides))) == 0
+    assert train(depthlm.compose(small_run(name="fp32"))) == 0
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "fp32")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
