@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import load_file
 
 from depthlm.build import build_model
@@ -15,6 +16,7 @@ from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training.checkpoints import WEIGHTS, newest_checkpoint
+from depthlm.training.run_directory import saved_config
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
@@ -47,7 +49,10 @@ def load_config(directory: Path) -> Config:
     path = directory / "config.yaml"
     if not path.is_file():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved_config(directory)))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: not the configuration of a run ({error})") from None
     assert isinstance(config, Config)
     type_sources(config.data)
     return config

@@ -1,0 +1,83 @@
+"""Nothing foreign runs: what is not trusted is read as data, and pickles only where a manifest vouches for them."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import depthlm
+from depthlm.errors import UserError
+from depthlm.files import digest
+from depthlm.training import train
+
+Overrides = Callable[..., list[str]]
+
+
+class Intruder:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture
+def run(small_run: Overrides, tmp_path: Path) -> Path:
+    """A run at ZeRO 1 with checkpoints of steps 2 and 4, all of whose pickles would leave a trace."""
+    overrides = small_run("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
+    assert train(depthlm.compose(overrides)) == 0
+    pickles = list((tmp_path / "run/checkpoints").rglob("*.pt"))
+    assert len(pickles) == 4
+    for file in pickles:
+        file.write_bytes(pickle.dumps(Intruder(tmp_path / "trace")))
+    return tmp_path / "run"
+
+
+def vouch(run: Path) -> None:
+    """Give the manifests the digests of what lies there now."""
+    for path in run.glob("checkpoints/step-*"):
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"] = {name: digest(path / name) for name in manifest["files"]}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_resuming_and_forking_unpickle_nothing_that_no_manifest_lists(
+    run: Path, small_run: Overrides, tmp_path: Path
+) -> None:
+    (run / "summary.json").unlink()
+    same = ("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
+    for overrides in (small_run(*same), small_run(*same, f"fork_from={run}", name="fork")):
+        with pytest.raises(UserError, match="none of its checkpoints is whole"):
+            train(depthlm.compose(overrides))
+    assert not (tmp_path / "trace").exists()
+    vouch(run)
+    with pytest.raises(Exception):  # noqa: B017
+        train(depthlm.compose(small_run(*same)))
+    assert (tmp_path / "trace").exists()
+
+
+def test_loading_and_importing_never_unpickle(run: Path, small_run: Overrides, tmp_path: Path) -> None:
+    vouch(run)
+    depthlm.load(run)
+    overrides = small_run("training.max_steps=1", f"import_from={run}", name="next")
+    assert train(depthlm.compose(overrides)) == 0
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
+    vouch(run)
+    text = (run / "config.yaml").read_text()
+    for line in (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system"):
+        (run / "config.yaml").write_text(f"{text}\n{line}\n")
+        with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+            depthlm.load(run)
+    (run / "config.yaml").write_text(f"{text}\nunknown: 1\n")
+    with pytest.raises(UserError, match=r"(?s)not the configuration of a run.*unknown"):
+        depthlm.load(run)
+    assert not (tmp_path / "trace").exists()
