@@ -64,8 +64,8 @@ def settle(run: Run, progress: Progress, nll: float, limit: float, scale: float)
     if policy == "stop":
         raise DivergedError(
             f"{tell(run, step, 'ends the run', reason, loss)}. Nothing of it reached the weights; the same command "
-            "with training.on_bad_numbers=skip goes on from the last checkpoint and leaves this batch out, with rewind "
-            "also those before it"
+            f"with training.on_bad_numbers=skip output_dir={run.directory} goes on from the last checkpoint and leaves "
+            "this batch out, with rewind also those before it"
         )
     tell(run, step, rewind(run, progress) if policy == "rewind" else "left out", reason, loss)
     if (count := in_a_row(progress)) > training.max_skipped:

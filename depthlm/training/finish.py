@@ -50,7 +50,10 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
         "skipped": progress.skipped,
     }
     replace_text(run.directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    plot_loss(run.directory, corpus.unigram_entropy)
+    try:
+        plot_loss(run.directory, corpus.unigram_entropy)
+    except OSError as error:
+        log.warning("the loss curve cannot be drawn (%s)", error)
     show_summary("This run is complete", run.directory, summary, 0)
     return summary
 

@@ -77,11 +77,12 @@ def find_start(config: Config, plan: Plan, corpus: str) -> Start | None:
     return Start(path, manifest, own is None, universal)
 
 
-def restore(engine: Any, start: Start | None) -> Progress:
-    """Bring the engine to where the run starts; collective. Returns how far it is."""
+def restore(engine: Any, start: Start | None, directory: Path) -> Progress:
+    """Bring the engine to where the run in a directory starts; collective. Returns how far it is."""
     if start is None:
         return Progress()
-    _load(engine, start)
+    folder = on_first_rank(lambda: _convert(start.path, directory)) if start.universal else None
+    _load(engine, start, folder)
     progress = read_progress(start.manifest)
     if start.forked:
         progress.wandb_id = None
@@ -97,32 +98,31 @@ def go_back(config: Config, plan: Plan, engine: Any, step: int) -> Progress | No
     None, and the log says why, where that checkpoint is gone or not whole; the engine is as it was.
     """
 
-    def find() -> Start:
-        path = checkpoint_path(Path(config.output_dir or ""), step)
+    directory = Path(config.output_dir or "")
+
+    def find() -> tuple[Start, Path | None]:
+        path = checkpoint_path(directory, step)
         manifest = read_manifest(path)
-        return Start(path, manifest, False, _check_stage(path, manifest, config.deepspeed.stage, plan.world_size))
+        start = Start(path, manifest, False, _check_stage(path, manifest, config.deepspeed.stage, plan.world_size))
+        return start, _convert(path, directory) if start.universal else None
 
     try:
-        start = on_first_rank(find)
+        start, folder = on_first_rank(find)
     except (UserError, OSError) as error:
         log.info("the run does not go back to step %d: %s", step, error)
         return None
-    _load(engine, start)
+    _load(engine, start, folder)
     return read_progress(start.manifest)
 
 
-def _load(engine: Any, start: Start) -> None:
-    if start.universal:
-        folder = on_first_rank(lambda: _convert(start.path))
-        load_engine(engine, folder, universal=True)
-        torch.distributed.barrier()
-        on_first_rank(lambda: shutil.rmtree(folder))
-        now = torch.distributed.get_world_size()
-        log.info(
-            "brought the optimizer from %d ranks to %d through the converted one", start.manifest["world_size"], now
-        )
-    else:
-        load_engine(engine, start.path)
+def _load(engine: Any, start: Start, converted: Path | None) -> None:
+    if converted is None:
+        return load_engine(engine, start.path)
+    load_engine(engine, converted, universal=True)
+    torch.distributed.barrier()
+    on_first_rank(lambda: shutil.rmtree(converted))
+    now = torch.distributed.get_world_size()
+    log.info("brought the optimizer from %d ranks to %d through the converted one", start.manifest["world_size"], now)
 
 
 def read_progress(manifest: dict[str, Any]) -> Progress:
@@ -183,23 +183,24 @@ def _check_fork(path: Path, manifest: dict[str, Any], config: Config) -> None:
         log.info("forked with another setting: %s: %s", name, words)
 
 
-def _convert(path: Path) -> Path:
-    """DeepSpeed's universal checkpoint of a checkpoint: the optimizer's states by parameter instead of by rank."""
-    folder = path.with_name(f".universal-{path.name}")
+def _convert(path: Path, directory: Path) -> Path:
+    """DeepSpeed's universal checkpoint, in the directory of a run, of this or another run's checkpoint."""
+    folder = directory / "checkpoints" / f".universal-{path.name}"
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     size = sum(file.stat().st_size for file in (path / STATE).iterdir())
-    free = shutil.disk_usage(path).free
+    free = shutil.disk_usage(folder).free
     # the slices lie there a second time until they are merged
     if free < 2 * size:
         raise UserError(
             f"{path}: to go on with another number of ranks it is converted, which needs {2 * size / 2**30:.1f} GiB "
-            f"beside it; {free / 2**30:.1f} GiB are free"
+            f"in {folder.parent}; {free / 2**30:.1f} GiB are free"
         )
     log.info("converting %s for another number of ranks", path)
     done = subprocess.run(
         [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
          "--input_folder", str(path / STATE), "--output_folder", str(folder / STATE)],
-        capture_output=True, text=True,
+        capture_output=True, text=True, start_new_session=True,
     )  # fmt: skip
     if done.returncode:
         raise CheckpointError(f"{path}: DeepSpeed could not convert it ({done.stderr.strip()[-500:]})")

@@ -32,7 +32,7 @@ from depthlm.training.metrics import MetricsFile, peak_flops
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.process_group import leave_distributed, start_distributed
 from depthlm.training.restoring import Start, find_start, go_back, restore
-from depthlm.training.run_directory import check_run_directory, open_run_directory
+from depthlm.training.run_directory import check_run_directory, check_shared, describe_run, lock_run_directory
 from depthlm.training.saving import NotSavedError, Saver
 from depthlm.training.sharding import undo_sharding
 from depthlm.training.signals import StopRequest, stop_on_signal
@@ -88,7 +88,7 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
     on_first_rank(lambda: check_prepared(config.data, partial(prepare_command, config)))
     watch.mark("preparing the data", 0, limited=False)
     on_first_rank(lambda: prepare(config.data))
-    watch.mark("starting", 0)
+    watch.mark("starting", 0, limited=False)
     corpus = open_corpus(config.data)
     plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
     batches = Batches(
@@ -101,13 +101,20 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
         rank=ranks.rank,
         ranks=ranks.world_size,
     )
-    start = on_first_rank(lambda: find_start(config, plan, corpus.digest()))
+    if config.dry_run:
+        return train_from(None, config, ranks, plan, corpus, batches, device, watch, StopRequest())
     with ExitStack() as held:
-        request = StopRequest()
-        if not config.dry_run:
-            request = held.enter_context(stop_on_signal())
-            on_first_rank(lambda: held.enter_context(open_run_directory(config, ranks)))
-        if ranks.rank == 0 and not config.dry_run:
+        request = held.enter_context(stop_on_signal())
+        on_first_rank(lambda: held.enter_context(lock_run_directory(directory)))
+        # again: another process may have gone on with the run until now
+        summary = on_first_rank(lambda: check_run_directory(config))
+        if summary is not None:
+            show_summary("This run is complete", directory, summary, ranks.rank)
+            return COMPLETE
+        start = on_first_rank(lambda: find_start(config, plan, corpus.digest()))
+        on_first_rank(lambda: describe_run(config, ranks))
+        check_shared(directory, ranks.rank)
+        if ranks.rank == 0:
             corpus.tokenizer.save(directory)
             log_to(directory / "train.log")
         return train_from(start, config, ranks, plan, corpus, batches, device, watch, request)
@@ -140,7 +147,7 @@ def train_from(
     if config.dry_run:
         dry_run(config, plan, batches, engine, device)
         return COMPLETE
-    progress = restore(engine, start)
+    progress = restore(engine, start, directory)
     metrics = open_metrics(directory, progress.step)
     settings = dataclasses.asdict(config)
     tracker: Tracker = NoTracker()

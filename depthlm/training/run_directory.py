@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,30 +23,30 @@ from depthlm.files import replace_text
 from depthlm.launchers import Ranks
 
 log = logging.getLogger("depthlm")
-LOCK_SECONDS = 10.0
+LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0
 SUMMARY = "summary.json"
 HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", SUMMARY)
 
 
 @contextmanager
-def open_run_directory(config: Config, ranks: Ranks) -> Iterator[Path]:
-    """Create the run directory, hold it for this process, and write its configuration and environment.
+def lock_run_directory(directory: Path) -> Iterator[Path]:
+    """Make the run directory and hold it for this process; one that nothing was written to is gone afterwards.
 
-    Raises UserError where that fails, or another process trains in it.
+    Raises UserError where it cannot be made, or another process trains in it.
     """
-    directory = Path(config.output_dir or "")
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / ".lock").open("w")
     except OSError as error:
         raise UserError(f"output_dir={directory}: cannot be made ({error})") from None
-    with (directory / ".lock").open("w") as file:
-        _lock(file, directory)
-        if (summary := finished(directory)) is not None:
-            # the run is being extended: what it came to before stays
-            os.replace(directory / SUMMARY, directory / f"summary-step-{summary['steps']:08d}.json")
-        replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
-        yield directory
+    with lock:
+        _lock(lock, directory)
+        try:
+            yield directory
+        finally:
+            if os.listdir(directory) == [".lock"]:
+                (directory / ".lock").unlink()
+                directory.rmdir()
 
 
 def _lock(file: TextIO, directory: Path) -> None:
@@ -54,12 +55,42 @@ def _lock(file: TextIO, directory: Path) -> None:
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"{directory}: another process trains in it; wait for it, or give another output_dir="
                 ) from None
             time.sleep(0.2)
+        except OSError as error:
+            return log.warning("%s cannot be locked (%s): see that no other process trains in it", directory, error)
+
+
+def describe_run(config: Config, ranks: Ranks) -> None:
+    """Write configuration and environment into the run directory. Raises UserError where that fails."""
+    directory = Path(config.output_dir or "")
+    try:
+        if any(directory.glob("checkpoints/step-*")):
+            for name, words in compare(saved_config(directory), dataclasses.asdict(config)).items():
+                log.info("going on with another setting: %s: %s", name, words)
+        if (summary := finished(directory)) is not None:
+            # the run is being extended: what it came to before stays
+            os.replace(directory / SUMMARY, directory / f"summary-step-{summary['steps']:08d}.json")
+        replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+        (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"output_dir={directory}: cannot be written to ({error})") from None
+
+
+def check_shared(directory: Path, rank: int) -> None:
+    """Raise UserError where this rank does not see what the first has written: each writes its part of a checkpoint."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (directory / "config.yaml").exists():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"output_dir={directory}: rank {rank} on {socket.gethostname()} does not see what the first rank has "
+                "written there; give a folder that all nodes share"
+            )
+        time.sleep(0.5)
 
 
 def check_run_directory(config: Config) -> dict[str, Any] | None:
@@ -86,8 +117,6 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"{longer}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; there "
             f"fork_from={directory} goes on from its state, and import_from={directory} starts with its weights"
         )
-    for name, words in sorted(differences.items()):
-        log.info("going on with another setting: %s: %s", name, words)
     return None if differences.keys() & {*LENGTHS} else summary
 
 
@@ -118,6 +147,9 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
-    """The summary of a complete run, else None."""
+    """The summary of a complete run, else None. Raises UserError where it cannot be read."""
     path = directory / SUMMARY
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); remove it, and the same command writes it anew") from None

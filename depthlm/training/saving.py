@@ -141,6 +141,9 @@ class Saver:
         return None
 
     def _publish(self, writing: Writing, digests: dict[str, str]) -> None:
+        for rows in ("metrics.jsonl", "bad_batches.jsonl"):
+            if (self.directory / rows).exists():
+                sync(self.directory / rows)
         manifest = {**writing.manifest, "files": dict(sorted(digests.items()))}
         replace_text(writing.aside / MANIFEST, json.dumps(manifest, indent=1))
         for folder in (writing.aside / STATE, writing.aside):
@@ -148,8 +151,6 @@ class Saver:
         checkpoints = writing.final.parent
         shutil.rmtree(writing.final, ignore_errors=True)
         os.replace(writing.aside, writing.final)
-        sync(checkpoints)
-        replace_text(checkpoints / "latest", writing.final.name + "\n")
         sync(checkpoints)
         training = self.training
         prune(
@@ -159,6 +160,11 @@ class Saver:
             keep_every=training.keep_every,
             checkpoint_every=training.checkpoint_every,
         )
+        try:
+            replace_text(checkpoints / "latest", writing.final.name + "\n")
+            sync(checkpoints)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); the checkpoint is whole", checkpoints / "latest", error)
 
     def _tell(self, aside: Path, failure: str) -> None:
         if self.first:
@@ -199,7 +205,9 @@ def collect_states(engine: Any, folder: Path) -> dict[Path, Any]:
 
 def _make_room(aside: Path, needed: int) -> None:
     """An empty folder for so many bytes. Raises OSError where they are not free."""
-    shutil.rmtree(aside, ignore_errors=True)
+    # of saves that were killed, which may be what fills the disk
+    for left_over in (*aside.parent.glob(".saving-*"), *aside.parent.glob(".universal-*")):
+        shutil.rmtree(left_over, ignore_errors=True)
     (aside / STATE).mkdir(parents=True)
     free = shutil.disk_usage(aside).free
     if free < needed:

@@ -17,7 +17,8 @@ class StopRequest:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
-            raise SystemExit(1)
+            # whatever would be waited for on an orderly way out
+            os._exit(1)
         self.name = signal.Signals(number).name
         # the log may be what was interrupted
         os.write(2, f"\n{self.name}: the run stops after this step; a second signal stops it at once\n".encode())

@@ -1,5 +1,6 @@
 """A copy of the training state in the CPU's memory, to be written while training changes the state."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,8 @@ class Snapshot:
             return type(state)({key: self.copy(f"{name}/{key}", value) for key, value in state.items()})
         if type(state) in (list, tuple):
             return type(state)(self.copy(f"{name}/{index}", value) for index, value in enumerate(state))
-        return state
+        # as fp16's loss scale, an object that training changes
+        return copy.deepcopy(state)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         kept = self.kept.get(name)

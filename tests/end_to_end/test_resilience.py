@@ -31,7 +31,12 @@ def test_a_run_killed_at_random_moments_comes_to_the_undisturbed_one(small_run: 
 
 
 @pytest.mark.parametrize(
-    ("stage", "rank", "number"), [(0, 0, signal.SIGUSR1), (3, 1, signal.SIGTERM)], ids=["zero0", "zero3"]
+    ("stage", "rank", "number"),
+    [
+        (3, 1, signal.SIGTERM),
+        pytest.param(0, 0, signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(1, 1, signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_one_rank_has_all_save_and_exit_to_be_requeued(
     small_run: Overrides, tmp_path: Path, stage: int, rank: int, number: signal.Signals

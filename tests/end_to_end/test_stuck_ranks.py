@@ -77,8 +77,8 @@ def ends(process: subprocess.Popen[str], output: Path) -> tuple[float, str]:
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)],
-    ids=["killed", "first", "stopped"],
+    [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow)],
+    ids=["killed", "stopped", "first"],
 )
 def test_a_dead_or_stopped_rank_ends_the_other(
     two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, how: signal.Signals, victim: int

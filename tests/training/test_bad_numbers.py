@@ -81,7 +81,9 @@ def test_a_bad_batch_is_told_with_its_windows(
     assert "step 6 left out: its loss is not finite; its batch is windows" in told
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "stage", ["zero0", "zero3", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero1", "zero2"))]
+)
 def test_stop_ends_the_run_and_skip_goes_on_from_there(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
@@ -115,8 +117,8 @@ def by_hand(directory: Path, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [("zero0", "fp32"), ("zero1", "bf16"), ("zero2", "fp32"), ("zero3", "bf16"),
-     ("zero3_offload", "fp32")],
+    [("zero0", "fp32"), ("zero1", "bf16"), ("zero3", "bf16"),
+     *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in ("zero2", "zero3_offload"))],
 )  # fmt: skip
 def test_a_rewound_run_is_one_that_went_on_from_the_checkpoint(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str, precision: str
@@ -138,7 +140,7 @@ def test_a_rewound_run_is_one_that_went_on_from_the_checkpoint(
     assert bad_batches(run)[0]["outcome"] == "left out with all since step 5"
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
+@pytest.mark.parametrize("stage", ["zero0", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_rewound_run_that_is_stopped_or_killed_is_the_undisturbed_one(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str
 ) -> None:
@@ -309,10 +311,12 @@ def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[...,
     [
         (["deepspeed=zero0"], "skip"),
         (["deepspeed=zero1", "precision=bf16"], "rewind"),
-        (["deepspeed=zero2"], "skip"),
-        (["deepspeed=zero2", "precision=bf16", "training.micro_batch_size=1"], "rewind"),
         (["deepspeed=zero3"], "rewind"),
-        (["deepspeed=zero3_offload", "precision=bf16"], "skip"),
+        pytest.param(["deepspeed=zero2"], "skip", marks=pytest.mark.slow),
+        pytest.param(
+            ["deepspeed=zero2", "precision=bf16", "training.micro_batch_size=1"], "rewind", marks=pytest.mark.slow
+        ),
+        pytest.param(["deepspeed=zero3_offload", "precision=bf16"], "skip", marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )

@@ -1,5 +1,6 @@
 """A run that stops and goes on is the run that never stopped, bit for bit."""
 
+import errno
 import fcntl
 import json
 import shutil
@@ -15,7 +16,7 @@ import depthlm
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import mean_loss
-from depthlm.training import train
+from depthlm.training import run, run_directory, train
 from depthlm.training.metrics import read_metrics
 
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
@@ -203,6 +204,53 @@ def test_two_processes_do_not_train_in_one_directory(
         with pytest.raises(UserError, match="another process trains in it"):
             train(depthlm.compose(small_run("training.max_steps=1")))
     assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+
+
+def test_what_another_process_did_until_the_lock_was_free_is_gone_on_from(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
+    lock = run.lock_run_directory
+
+    def late(directory: Path) -> Any:
+        # the other one saves and ends while this one waits
+        monkeypatch.setattr(run, "lock_run_directory", lock)
+        assert train(depthlm.compose([*overrides, "training.stop_after=3"])) == 0
+        return lock(directory)
+
+    monkeypatch.setattr(run, "lock_run_directory", late)
+    assert train(depthlm.compose(overrides)) == 0
+    assert "resumed from" in (tmp_path / "run/train.log").read_text()
+    assert [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_file_system_without_locks_is_told_and_trained_on(
+    small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
+    assert "cannot be locked" in capsys.readouterr().out
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.training.run_directory.SHARED_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"rank 3 on .* does not see what the first rank has written there"):
+        run_directory.check_shared(tmp_path, 3)
+    (tmp_path / "config.yaml").touch()
+    run_directory.check_shared(tmp_path, 3)
+
+
+def test_a_summary_that_cannot_be_read_is_told(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    overrides = small_run("training.max_steps=1")
+    assert train(depthlm.compose(overrides)) == 0
+    (tmp_path / "run/summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; remove it"):
+        train(depthlm.compose(overrides))
+    (tmp_path / "run/summary.json").unlink()
+    assert train(depthlm.compose(overrides)) == 0
 
 
 def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(

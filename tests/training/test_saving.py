@@ -17,8 +17,10 @@ import depthlm
 from depthlm.training import saving, train
 from depthlm.training.checkpoints import newest_checkpoint, read_manifest
 from depthlm.training.saving import Saver
+from depthlm.training.snapshot import Snapshot
 
 from ..two_ranks import TwoRanks, train_on_ranks
+from .spoiled import train_spoiled
 from .test_resume import curve
 
 Overrides = Callable[..., list[str]]
@@ -197,8 +199,42 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last(
     for now["seconds"] in (0.0, 119.0, 120.0, 500.0):
         due.append(saver.due())
     assert due == [False, False, True, True]
+    monkeypatch.setattr(Saver, "_start", lambda *_, **__: "no room")
+    saver.save({"step": 1}, last=False)
+    assert not saver.due()
     config.training.checkpoint_minutes = None
     assert not saver.due()
+
+
+def test_what_a_killed_save_left_does_not_take_the_room_of_the_next(small_run: Overrides, tmp_path: Path) -> None:
+    left_over = tmp_path / "run/checkpoints/.saving-step-00000017/deepspeed"
+    left_over.mkdir(parents=True)
+    saving._make_room(tmp_path / "run/checkpoints/.saving-step-00000020", 10)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [".saving-step-00000020"]
+
+
+def test_a_run_that_diverges_keeps_the_checkpoint_that_was_being_written(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, write = threading.Event(), saving._write_state
+    monkeypatch.setattr(saving, "_write_state", lambda *arguments: (reached.wait(60), write(*arguments))[1])
+    finish = Saver.finish
+    monkeypatch.setattr(Saver, "finish", lambda self: (reached.set(), finish(self))[1])
+    overrides = small_run("training.async_checkpoint=true", "training.checkpoint_every=5",
+                          "training.on_bad_numbers=stop")  # fmt: skip
+    assert train_spoiled(overrides, {6: "gradient"}) == 1
+    assert saved_steps(tmp_path / "run") == [5]
+
+
+def test_a_copy_holds_objects_as_they_were() -> None:
+    scaler, weights = SimpleNamespace(cur_scale=512.0), torch.ones(3)
+    snapshot = Snapshot()
+    copy = snapshot.copy("state", {"scaler": scaler, "weights": [weights, (weights, 7)]})
+    scaler.cur_scale, kept = 1024.0, copy["weights"][0]
+    weights += 1
+    assert copy["scaler"].cur_scale == 512
+    assert [copy["weights"][0].sum(), copy["weights"][1][0].sum(), copy["weights"][1][1]] == [3, 3, 7]
+    assert snapshot.copy("state", {"weights": [weights]})["weights"][0] is kept
 
 
 def test_checkpoints_that_are_multiples_are_kept_for_ever(small_run: Overrides, tmp_path: Path) -> None:
