@@ -61,9 +61,12 @@ def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:
     """
     if (source / MANIFEST).exists():
         return source, read_manifest(source)
-    found = newest_checkpoint(source)
+    try:
+        found = newest_checkpoint(source)
+    except CheckpointError:
+        found = None
     if found is None:
-        raise UserError(f"{key}={source}: no checkpoint in it; give a run directory, or one of its checkpoints")
+        raise UserError(f"{key}={source}: no whole checkpoint in it; give a run directory, or one of its checkpoints")
     return found
 
 

@@ -23,6 +23,7 @@ def rows(directory: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(directory / "metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_deepspeeds_launcher_starts_two_ranks(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     command = [DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "train.py"]
     done = subprocess.run(

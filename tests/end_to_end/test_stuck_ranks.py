@@ -77,7 +77,11 @@ def ends(process: subprocess.Popen[str], output: Path) -> tuple[float, str]:
 
 @pytest.mark.parametrize(
     ("how", "victim"),
-    [(signal.SIGKILL, 1), (signal.SIGSTOP, 1), pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow)],
+    [
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+    ],
     ids=["killed", "stopped", "first"],
 )
 def test_a_dead_or_stopped_rank_ends_the_other(
@@ -109,6 +113,7 @@ def test_an_exception_on_one_rank_ends_the_other_with_its_words(
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_a_rank_that_falls_asleep_in_a_step_ends_both_with_its_name_and_line(
     two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
 ) -> None:

@@ -118,7 +118,7 @@ def by_hand(directory: Path, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [("zero0", "fp32"), ("zero1", "bf16"), ("zero3", "bf16"),
+    [("zero0", "fp32"), ("zero3", "bf16"), pytest.param("zero1", "bf16", marks=pytest.mark.slow),
      *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in ("zero2", "zero3_offload"))],
 )  # fmt: skip
 def test_a_rewound_run_is_one_that_went_on_from_the_checkpoint(
@@ -311,7 +311,7 @@ def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[...,
     ("kind", "policy"),
     [
         (["deepspeed=zero0"], "skip"),
-        (["deepspeed=zero1", "precision=bf16"], "rewind"),
+        pytest.param(["deepspeed=zero1", "precision=bf16"], "rewind", marks=pytest.mark.slow),
         (["deepspeed=zero3"], "rewind"),
         pytest.param(["deepspeed=zero2"], "skip", marks=pytest.mark.slow),
         pytest.param(

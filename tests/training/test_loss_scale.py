@@ -115,6 +115,7 @@ def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
     assert_same(weights(run), weights(straight))
 
 
+@pytest.mark.slow
 def test_a_whole_run_in_fp16_learns(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     overrides = ["deepspeed=zero2", "precision=fp16", "precision.initial_scale_power=8"]
     assert train(depthlm.compose(small_run(*overrides))) == 0

@@ -56,7 +56,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(Saver, "save", limited)
 
 
-@pytest.mark.parametrize("kind", ["deepspeed=zero0", "deepspeed=zero1", "training.async_checkpoint=true"])
+@pytest.mark.parametrize("kind", ["deepspeed=zero0", "training.async_checkpoint=true"])
 def test_a_write_that_fails_leaves_the_earlier_ones_whole_and_the_run_alive(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -133,7 +133,13 @@ def test_where_one_rank_cannot_write_no_rank_saves(two_ranks: TwoRanks, small_ru
 
 
 @pytest.mark.parametrize(
-    "kind", [["deepspeed=zero0"], ["deepspeed=zero1", "precision=bf16"], ["deepspeed=zero3"]], ids=" ".join
+    "kind",
+    [
+        ["deepspeed=zero0"],
+        pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero3"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
 )
 def test_what_is_written_while_training_goes_on_is_what_it_was(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]

@@ -14,7 +14,10 @@ from .test_bad_numbers import assert_same, states, weights
 from .test_resume import curve
 
 STEPS = 8
-PAIRS = [(stage, precision) for stage in ("zero0", "zero1", "zero2", "zero3") for precision in ("fp32", "bf16")]
+QUICK = [("zero0", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")]
+STAGES, PRECISIONS = ("zero0", "zero1", "zero2", "zero3"), ("fp32", "bf16")
+REST = [(stage, precision) for stage in STAGES for precision in PRECISIONS if (stage, precision) not in QUICK]
+PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)]
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +90,14 @@ def test_two_ranks_train_as_one_that_accumulates_two_batches(
     assert_close(two, one, precision)
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize(
+    "stage", ["zero3", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero1", "zero2", "zero3_offload"))]
+)
 def test_every_stage_on_two_ranks_gives_the_curve_of_stage_0(trained: Callable[..., Path], stage: str) -> None:
     assert_close(trained(stage, "fp32"), trained("zero0", "fp32"), "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["zero2", "zero3", "zero3_offload"])
 def test_every_stage_on_two_ranks_gives_the_same_curve_in_bf16(trained: Callable[..., Path], stage: str) -> None:
     assert_close(trained(stage, "bf16"), trained("zero1", "bf16"), "bf16")
