@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from depthlm.environment import REPOSITORY
 from depthlm.training.metrics import read_metrics
 

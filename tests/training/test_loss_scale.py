@@ -96,7 +96,9 @@ def test_an_overflow_at_the_smallest_scale_is_a_bad_gradient(
     assert "precision.min_loss_scale=8" in told
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "stage", ["zero1", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero2", "zero3"))]
+)
 def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str
 ) -> None:
