@@ -3,7 +3,11 @@
 from depthlm.config.compose import compose, finish, mechanisms
 from depthlm.config.errors import ConfigError
 from depthlm.config.length import run_steps, warmup_steps
-from depthlm.config.prepare_command import prepare_command
+from depthlm.config.prepare_command import given_config_dir, prepare_command
 from depthlm.config.schema import Config
+from depthlm.config.sweep import Point, load_experiment, sweep_points
 
-__all__ = ["Config", "ConfigError", "compose", "finish", "mechanisms", "prepare_command", "run_steps", "warmup_steps"]
+__all__ = [
+    "Config", "ConfigError", "Point", "compose", "finish", "given_config_dir", "load_experiment", "mechanisms",
+    "prepare_command", "run_steps", "sweep_points", "warmup_steps",
+]  # fmt: skip

@@ -1,19 +1,16 @@
 """The command line of train.py before Hydra sees it: help, and every mistake at once."""
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
-from depthlm.config.compose import compose, hydra_at_conf
+from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError
 from depthlm.config.help import print_help
 from depthlm.config.sources import open_names
+from depthlm.config.sweep import sweep_points
 from depthlm.errors import UserError
 from depthlm.launchers import first_rank, ranks
 
@@ -52,9 +49,9 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
         raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
     errors: list[str] = []
     directories: set[str | None] = set()
-    for point in sweep_points(overrides):
+    for point in sweep_points(overrides, config_dir):
         try:
-            directory = compose(point, config_dir).output_dir
+            directory = compose(point.checkable(config_dir), config_dir).output_dir
         except ConfigError as error:
             errors.extend(error.errors)
             continue
@@ -66,25 +63,6 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
         directories.add(directory)
     if errors:
         raise ConfigError(errors)
-
-
-def sweep_points(overrides: Sequence[str]) -> list[list[str]]:
-    """The product of all `key=a,b` overrides: one list of plain overrides a point, in Hydra's order."""
-    axes = []
-    with hydra_at_conf():
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        for text in overrides:
-            try:
-                (override,) = parser.parse_overrides([text])
-            except HydraException:
-                axes.append([text])
-                continue
-            if override.is_sweep_override() and override.is_discrete_sweep():
-                name = override.get_key_element()
-                axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
-            else:
-                axes.append([text])
-    return [list(point) for point in itertools.product(*axes)]
 
 
 def exit_on_mistake(command: str, action: Callable[[], None]) -> None:

@@ -78,7 +78,12 @@ def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
             options = list(loader.get_group_options(path, ObjectType.CONFIG))
             if config_dir is not None:
                 options += [file.stem for file in Path(config_dir, path).glob("*.yaml")]
-            found[path] = sorted(set(options))
+            if path.startswith("experiment/"):
+                # a folder for each paper, and one choice among all their files
+                paper = path.partition("/")[2]
+                found["experiment"] += [f"{paper}/{option}" for option in options if not option.startswith("_")]
+            else:
+                found[path] = sorted(set(options))
             visit(path)
 
     visit("")

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from depthlm.config.experiment import Column
 from depthlm.config.schema import Config
 
 
@@ -34,6 +35,7 @@ class Key:
         kinds = {
             int: "an integer", float: "a number", bool: "true or false", str: "text",
             list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group",
+            list[Any]: "a list", dict[str, Column]: "a group", dict[str, list[float]]: "a group",
         }  # fmt: skip
         inner = [t for t in typing.get_args(self.type) if t is not types.NoneType]
         plain = inner[0] if self.optional and inner else self.type

@@ -20,16 +20,20 @@ def prepare_command(config: Config) -> str:
     """`python data/prepare.py data=<name>` with every setting that differs from that file's."""
     name, config_dir = config.data.name, None
     if HydraConfig.initialized():
-        runtime = HydraConfig.get().runtime
-        name = runtime.choices.get("data", name)
-        given = [source.path for source in runtime.config_sources if source.provider == "command-line"]
-        config_dir = given[0] if given else None
+        hydra = HydraConfig.get()
+        name, config_dir = hydra.runtime.choices.get("data", name), given_config_dir(hydra)
     folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
     chosen = [f"data={name}"] if any((folder / "data" / f"{name}.yaml").is_file() for folder in folders) else []
     with hydra_at_conf():
         defaults = OmegaConf.to_container(compose_raw(chosen, config_dir).data)
     place = [] if config_dir is None else ["--config-dir", shlex.quote(config_dir)]
     return " ".join(["python data/prepare.py", *place, *chosen, *_differing("data", asdict(config.data), defaults)])
+
+
+def given_config_dir(hydra: Any) -> str | None:
+    """The folder that `--config-dir` gave to a Hydra application, of its configuration below `hydra`."""
+    given = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return given[0] if given else None
 
 
 def _differing(prefix: str, found: dict[str, Any], defaults: Any) -> list[str]:

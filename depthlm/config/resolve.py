@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from depthlm import environment
+from depthlm.config.budget import apply_budget
+from depthlm.config.experiment import Experiment
 from depthlm.config.keys import keys
 from depthlm.config.schema import Config
 from depthlm.counts import parse_count
@@ -59,17 +61,25 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
             value = getattr(source, entry.name)
             if entry.metadata["count"] and value is not None:
                 setattr(source, entry.name, parse_count(value))
-    if config.precision.name == "auto":
-        config.precision.name = environment.fast_precision() if here else "bf16"
     training = config.training
     if training.batch_tokens is not None:
         training.batch_size = max(1, training.batch_tokens // training.sequence_length)
+    apply_budget(config, given - {key for line in config.experiment.points for key in line})
+    if config.precision.name == "auto":
+        config.precision.name = environment.fast_precision() if here else "bf16"
     if "size.vocab_size" not in given and tokenizer_exists(config):
         config.size.vocab_size = max(config.size.vocab_size, padded_vocab_size(config.data))
     if "model.name" not in given:
         config.model.name = mechanism_name(config.model.name, overrides)
     if config.output_dir is None:
-        config.output_dir = str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
+        config.output_dir = run_directory(overrides)
+    # what is compared with this run is none of its settings
+    config.experiment = Experiment(name=experiment_of(overrides) or "")
+
+
+def run_directory(overrides: Sequence[str]) -> str:
+    """Where a run goes that does not name its output_dir."""
+    return str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
 
 
 def is_silent(name: str) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from depthlm.config.experiment import Budget, Experiment
 from depthlm.fields import key
 from depthlm.model.shape import Backbone, Size
 
@@ -279,3 +280,5 @@ class Config:
     deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
     precision: Precision = field(default_factory=Precision)
     tracker: Tracker = field(default_factory=Tracker)
+    budget: Budget = field(default_factory=Budget)
+    experiment: Experiment = field(default_factory=Experiment)

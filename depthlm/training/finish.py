@@ -43,6 +43,8 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
         "validation_perplexity": perplexity(mean),
         **losses,
         "unigram_entropy": corpus.unigram_entropy,
+        "forward_flops_per_token": run.flops_per_token / 3,
+        "training_flops": run.flops_per_token * progress.tokens,
         "tokens_per_second": tokens_per_second,
         "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
         "wall_seconds": progress.wall_seconds,

@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import logging
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,13 @@ from depthlm.training.metrics import MetricsFile, peak_flops
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.process_group import leave_distributed, start_distributed
 from depthlm.training.restoring import Start, find_start, go_back, restore
-from depthlm.training.run_directory import check_run_directory, check_shared, describe_run, lock_run_directory
+from depthlm.training.run_directory import (
+    check_run_directory,
+    check_shared,
+    describe_run,
+    lock_run_directory,
+    record_failure,
+)
 from depthlm.training.saving import NotSavedError, Saver
 from depthlm.training.sharding import undo_sharding
 from depthlm.training.signals import StopRequest, stop_on_signal
@@ -67,7 +73,8 @@ def train(config: Config) -> int:
     try:
         with watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch:
             try:
-                code = train_on(config, ranks, device, watch)
+                with nullcontext() if config.dry_run else record_failure(Path(config.output_dir or ""), ranks.rank):
+                    code = train_on(config, ranks, device, watch)
             except (DivergedError, NotSavedError) as error:
                 log.error("%s", error)
                 code = FAILED

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,8 +24,36 @@ from depthlm.launchers import Ranks
 
 log = logging.getLogger("depthlm")
 LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0
+FAILURE = "failure.json"
 SUMMARY = "summary.json"
 HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", SUMMARY)
+
+
+class InUseError(UserError):
+    """Another process trains in the run directory."""
+
+
+@contextmanager
+def record_failure(directory: Path, rank: int) -> Iterator[None]:
+    """Leave why an attempt failed in failure.json, until another is made. A run of another process is not touched."""
+    try:
+        yield
+    except InUseError:
+        raise
+    except Exception as error:
+        if rank == 0:
+            write_failure(directory, error)
+        raise
+
+
+def write_failure(directory: Path, error: Exception) -> None:
+    """Write failure.json: the time, and the error in words."""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    told = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{kind}{error}"}
+    # where even this cannot be written, the error itself still ends the run
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        replace_text(directory / FAILURE, json.dumps(told, indent=1) + "\n")
 
 
 @contextmanager
@@ -57,7 +85,7 @@ def _lock(file: TextIO, directory: Path) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise UserError(
+                raise InUseError(
                     f"{directory}: another process trains in it; wait for it, or give another output_dir="
                 ) from None
             time.sleep(0.2)
@@ -75,6 +103,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
         if (summary := finished(directory)) is not None:
             # the run is being extended: what it came to before stays
             os.replace(directory / SUMMARY, directory / f"summary-step-{summary['steps']:08d}.json")
+        (directory / FAILURE).unlink(missing_ok=True)
         replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
         (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
     except OSError as error:

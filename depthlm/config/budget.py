@@ -1,0 +1,89 @@
+"""The same experiment at less cost: what a budget cuts from a configuration."""
+
+import math
+from collections.abc import Set
+
+from depthlm.config.length import run_steps
+from depthlm.config.schema import Config, Data
+
+# of the standard library, as bytes; and the validation set in batches
+OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
+
+
+def apply_budget(config: Config, chosen: Set[str]) -> None:
+    """Shrink a configuration in place to its budget.
+
+    chosen: the keys and groups of the command line, which stay as they are. Depth, mechanism and the shape of the
+    schedule stay too: warm-up and validations keep their share of the run.
+    """
+    budget, training, size = config.budget, config.training, config.size
+
+    def free(name: str) -> bool:
+        return not {name, name.rpartition(".")[0]} & chosen
+
+    if budget.offline:
+        if not any(name.split(".")[0] == "data" for name in chosen):
+            config.data = Data(name="stdlib", tokenizer="bytes", on_bad_document="skip", max_tokens=OFFLINE_TOKENS)
+            if free("size.vocab_size"):
+                # the tokenizer's, to which it is raised
+                size.vocab_size = 2
+        if free("precision.name"):
+            config.precision.name = "fp32"
+        if free("training.num_threads"):
+            # so narrow, more of them wait for one another
+            training.num_threads = 1
+        if free("deepspeed.stage"):
+            config.deepspeed.stage, config.deepspeed.offload = 0, "none"
+    for name in ("hidden_size", "intermediate_size", "head_size"):
+        if free(f"size.{name}"):
+            setattr(size, name, divided(getattr(size, name), budget.width_divisor))
+    lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
+    steps_before = None if budget.flops is budget.max_steps is None or lengths & chosen else run_steps(config)
+    if budget.sequence_length is not None and free("training.sequence_length"):
+        training.sequence_length = min(training.sequence_length, budget.sequence_length)
+    if budget.batch_tokens is not None:
+        if not {"training.batch_size", "training.batch_tokens"} & chosen:
+            training.batch_tokens = None
+            training.batch_size = max(1, min(training.batch_size, budget.batch_tokens // training.sequence_length))
+        if free("training.validation_tokens"):
+            most = VALIDATION_BATCHES * training.batch_size * training.sequence_length
+            training.validation_tokens = min(training.validation_tokens or most, most)
+    if budget.micro_batch_tokens is not None and free("training.micro_batch_size"):
+        most = max(1, budget.micro_batch_tokens // training.sequence_length)
+        training.micro_batch_size = math.gcd(training.batch_size, most)
+    if steps_before is not None:
+        _cut_steps(config, chosen, steps_before)
+
+
+def _cut_steps(config: Config, chosen: Set[str], before: int) -> None:
+    budget, training, schedule = config.budget, config.training, config.schedule
+    steps = min(before, budget.max_steps or before)
+    if budget.flops is not None:
+        flops = 6 * matrices(config) * training.batch_size * training.sequence_length
+        steps = max(1, min(steps, round(budget.flops / flops)))
+    if steps == before:
+        return
+    training.max_steps, training.max_tokens = steps, None
+    if schedule.warmup_steps is not None and not {"schedule", "schedule.warmup_steps"} & chosen:
+        schedule.warmup_steps = max(1, round(schedule.warmup_steps * steps / before))
+    if training.validate_every is not None and "training.validate_every" not in chosen:
+        # on a run this short they would cost more than the steps
+        training.validate_every = max(1, steps // 4, round(training.validate_every * steps / before))
+    if "training.log_every" not in chosen:
+        training.log_every = max(1, min(training.log_every, steps // 12))
+
+
+def divided(width: int, divisor: int) -> int:
+    """A width divided, at least 4 and even, as RoPE needs it; a multiple of 8 where it was wide."""
+    if divisor == 1:
+        return width
+    unit = 8 if width >= 8 * divisor else 4
+    return max(4, round(width / divisor / unit) * unit)
+
+
+def matrices(config: Config) -> int:
+    """The parameters N that a token meets in matrices, near enough for 6 N FLOPs: those of loops count each time."""
+    size = config.size
+    attention = size.hidden_size * size.head_size * 2 * (size.num_heads + size.num_kv_heads)
+    mlp = size.hidden_size * size.intermediate_size * (3 if config.backbone.mlp == "swiglu" else 2)
+    return config.model.loops * size.num_layers * (attention + mlp) + size.hidden_size * size.vocab_size

@@ -1,0 +1,172 @@
+"""The points of a sweep: what `train.py -m`, slurm/submit.py and `depthlm report` read from the same command line."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from depthlm.config.compose import compose_raw, hydra_at_conf
+from depthlm.config.errors import ConfigError, listed, nearest
+from depthlm.config.experiment import Experiment
+from depthlm.config.explain import explain_overrides
+from depthlm.config.resolve import experiment_of, run_directory
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: `python train.py <overrides>`."""
+
+    overrides: list[str]
+    label: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    paper: dict[str, float | None] = field(default_factory=dict)
+    # whether it starts from the run of another point
+    follows: bool = False
+
+    def checkable(self, config_dir: str | Path | None = None) -> list[str]:
+        """Its overrides, without the run that it starts from: before the sweep there need be none."""
+        if not self.follows:
+            return self.overrides
+        directory = point_directory(self.overrides, config_dir)
+        kept = [text for text in self.overrides if not text.startswith(("import_from=", "fork_from=", "output_dir="))]
+        return [*kept, f"output_dir={directory}"]
+
+
+def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Point]:
+    """Every point: the product of all `key=a,b`, and of each the points of its experiment.
+
+    A value given for a setting of the experiment's points selects those that have it or, where none does, takes the
+    place of theirs; then nothing of the paper's applies. Raises ConfigError where the experiment's points are mistaken.
+    """
+    found: dict[tuple[str, ...], Point] = {}
+    with hydra_at_conf():
+        for given in _product(overrides):
+            name = experiment_of(given)
+            points = [] if name is None else _experiment_points(given, name, config_dir)
+            for point in points or [Point(given)]:
+                found.setdefault(tuple(sorted(point.overrides)), point)
+    return list(found.values())
+
+
+def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
+    """The experiment of this name. Raises ConfigError where there is none, or its file is mistaken."""
+    with hydra_at_conf():
+        try:
+            raw = compose_raw([f"experiment={name}"], config_dir).experiment
+            found = OmegaConf.to_object(raw)
+        except (HydraException, OmegaConfBaseException):
+            raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw)) from None
+    assert isinstance(found, Experiment)
+    found.name = name
+    return found
+
+
+def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
+    axes = []
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    for text in overrides:
+        try:
+            (override,) = parser.parse_overrides([text])
+        except HydraException:
+            axes.append([text])
+            continue
+        if override.is_sweep_override() and override.is_discrete_sweep():
+            name = override.get_key_element()
+            axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
+        else:
+            axes.append([text])
+    return (list(point) for point in itertools.product(*axes))
+
+
+def _experiment_points(given: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
+    try:
+        experiment = load_experiment(name, config_dir)
+    except ConfigError:
+        # composing the point itself tells everything that is wrong with it
+        return []
+    lines = expand(experiment)
+    chosen = {override.lstrip("+").partition("=")[0]: override.partition("=")[2] for override in given}
+    every = {line.label: [*given, *_spelt(line.settings, chosen)] for line in lines}
+    selected = [
+        line for line in lines if all(_same(chosen[key], line.settings[key]) for key in chosen.keys() & line.settings)
+    ]
+    points = []
+    for line in selected or lines:
+        own = _spelt(line.settings, chosen)
+        after = [text for text in own if "=@" in text]
+        for text in after:
+            key, _, label = text.partition("=@")
+            own[own.index(text)] = f"{key}={point_directory(every[label], config_dir)}"
+        told = line if selected else Point([], label=", ".join([*line.settings.values()]))
+        points.append(Point([*given, *own], told.label, line.settings | chosen, told.paper, bool(after)))
+    return points
+
+
+def expand(experiment: Experiment) -> list[Point]:
+    """The points of an experiment alone, lists multiplied. Raises ConfigError for lines that are mistaken."""
+    points: dict[str, Point] = {}
+    errors = []
+    for number, line in enumerate(experiment.points):
+        where = f"experiment {experiment.name}: points[{number}]"
+        if not isinstance(line, dict):
+            errors.append(f"{where}={line}: must be settings, as in {{model: mhc, size: 1.5b}}")
+            continue
+        paper, columns = line.get("paper") or {}, experiment.columns
+        errors += [f"{where}.paper.{name}: no such column{nearest(name, columns)}" for name in paper.keys() - columns]
+        for point in _multiplied(line):
+            for value in point.settings.values():
+                if value.startswith("@") and value[1:] not in points:
+                    errors.append(f"{where}: {value}: no point above has this label; there are {listed(points)}")
+            if point.label in points:
+                errors.append(f"{where}: a second point with the label {point.label}")
+            points[point.label] = point
+    if errors:
+        raise ConfigError(errors)
+    return list(points.values())
+
+
+def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
+    axes = {
+        key: value if isinstance(value, list) else [value]
+        for key, value in line.items()
+        if key not in ("label", "paper")
+    }
+    for values in itertools.product(*axes.values()):
+        settings = {key: _text(value) for key, value in zip(axes, values, strict=True)}
+        told = [settings[key] for key in axes if len(axes[key]) > 1]
+        label = " ".join([line["label"], *told]) if line.get("label") else ", ".join(settings.values())
+        yield Point([], label, settings, line.get("paper") or {})
+
+
+def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> str:
+    """The run directory of a point."""
+    if any(override.startswith("output_dir=") for override in overrides):
+        with hydra_at_conf():
+            return str(compose_raw(overrides, config_dir).output_dir)
+    return run_directory(overrides)
+
+
+def _spelt(settings: dict[str, str], chosen: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items() if key not in chosen]
+
+
+def _text(value: Any) -> str:
+    """A value as an override has it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return str(value)
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or yaml.safe_load(one) == yaml.safe_load(other)
