@@ -1,5 +1,6 @@
 """The command line of train.py before Hydra sees it: help, and every mistake at once."""
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -7,14 +8,18 @@ from typing import NoReturn
 from hydra._internal.utils import get_args_parser
 
 from depthlm.config.compose import compose
-from depthlm.config.errors import ConfigError
 from depthlm.config.help import print_help
 from depthlm.config.sources import open_names
-from depthlm.config.sweep import sweep_points
+from depthlm.config.sweep import check_points, is_axis
 from depthlm.errors import UserError
 from depthlm.launchers import first_rank, ranks
 
 USER_MISTAKE = 2
+# what comes with an extra: the override, its module and the extra
+PLUGINS = (
+    ("hydra/launcher=slurm", "hydra_submitit_launcher", "slurm"),
+    ("hydra/sweeper=optuna", "hydra_optuna_sweeper", "tune"),
+)
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -47,22 +52,12 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
         return
     if ranks().world_size > 1:
         raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
-    errors: list[str] = []
-    directories: set[str | None] = set()
-    for point in sweep_points(overrides, config_dir):
-        try:
-            directory = compose(point.checkable(config_dir), config_dir).output_dir
-        except ConfigError as error:
-            errors.extend(error.errors)
-            continue
-        if directory in directories:
-            errors.append(
-                f"output_dir={directory}: several points of the sweep would write there; interpolate what they differ "
-                "in, as in output_dir='outputs/mine/${model.name}-${seed}'"
-            )
-        directories.add(directory)
-    if errors:
-        raise ConfigError(errors)
+    for group, plugin, extra in PLUGINS:
+        if group in overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise UserError(f"{group}: not installed; pip install -e '.[{extra}]' -c constraints.txt")
+    # another sweeper makes points of its own
+    other = any(text.startswith("hydra/sweeper=") for text in overrides)
+    check_points([text for text in overrides if not (other and is_axis(text))], config_dir)
 
 
 def exit_on_mistake(command: str, action: Callable[[], None]) -> None:

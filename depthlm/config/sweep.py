@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.compose import compose_raw, hydra_at_conf
+from depthlm.config.compose import compose, compose_raw, hydra_at_conf
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.explain import explain_overrides
@@ -57,6 +58,31 @@ def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None)
     return list(found.values())
 
 
+def check_points(overrides: Sequence[str], config_dir: str | Path | None = None, here: bool = True) -> list[Point]:
+    """The points, once each of them has been found right. Raises ConfigError with every mistake in any of them.
+
+    here: whether they are to run on this machine.
+    """
+    points = sweep_points(overrides, config_dir)
+    errors: list[str] = []
+    directories: set[str | None] = set()
+    for point in points:
+        try:
+            directory = compose(point.checkable(config_dir), config_dir, here).output_dir
+        except ConfigError as error:
+            errors.extend(error.errors)
+            continue
+        if directory in directories:
+            errors.append(
+                f"output_dir={directory}: several points of the sweep would write there; interpolate what they differ "
+                "in, as in output_dir='outputs/mine/${model.name}-${seed}'"
+            )
+        directories.add(directory)
+    if errors:
+        raise ConfigError(errors)
+    return points
+
+
 def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
     """The experiment of this name. Raises ConfigError where there is none, or its file is mistaken."""
     with hydra_at_conf():
@@ -70,16 +96,26 @@ def load_experiment(name: str, config_dir: str | Path | None = None) -> Experime
     return found
 
 
+def is_axis(text: str) -> bool:
+    """Whether an override gives several values, as `key=a,b` or `key=interval(0,1)`."""
+    with hydra_at_conf():
+        override = _parsed(text)
+    return override is not None and override.is_sweep_override()
+
+
+def _parsed(text: str) -> Override | None:
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    try:
+        return parser.parse_overrides([text])[0]
+    except HydraException:
+        return None
+
+
 def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
     axes = []
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     for text in overrides:
-        try:
-            (override,) = parser.parse_overrides([text])
-        except HydraException:
-            axes.append([text])
-            continue
-        if override.is_sweep_override() and override.is_discrete_sweep():
+        override = _parsed(text)
+        if override is not None and override.is_sweep_override() and override.is_discrete_sweep():
             name = override.get_key_element()
             axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
         else:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# by this one submitit learns that its job is to be preempted, or is out of time
+PREEMPTED = signal.SIGUSR2
 
 
 class StopRequest:
@@ -28,9 +30,20 @@ class StopRequest:
 def stop_on_signal() -> Iterator[StopRequest]:
     """Watch for the signals for as long as the block runs."""
     request = StopRequest()
-    before = {number: signal.signal(number, request) for number in WATCHED}
+    watched = (*WATCHED, PREEMPTED) if _requeued() else WATCHED
+    before = {number: signal.signal(number, request) for number in watched}
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def hand_back() -> None:
+    """Let submitit requeue the job, where it runs this process: the run has been stopped, and everything is saved."""
+    if _requeued():
+        signal.raise_signal(PREEMPTED)
+
+
+def _requeued() -> bool:
+    return callable(signal.getsignal(PREEMPTED))

@@ -1,0 +1,48 @@
+"""The points of a sweep as a table: how far each run is."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from depthlm.analysis.runs import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, read_run
+from depthlm.config import Point, point_directory
+
+STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
+
+
+def print_points(
+    points: Sequence[Point], config_dir: str | Path | None = None, queued: Mapping[str, str] | None = None
+) -> None:
+    """Print a line a point: its state, its newest step and losses, and why it failed.
+
+    queued: of run directories that a scheduler has a job for, what it says of it.
+    """
+    console = Console(highlight=False)
+    table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
+    states = []
+    for number, point in enumerate(points):
+        directory = point_directory(point.overrides, config_dir)
+        run = read_run(directory)
+        state = (queued or {}).get(directory, run.state) if run.state != COMPLETE else COMPLETE
+        states.append(state)
+        table.add_row(str(number), *_cells(point, run, state))
+    console.print(table)
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    console.print(f"{len(points)} points: {counts}")
+
+
+def _cells(point: Point, run: RunRecord, state: str) -> list[str]:
+    name = point.label or " ".join(point.overrides)
+    seed = point.settings.get("seed")
+    loss, validation = run.loss, run.number("validation_loss")
+    return [
+        f"{name} (seed {seed})" if seed is not None and point.label else name,
+        f"[{STYLES.get(state, '')}]{state}[/]" if state in STYLES else state,
+        "" if run.step is None else f"{run.step:,}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if validation is None else f"{validation:.4f}",
+        (run.failure or "").partition("\n")[0][:60] if state == FAILED else "",
+    ]
