@@ -149,7 +149,7 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
 
 def expand(experiment: Experiment) -> list[Point]:
     """The points of an experiment alone, lists multiplied. Raises ConfigError for lines that are mistaken."""
-    points: dict[str, Point] = {}
+    points: dict[tuple[str, str | None], Point] = {}
     errors = []
     for number, line in enumerate(experiment.points):
         where = f"experiment {experiment.name}: points[{number}]"
@@ -160,11 +160,13 @@ def expand(experiment: Experiment) -> list[Point]:
         errors += [f"{where}.paper.{name}: no such column{nearest(name, columns)}" for name in paper.keys() - columns]
         for point in _multiplied(line):
             for value in point.settings.values():
-                if value.startswith("@") and value[1:] not in points:
-                    errors.append(f"{where}: {value}: no point above has this label; there are {listed(points)}")
-            if point.label in points:
+                labels = [above.label for above in points.values()]
+                if value.startswith("@") and value[1:] not in labels:
+                    errors.append(f"{where}: {value}: no point above has this label; there are {listed(labels)}")
+            key = point.label, point.settings.get("seed")
+            if key in points:
                 errors.append(f"{where}: a second point with the label {point.label}")
-            points[point.label] = point
+            points[key] = point
     if errors:
         raise ConfigError(errors)
     return list(points.values())
@@ -178,8 +180,9 @@ def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
     }
     for values in itertools.product(*axes.values()):
         settings = {key: _text(value) for key, value in zip(axes, values, strict=True)}
-        told = [settings[key] for key in axes if len(axes[key]) > 1]
-        label = " ".join([line["label"], *told]) if line.get("label") else ", ".join(settings.values())
+        named = {key: value for key, value in settings.items() if key != "seed"}
+        told = [value for key, value in named.items() if len(axes[key]) > 1]
+        label = " ".join([line["label"], *told]) if line.get("label") else ", ".join(named.values())
         yield Point([], label, settings, line.get("paper") or {})
 
 
