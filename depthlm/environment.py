@@ -1,6 +1,7 @@
 """What this process runs on: device, cores, versions."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -79,7 +80,12 @@ def describe(here: Ranks) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of this checkout and whether files differ from it; None outside a checkout."""
+    """The commit of this checkout and whether files differ from it; None outside a checkout.
+
+    In a copy that was submitted to a cluster, what its git.json says.
+    """
+    if (REPOSITORY / "git.json").is_file():
+        return json.loads((REPOSITORY / "git.json").read_text())
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

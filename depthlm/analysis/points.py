@@ -20,7 +20,9 @@ def print_points(
 
     queued: of run directories that a scheduler has a job for, what it says of it.
     """
-    console = Console(highlight=False)
+    screen = Console()
+    console = Console(highlight=False, width=None if screen.is_terminal else 150)
+    common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
     table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
     states = []
     for number, point in enumerate(points):
@@ -28,14 +30,15 @@ def print_points(
         run = read_run(directory)
         state = (queued or {}).get(directory, run.state) if run.state != COMPLETE else COMPLETE
         states.append(state)
-        table.add_row(str(number), *_cells(point, run, state))
+        own = " ".join(text for text in point.overrides if text not in common)
+        table.add_row(str(number), *_cells(point, own, run, state))
     console.print(table)
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     console.print(f"{len(points)} points: {counts}")
 
 
-def _cells(point: Point, run: RunRecord, state: str) -> list[str]:
-    name = point.label or " ".join(point.overrides)
+def _cells(point: Point, own: str, run: RunRecord, state: str) -> list[str]:
+    name = point.label or own
     seed = point.settings.get("seed")
     loss, validation = run.loss, run.number("validation_loss")
     return [

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -19,6 +20,7 @@ USER_MISTAKE = 2
 PLUGINS = (
     ("hydra/launcher=slurm", "hydra_submitit_launcher", "slurm"),
     ("hydra/sweeper=optuna", "hydra_optuna_sweeper", "tune"),
+    ("hydra/sweeper=learning_rate", "hydra_optuna_sweeper", "tune"),
 )
 
 
@@ -55,6 +57,8 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
     for group, plugin, extra in PLUGINS:
         if group in overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
             raise UserError(f"{group}: not installed; pip install -e '.[{extra}]' -c constraints.txt")
+    # where a sweeper may keep what it knows, before there is a run
+    Path("outputs").mkdir(exist_ok=True)
     # another sweeper makes points of its own
     other = any(text.startswith("hydra/sweeper=") for text in overrides)
     check_points([text for text in overrides if not (other and is_axis(text))], config_dir)

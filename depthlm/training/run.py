@@ -38,6 +38,7 @@ from depthlm.training.run_directory import (
     describe_run,
     lock_run_directory,
     record_failure,
+    write_failure,
 )
 from depthlm.training.saving import NotSavedError, Saver
 from depthlm.training.sharding import undo_sharding
@@ -66,6 +67,13 @@ def train(config: Config) -> int:
     torch.use_deterministic_algorithms(config.deterministic)
     forget_the_run_before()
     start_logging(ranks.rank)
+    directory = Path(config.output_dir or "")
+    with nullcontext() if config.dry_run else record_failure(directory, ranks.rank):
+        return train_together(config, ranks)
+
+
+def train_together(config: Config, ranks: Ranks) -> int:
+    """Join the other ranks, train, and leave them. Returns the code."""
     training = config.training
     # the watch is to judge first: it knows a name
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
@@ -73,10 +81,10 @@ def train(config: Config) -> int:
     try:
         with watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch:
             try:
-                with nullcontext() if config.dry_run else record_failure(Path(config.output_dir or ""), ranks.rank):
-                    code = train_on(config, ranks, device, watch)
+                code = train_on(config, ranks, device, watch)
             except (DivergedError, NotSavedError) as error:
                 log.error("%s", error)
+                write_failure(Path(config.output_dir or ""), error, ranks.rank)
                 code = FAILED
             leave_distributed()
     except UserError:

@@ -41,13 +41,14 @@ def record_failure(directory: Path, rank: int) -> Iterator[None]:
     except InUseError:
         raise
     except Exception as error:
-        if rank == 0:
-            write_failure(directory, error)
+        write_failure(directory, error, rank)
         raise
 
 
-def write_failure(directory: Path, error: Exception) -> None:
-    """Write failure.json: the time, and the error in words."""
+def write_failure(directory: Path, error: Exception, rank: int) -> None:
+    """Write failure.json, on the first rank: the time, and the error in words."""
+    if rank != 0:
+        return
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     told = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{kind}{error}"}
     # where even this cannot be written, the error itself still ends the run

@@ -1,0 +1,188 @@
+"""`python slurm/submit.py experiment=... [key=value ...] [slurm.key=value ...]`: a sweep as one SLURM job array.
+
+The overrides are those of `train.py -m`, and so are the points. Code and configuration are copied first: what is
+changed afterwards does not reach jobs that wait. The same command again submits what is neither complete nor queued.
+
+    python slurm/submit.py experiment=depth_attention/scaling slurm.nodes=4 slurm.throttle=4
+    python slurm/submit.py --status experiment=depth_attention/scaling
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from queue_of_jobs import max_array_size, queued_points, remember_jobs
+from snapshot import next_snapshot, take_snapshot
+
+from depthlm.analysis.points import print_points
+from depthlm.analysis.runs import COMPLETE, read_run
+from depthlm.config import ConfigError, Point, check_points, point_directory, sweep_points
+from depthlm.config.command_line import exit_on_mistake
+from depthlm.errors import UserError
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class Cluster:
+    """What a job gets; slurm/cluster.yaml has the defaults and says what each is."""
+
+    partition: Optional[str]
+    account: Optional[str]
+    qos: Optional[str]
+    time: str
+    nodes: int
+    gpus_per_node: int
+    tasks_per_node: Optional[int]
+    cpus_per_task: int
+    mem: Optional[str]
+    throttle: Optional[int]
+    signal_seconds: int
+    setup: str
+    extra: list[str]
+
+    def options(self) -> list[str]:
+        """As options of sbatch."""
+        tasks = self.tasks_per_node or max(1, self.gpus_per_node)
+        given = {
+            "partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time, "mem": self.mem,
+            "nodes": self.nodes, "ntasks-per-node": tasks, "cpus-per-task": self.cpus_per_task,
+            "gpus-per-node": self.gpus_per_node or None, "signal": f"B:USR1@{self.signal_seconds}",
+        }  # fmt: skip
+        return [f"--{name}={value}" for name, value in given.items() if value is not None] + self.extra
+
+
+def main() -> None:
+    """Submit a sweep, or show how far it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="+", metavar="key=value", help="as for train.py -m; slurm.key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument("--status", action="store_true", help="show the points instead: waiting, running, done, failed")
+    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parsed = parser.parse_intermixed_args()
+    mine = [text.removeprefix("slurm.") for text in parsed.overrides if text.startswith("slurm.")]
+    overrides = [text for text in parsed.overrides if not text.startswith("slurm.")]
+    if parsed.status:
+        exit_on_mistake("submit.py", lambda: status(overrides, parsed.config_dir))
+    else:
+        exit_on_mistake("submit.py", lambda: submit(overrides, mine, parsed.config_dir, parsed.dry_run))
+
+
+def status(overrides: list[str], config_dir: str | None) -> None:
+    """Print a line a point."""
+    points = sweep_points(overrides, config_dir)
+    print_points(points, config_dir, queued_points([sweep_folder(point, config_dir) for point in points]))
+
+
+def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_run: bool) -> None:
+    """Submit every point that is neither complete nor queued."""
+    cluster = read_cluster(mine)
+    every = check_points(overrides, config_dir, here=False)
+    directories = {point_directory(point.overrides, config_dir): point for point in every}
+    queued = queued_points([sweep_folder(point, config_dir) for point in every])
+    wanted = {
+        directory: point
+        for directory, point in directories.items()
+        if directory not in queued and read_run(directory).state != COMPLETE
+    }
+    left = f" ({len(every) - len(wanted)} more are complete, or have a job)" if len(wanted) < len(every) else ""
+    print(f"{len(wanted)} points to train{left}")
+    if not wanted:
+        return
+    waves = in_order(wanted)
+    snapshot = next_snapshot(sweep_folder(every[0], config_dir))
+    lines = [line(wanted[directory], config_dir) for wave in waves for directory in wave]
+    if dry_run:
+        print("\n".join(f"{number:4}  {text}" for number, text in enumerate(lines)))
+    else:
+        take_snapshot(snapshot, lines)
+    before: list[str] = []
+    offset = 0
+    for wave in waves:
+        jobs = []
+        for part in parts(wave, max_array_size()):
+            jobs.append(send(cluster, snapshot, offset, len(part), before, dry_run))
+            if not dry_run:
+                remember_jobs(snapshot, jobs[-1], part)
+            offset += len(part)
+        before = jobs
+    if dry_run:
+        print("\n# slurm/sweep.sbatch\n" + (HERE / "sweep.sbatch").read_text())
+        print("# slurm/train.sbatch\n" + (HERE / "train.sbatch").read_text())
+
+
+def read_cluster(mine: list[str]) -> Cluster:
+    """slurm/cluster.yaml with the settings of the command line. Raises ConfigError."""
+    try:
+        base = OmegaConf.merge(OmegaConf.structured(Cluster), OmegaConf.load(HERE / "cluster.yaml"))
+        found = OmegaConf.to_object(OmegaConf.merge(base, OmegaConf.from_dotlist(mine)))
+    except OmegaConfBaseException as error:
+        known = ", ".join(Cluster.__dataclass_fields__)
+        raise ConfigError([f"slurm.{error.full_key}: {str(error).splitlines()[0]}; there are {known}"]) from None
+    assert isinstance(found, Cluster)
+    return found
+
+
+def in_order(points: dict[str, Point]) -> list[list[str]]:
+    """Run directories in waves: each starts only from runs of earlier ones, or of none that is to be trained."""
+    waves: dict[str, int] = {}
+    for directory, point in points.items():
+        starts = [text.partition("=")[2] for text in point.overrides if text.startswith(("import_from=", "fork_from="))]
+        waves[directory] = max((waves[start] + 1 for start in starts if start in waves), default=0)
+    return [[d for d, wave in waves.items() if wave == number] for number in range(max(waves.values()) + 1)]
+
+
+def line(point: Point, config_dir: str | None) -> str:
+    """The arguments of train.py, as a shell reads them."""
+    flags = [] if config_dir is None else ["--config-dir", str(Path(config_dir).resolve())]
+    return shlex.join([*flags, *point.overrides])
+
+
+def parts(directories: list[str], most: int) -> list[list[str]]:
+    """A list in parts: a cluster refuses arrays that are larger."""
+    return [directories[start : start + most] for start in range(0, len(directories), most)]
+
+
+def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:
+    """Submit one job array; returns its number. Raises UserError with sbatch's words."""
+    throttle = f"%{cluster.throttle}" if cluster.throttle else ""
+    variables = {
+        "DEPTHLM_SWEEP": str(snapshot), "DEPTHLM_OFFSET": str(offset), "DEPTHLM_PYTHON": sys.executable,
+        "DEPTHLM_SETUP": cluster.setup,
+    }  # fmt: skip
+    command = [
+        "sbatch", "--parsable", f"--array=0-{size - 1}{throttle}", f"--job-name={snapshot.parent.parent.name}",
+        f"--output={snapshot}/log-%A_%a.txt", "--requeue", "--open-mode=append", *cluster.options(),
+        *([f"--dependency=afterany:{':'.join(after)}"] if after else []), str(HERE / "sweep.sbatch"),
+    ]  # fmt: skip
+    if dry_run:
+        print("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(command)]))
+        return "<the job above>"
+    try:
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError("sbatch: no such command; submit on a machine of the cluster") from None
+    if done.returncode:
+        raise UserError(f"sbatch: {done.stderr.strip()}")
+    job = done.stdout.strip().partition(";")[0]
+    print(f"job {job}: {size} points, logs in {snapshot}")
+    return job
+
+
+def sweep_folder(point: Point, config_dir: str | None) -> Path:
+    """Where what is submitted of a point's experiment is kept."""
+    return Path(point_directory(point.overrides, config_dir)).parent / ".slurm"
+
+
+if __name__ == "__main__":
+    main()

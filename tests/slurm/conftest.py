@@ -1,0 +1,51 @@
+"""A SLURM of two nodes where its packages are, and sweeps of short runs for it."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from depthlm.environment import REPOSITORY
+
+SCRIPT = Path(__file__).parent / "cluster.sh"
+SUBMIT = [str(REPOSITORY / ".venv/bin/python"), "slurm/submit.py"]
+
+EXPERIMENT = """
+# @package _global_
+experiment:
+  title: four short runs
+  points:
+    - {model: [vanilla, denseformer], optimizer.lr: [0.001, 0.002]}
+  columns:
+    loss: {title: loss, metric: validation_loss}
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment in which the commands of SLURM reach a cluster of two nodes."""
+    missing = [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name, path="/usr/sbin") is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install -y --no-install-recommends slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("a SLURM can be started by root alone")
+    started = subprocess.run([SCRIPT, "start"], capture_output=True, text=True)
+    if started.returncode:
+        pytest.fail(f"{SCRIPT.name}: {started.stderr}")
+    # the names of the nodes are this cluster's own
+    yield {"SLURM_CONF": started.stdout.strip().partition("=")[2], "MASTER_ADDR": "127.0.0.1"}
+    subprocess.run([SCRIPT, "stop"], check=True)
+
+
+@pytest.fixture
+def four_points(small_run: Callable[..., list[str]], tmp_path: Path) -> list[str]:
+    """The overrides of four short runs, a product of two axes in an experiment of this test's own."""
+    folder = tmp_path / "conf/experiment/mine"
+    folder.mkdir(parents=True)
+    (folder / "four.yaml").write_text(EXPERIMENT.lstrip())
+    place = f"output_dir={tmp_path}/runs/${{model.name}}-${{optimizer.lr}}"
+    kept = [text for text in small_run() if not text.startswith("output_dir=")]
+    return ["--config-dir", str(tmp_path / "conf"), "experiment=mine/four", *kept, place]

@@ -1,0 +1,124 @@
+"""Sweeps on a SLURM of two nodes: what runs, what is told, what is submitted again."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from depthlm.environment import REPOSITORY
+
+SUBMIT = [sys.executable, "slurm/submit.py"]
+ONE_RANK = ["slurm.gpus_per_node=0", "slurm.cpus_per_task=1", "slurm.time=00:20:00"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run(cluster: dict[str, str], *command: str, **more: str) -> str:
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, **cluster, **more}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(1)
+
+
+def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
+    wait_until(lambda: not run(cluster, "squeue", "--noheader").strip(), seconds, "the queue is empty")
+
+
+def test_an_array_of_four_points_over_two_nodes(
+    cluster: dict[str, str], four_points: list[str], tmp_path: Path
+) -> None:
+    told = run(cluster, *SUBMIT, *four_points, *ONE_RANK, "slurm.nodes=2", "slurm.throttle=2")
+    assert "4 points to train" in told
+    wait_for_jobs(cluster, 300)
+    for name in ("vanilla", "denseformer"):
+        for lr in ("0.001", "0.002"):
+            directory = tmp_path / "runs" / f"{name}-{lr}"
+            assert json.loads((directory / "summary.json").read_text())["steps"] == 20
+            there = json.loads((directory / "environment.json").read_text())
+            assert (there["launcher"], there["world_size"], there["nodes"]) == ("srun", 2, 2)
+            assert there["command"][0] == str(tmp_path / "runs/.slurm/0001/code/train.py")
+    status = run(cluster, *SUBMIT, "--status", *four_points)
+    assert "4 points: 4 complete" in status
+    assert "0 points to train" in run(cluster, *SUBMIT, *four_points, *ONE_RANK)
+
+
+def test_a_point_that_fails_is_told_and_alone_submitted_again(
+    cluster: dict[str, str], small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "fragile.py").write_text(
+        """from pathlib import Path
+from depthlm.model.connections.residual import Residual
+
+class Fragile(Residual):
+    def read(self, stream):
+        if not (Path(__file__).parent / "mended").exists():
+            raise RuntimeError("this mechanism is broken")
+        return super().read(stream)
+"""
+    )
+    kept = [text for text in small_run() if not text.startswith("output_dir=")]
+    sweep = [
+        *kept,
+        "model.connection._target_=depthlm.model.connections.residual.Residual,fragile.Fragile",
+        f"output_dir={tmp_path}/runs/${{model.connection._target_}}",
+    ]
+    path = {"PYTHONPATH": str(tmp_path)}
+    assert "2 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK, **path)
+    wait_for_jobs(cluster, 200)
+    status = run(cluster, *SUBMIT, "--status", *sweep, **path)
+    assert "2 points: 1 complete, 1 failed" in status
+    assert "RuntimeError: this mechanism is broken" in status
+    (tmp_path / "mended").touch()
+    again = run(cluster, *SUBMIT, *sweep, *ONE_RANK, **path)
+    assert "1 points to train (1 more are complete, or have a job)" in again
+    wait_for_jobs(cluster, 200)
+    assert "2 points: 2 complete" in run(cluster, *SUBMIT, "--status", *sweep, **path)
+
+
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(
+    cluster: dict[str, str], small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    sweep = [*small_run("training.max_steps=4000", "training.log_every=10"), "seed=1"]
+    assert "1 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK, "slurm.tasks_per_node=2")
+    metrics = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120, "a few steps")
+    job = run(cluster, "squeue", "--noheader", "--format=%i").strip()
+    run(cluster, "scancel", "--signal=USR1", job)
+    wait_until(lambda: "PD" in run(cluster, "squeue", "--noheader", "--format=%t"), 60, "the job is queued again")
+    # a second submission leaves it alone
+    assert "0 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK)
+    assert "1 waiting" in run(cluster, *SUBMIT, "--status", *sweep)
+    saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    log = tmp_path / "run/train.log"
+    wait_until(lambda: log.read_text().count("started by srun") == 2, 300, "the job runs again")
+    wait_until(lambda: json.loads(metrics.read_text().splitlines()[-1])["step"] > saved, 120, "it goes on")
+    assert f"step-{saved:08d}" in log.read_text().rpartition("started by srun")[2]
+    # one that its user cancels saves too, and stays away
+    run(cluster, "scancel", job)
+    wait_for_jobs(cluster, 60)
+    assert "1 stopped" in run(cluster, *SUBMIT, "--status", *sweep)
+
+
+def test_hydra_launches_points_of_one_node_as_jobs(
+    cluster: dict[str, str], four_points: list[str], tmp_path: Path
+) -> None:
+    flags, overrides = four_points[:2], four_points[2:]
+    launcher = ["hydra/launcher=slurm", "hydra.launcher.timeout_min=20", "hydra.launcher.cpus_per_task=1"]
+    told = run(
+        cluster, sys.executable, "train.py", "-m", *flags, *launcher, f"hydra.sweep.dir={tmp_path}/hydra", *overrides
+    )
+    assert "4 points: 4 complete" in told
+    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4

@@ -1,0 +1,93 @@
+"""What slurm/submit.py makes of a command line, without a cluster."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from depthlm.config import sweep_points
+from depthlm.environment import REPOSITORY
+
+SUBMIT = [sys.executable, str(REPOSITORY / "slurm/submit.py")]
+
+
+def submit(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ({} if path is None else {"PATH": path})
+    return subprocess.run([*SUBMIT, *arguments], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+
+
+def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_points: list[str], tmp_path: Path) -> None:
+    done = submit("--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G")
+    assert done.returncode == 0, done.stderr
+    printed = [shlex.split(line)[3:] for line in done.stdout.splitlines() if "--config-dir" in line]
+    points = sweep_points(four_points[2:], four_points[1])
+    assert printed == [point.overrides for point in points]
+    assert len(points) == 4
+    (command,) = [line for line in done.stdout.splitlines() if "sbatch --parsable" in line]
+    assert {"--array=0-3%3", "--nodes=2", "--mem=8G", "--requeue", "--signal=B:USR1@120"} <= set(shlex.split(command))
+    assert (REPOSITORY / "slurm/train.sbatch").read_text() in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_of_the_cluster_that_are_wrong_are_told_in_words(four_points: list[str]) -> None:
+    done = submit("--dry-run", *four_points, "slurm.node=2")
+    assert done.returncode == 2
+    assert "slurm.node" in done.stderr
+    assert "nodes" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_in_a_point_submits_none(four_points: list[str], tmp_path: Path) -> None:
+    done = submit(*four_points, "size.num_kv_heads=2,3")
+    assert done.returncode == 2
+    assert "size.num_kv_heads=3" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_where_there_is_no_sbatch_it_says_so(four_points: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/git").symlink_to(shutil.which("git") or "")
+    done = submit(*four_points, path=str(tmp_path / "bin"))
+    assert done.returncode == 2
+    assert "sbatch: no such command" in done.stderr
+
+
+def test_points_that_start_from_another_come_in_a_later_array(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "conf/experiment/mine"
+    folder.mkdir(parents=True)
+    (folder / "retrofit.yaml").write_text(
+        """# @package _global_
+experiment:
+  points:
+    - {label: before, model: vanilla}
+    - {model: [vanilla, dca], import_from: "@before"}
+"""
+    )
+    kept = [text for text in small_run() if not text.startswith("output_dir=")]
+    done = submit("--dry-run", "--config-dir", str(tmp_path / "conf"), "experiment=mine/retrofit", *kept)
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if "sbatch --parsable" in line]
+    arrays = [next(word for word in command if word.startswith("--array=")) for command in commands]
+    assert arrays == ["--array=0-0", "--array=0-1"]
+    assert not any("--dependency" in word for word in commands[0])
+    assert any(word.startswith("--dependency=afterany:") for word in commands[1])
+    assert "DEPTHLM_OFFSET=1" in commands[1]
+
+
+def test_a_snapshot_is_the_checkout_as_it_is(tmp_path: Path) -> None:
+    script = "from pathlib import Path; from snapshot import *; take_snapshot(next_snapshot(Path('there')), ['a', 'b'])"
+    for number in (1, 2):
+        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'slurm'}:{REPOSITORY}"}
+        subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=environment)
+        folder = tmp_path / "there" / f"{number:04d}"
+        assert (folder / "points").read_text() == "a\nb\n"
+        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema.py", "slurm/train.sbatch"):
+            assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
+        assert not (folder / "code/.venv").exists()
+        assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}
