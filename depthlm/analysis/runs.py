@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthlm.training.metrics import read_metrics
+
 # the states of a run, as the tables of a sweep name them
 WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
@@ -68,7 +70,7 @@ def read_run(directory: str | Path) -> RunRecord:
     """What lies in a run directory, or in none: files that are missing or torn count as empty."""
     folder = Path(directory)
     summary, failure = _json(folder / "summary.json"), _json(folder / "failure.json")
-    rows = _rows(folder / "metrics.jsonl")
+    rows = list(read_metrics(folder / "metrics.jsonl"))
     if summary:
         state = COMPLETE
     elif _held(folder / ".lock"):
@@ -86,17 +88,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    try:
-        for line in path.read_text().splitlines():
-            rows.append(json.loads(line))
-    except (OSError, ValueError):
-        # a last line that a kill has torn
-        pass
-    return rows
 
 
 def _held(lock: Path) -> bool:

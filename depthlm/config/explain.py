@@ -68,7 +68,7 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
 def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
     """Every configuration group with its options, those of config_dir included; inside a Hydra context only."""
     loader = GlobalHydra.instance().config_loader()
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {"experiment": []}
 
     def visit(group: str) -> None:
         for name in loader.list_groups(group):
@@ -81,13 +81,19 @@ def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
             if path.startswith("experiment/"):
                 # a folder for each paper, and one choice among all their files
                 paper = path.partition("/")[2]
-                found["experiment"] += [f"{paper}/{option}" for option in options if not option.startswith("_")]
+                found["experiment"] += [f"{paper}/{option}" for option in options]
             else:
                 found[path] = sorted(set(options))
             visit(path)
 
     visit("")
-    found.setdefault("experiment", [])
+    outside = [] if config_dir is None else Path(config_dir, "experiment").rglob("*.yaml")
+    found["experiment"] += [
+        str(file.relative_to(Path(config_dir or "", "experiment")).with_suffix("")) for file in outside
+    ]
+    found["experiment"] = sorted(
+        name for name in set(found["experiment"]) if not name.rpartition("/")[2].startswith("_")
+    )
     return found
 
 

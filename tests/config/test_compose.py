@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.config import run_steps, sweep_points, warmup_steps
+from depthlm.config import run_steps, warmup_steps
 from depthlm.config.command_line import prepare_arguments
 from depthlm.config.keys import keys
 from depthlm.config.resolve import run_name
@@ -99,19 +99,6 @@ def test_names_that_lose_characters_stay_different() -> None:
     assert len(names) == 3
     assert all("/" not in name and "," not in name for name in names)
     assert run_name([f"data.source={'a' * 300}b"]) != run_name([f"data.source={'a' * 300}c"])
-
-
-def test_sweep_points_are_the_product_in_order() -> None:
-    points = sweep_points(["model=vanilla", "seed=1,2", "size=micro,tiny"])
-    assert [point.overrides for point in points] == [
-        ["model=vanilla", f"seed={seed}", f"size={size}"] for seed in (1, 2) for size in ("micro", "tiny")
-    ]
-
-
-def test_a_glob_sweeps_over_every_option_that_matches() -> None:
-    assert [point.overrides for point in sweep_points(["deepspeed=glob(zero*)"])] == [
-        [f"deepspeed=zero{stage}"] for stage in (0, 1, 2, 3, "3_offload")
-    ]
 
 
 def test_arguments_of_launchers_are_dropped() -> None:

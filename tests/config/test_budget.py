@@ -1,0 +1,76 @@
+"""What a budget cuts, and what it leaves."""
+
+import pytest
+
+from depthlm.config import compose, run_steps, sweep_points, warmup_steps
+from depthlm.config.budget import divided, matrices
+from depthlm.config.schema import Config
+
+FORTY_EIGHT = ["size=1.5b", "training.max_steps=15625", "training.batch_size=1024", "data=pile", "precision=fp16"]
+MINE = "experiment=depth_attention/mixing_rule"
+
+
+def of(*overrides: str) -> Config:
+    return compose([MINE, *overrides], here=False)
+
+
+def test_the_paper_s_budget_changes_nothing() -> None:
+    plain, asked = compose(FORTY_EIGHT, here=False), compose([*FORTY_EIGHT, "budget=paper"], here=False)
+    asked.output_dir = plain.output_dir
+    assert plain == asked
+
+
+def test_smoke_keeps_depth_mechanism_and_groups_of_heads_and_needs_no_download() -> None:
+    paper, smoke = of("model=mhc"), of("model=mhc", "budget=smoke")
+    assert (smoke.size.num_layers, smoke.model) == (paper.size.num_layers, paper.model)
+    assert (smoke.size.num_heads, smoke.size.num_kv_heads) == (paper.size.num_heads, paper.size.num_kv_heads)
+    assert (smoke.size.hidden_size, smoke.size.head_size) == (72, 4)
+    assert (smoke.data.name, smoke.data.tokenizer, smoke.size.vocab_size) == ("stdlib", "bytes", 320)
+    assert (smoke.precision.name, smoke.deepspeed.stage) == ("fp32", 0)
+    assert smoke.training.batch_size * smoke.training.sequence_length == 256
+    assert run_steps(smoke) == 12
+
+
+def test_an_hour_of_a_gpu_keeps_the_model_and_cuts_steps_to_its_flops() -> None:
+    paper, hour = of("size=1.5b"), of("size=1.5b", "budget=gpu_hour")
+    assert (hour.size, hour.data, hour.precision) == (paper.size, paper.data, paper.precision)
+    tokens = hour.training.batch_size * hour.training.sequence_length
+    assert tokens == 262_144
+    steps = run_steps(hour)
+    assert steps is not None
+    assert 6 * matrices(hour) * tokens * steps == pytest.approx(1.44e18, rel=0.01)
+    # near enough: the matrices are most of the parameters
+    assert matrices(hour) == pytest.approx(1343.8e6 - 50304 * 1536, rel=0.01)
+    assert hour.training.batch_size % (hour.training.micro_batch_size or 1) == 0
+
+
+def test_the_schedule_keeps_its_shape() -> None:
+    smoke = of("budget=smoke")
+    assert smoke.schedule.warmup_ratio == of().schedule.warmup_ratio
+    assert smoke.training.validate_every is not None
+    assert 3 <= 12 / smoke.training.validate_every <= 4
+    for name, steps in (("dca/depth", 500_000), ("dca/depth", 12)):
+        config = compose([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])], here=False)
+        assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
+
+
+def test_what_the_command_line_chooses_stays() -> None:
+    chosen = of("budget=smoke", "training.max_steps=50", "size.hidden_size=64", "data.tokenizer=bpe", "precision=bf16")
+    assert run_steps(chosen) == 50
+    assert chosen.size.hidden_size == 64
+    assert (chosen.data.name, chosen.data.tokenizer) == ("pile", "bpe")
+    assert chosen.precision.name == "bf16"
+    assert of("budget=smoke", "size=tiny").size.hidden_size == 256
+
+
+def test_what_a_point_of_the_experiment_gives_is_cut() -> None:
+    (point,) = sweep_points(["experiment=depthlm/mechanisms", "size=nano_128", "model=mhc", "budget=smoke"])
+    assert compose(point.overrides).size.hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("width", "divisor", "expected"),
+    [(960, 16, 64), (1152, 16, 72), (2540, 16, 160), (771, 16, 48), (64, 16, 4), (12, 16, 4), (771, 1, 771)],
+)
+def test_widths_are_divided_to_even_ones(width: int, divisor: int, expected: int) -> None:
+    assert divided(width, divisor) == expected

@@ -1,0 +1,100 @@
+"""Every experiment of conf/experiment: its points compose, are told apart, and take a training step."""
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.config import Config, Point, load_experiment, point_directory, sweep_points
+from depthlm.environment import REPOSITORY
+
+FOLDER = REPOSITORY / "conf/experiment"
+EXPERIMENTS = sorted(
+    f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml") if not path.name.startswith("_")
+)
+# one of each paper
+QUICK = ["attention_residuals/block_size", "dca/retrofit", "depth_attention/mixing_rule", "moda/variants"]
+QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in EXPERIMENTS]
+
+
+@functools.cache
+def points(name: str, budget: str) -> list[Point]:
+    return sweep_points([f"experiment={name}", f"budget={budget}"])
+
+
+@functools.cache
+def composed(name: str, budget: str) -> list[Config]:
+    return [depthlm.compose(point.checkable(), here=False) for point in points(name, budget)]
+
+
+def distinct(names: Iterable[str]) -> list[Config]:
+    """One configuration, at smoke, of each mechanism in each backbone at each depth."""
+    found = {}
+    for name in names:
+        for config in composed(name, "smoke"):
+            key = [config.model.connection, config.model.attention, config.model.loops, config.size.num_layers]
+            found.setdefault(json.dumps([*key, asdict(config.backbone)], sort_keys=True), config)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_papers_numbers_lie_in_columns(name: str) -> None:
+    experiment = load_experiment(name)
+    assert experiment.title
+    assert experiment.source
+    assert experiment.columns
+    for line in experiment.points:
+        told = line.get("paper", {})
+        assert told.keys() <= experiment.columns.keys(), line
+        assert all(value is None or isinstance(value, int | float) for value in told.values()), line
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_two_points_share_a_run_directory(name: str) -> None:
+    directories = [point_directory(point.overrides, None) for point in points(name, "smoke")]
+    assert directories
+    assert len(set(directories)) == len(directories)
+    assert len({point.label for point in points(name, "smoke")}) == len(directories)
+
+
+@pytest.mark.parametrize("budget", ["paper", "smoke"])
+@pytest.mark.parametrize("name", QUICK_FIRST)
+def test_every_point_composes(name: str, budget: str) -> None:
+    for point, config in zip(points(name, budget), composed(name, budget), strict=True):
+        assert (config.experiment.name, config.budget.name) == (name, budget)
+        assert config.output_dir == point_directory(point.overrides, None)
+
+
+@pytest.mark.parametrize("name", QUICK_FIRST)
+def test_printed_parameter_counts_are_met(name: str) -> None:
+    columns = load_experiment(name).columns
+    for point, config in zip(points(name, "paper"), composed(name, "paper"), strict=True):
+        for column, printed in point.paper.items():
+            if columns[column].metric == "parameters" and printed is not None:
+                model = depthlm.build_model(config, device="meta")
+                ours = sum(parameter.numel() for parameter in model.parameters()) / columns[column].scale
+                # C4's vocabulary, 32 128, is the least exact
+                assert ours == pytest.approx(printed, rel=0.012), point.label
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(EXPERIMENTS, marks=pytest.mark.slow)], ids=["one_of_each_paper", "all"]
+)
+def test_every_mechanism_takes_a_training_step(names: Sequence[str]) -> None:
+    for config in distinct(names):
+        model = depthlm.build_model(config)
+        generator = torch.Generator().manual_seed(1)
+        shape = (2, config.training.sequence_length + 1)
+        tokens = torch.randint(0, config.size.vocab_size, shape, generator=generator)
+        sums = model(tokens[:, :-1], tokens[:, 1:])
+        loss = sums.nll / sums.tokens
+        loss.backward()
+        told = f"{config.experiment.name}: {config.output_dir}"
+        assert torch.isfinite(loss), told
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert gradients, told
+        assert all(torch.isfinite(gradient).all() for gradient in gradients), told

@@ -1,0 +1,90 @@
+"""Sweeps as a user runs them: finished points are skipped, broken ones go on, failed ones are tried again."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthlm.environment import REPOSITORY
+from depthlm.training.metrics import read_metrics
+
+TRAIN = [sys.executable, str(REPOSITORY / "train.py")]
+FRAGILE = """from pathlib import Path
+from depthlm.model.connections.residual import Residual
+
+class Fragile(Residual):
+    def read(self, stream):
+        if not (Path(__file__).parent / "mended").exists():
+            raise ZeroDivisionError("on purpose")
+        return super().read(stream)
+
+class Plain(Residual):
+    pass
+"""
+
+
+def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
+
+
+def test_the_same_sweep_again_skips_resumes_and_repeats(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    kept = [text for text in small_run() if not text.startswith("output_dir=")]
+    place = f"output_dir={tmp_path}/runs/${{model.connection._target_}}"
+    names = ["fragile.Plain", "fragile.Fragile", "depthlm.model.connections.residual.Residual"]
+    # one that was broken off between two checkpoints, by its own command
+    part = run(tmp_path, *TRAIN, *kept, place, f"model.connection._target_={names[2]}", "training.stop_after=10")
+    assert part.returncode == 0, part.stderr
+    sweep = [*TRAIN, "-m", *kept, place, f"model.connection._target_={','.join(names)}"]
+    first = run(tmp_path, *sweep)
+    assert first.returncode == 1
+    assert "ZeroDivisionError: on purpose" in first.stdout
+    assert "3 points: 2 complete, 1 failed" in first.stdout
+    assert "step-00000010" in first.stdout
+    finished = {name: (tmp_path / "runs" / name / "summary.json").stat().st_mtime_ns for name in (names[0], names[2])}
+    whole, resumed = (
+        [row["loss"] for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
+        for name in (names[0], names[2])
+    )
+    assert resumed == whole
+    (tmp_path / "mended").touch()
+    second = run(tmp_path, *sweep)
+    assert second.returncode == 0, second.stderr
+    assert "3 points: 3 complete" in second.stdout
+    assert not (tmp_path / "runs" / names[1] / "failure.json").exists()
+    assert finished == {name: (tmp_path / "runs" / name / "summary.json").stat().st_mtime_ns for name in finished}
+
+
+def test_optuna_tunes_the_learning_rate_and_goes_on_with_its_study(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    kept = [text for text in small_run("training.max_steps=4") if not text.startswith("output_dir=")]
+    command = [*TRAIN, "-m", "hydra/sweeper=learning_rate", "model=mhc", "hydra.sweeper.n_trials=2", *kept]
+    for trials in (2, 4):
+        done = run(tmp_path, *command)
+        assert done.returncode == 0, done.stderr
+        runs = list((tmp_path / "outputs/default").glob("*/summary.json"))
+        assert len(runs) == trials
+    losses = {float(yaml.safe_load(path.read_text())["validation_loss"]) for path in runs}
+    best = yaml.safe_load((tmp_path / "outputs/.hydra/optimization_results.yaml").read_text())
+    assert best["best_value"] == min(losses)
+    assert 3e-4 <= best["best_params"]["optimizer.lr"] <= 3e-2
+
+
+@pytest.mark.slow
+def test_an_experiment_at_smoke_gives_the_paper_s_table(tmp_path: Path) -> None:
+    line = ["experiment=depth_attention/stride", "budget=smoke", "tracker=none"]
+    done = run(tmp_path, *TRAIN, "-m", *line)
+    assert done.returncode == 0, done.stderr
+    assert "5 points: 5 complete" in done.stdout
+    told = run(tmp_path, sys.executable, "-m", "depthlm", "report", *line)
+    assert told.returncode == 0, told.stderr
+    report = (tmp_path / "outputs/depth_attention/stride/report/report.md").read_text()
+    assert "2.2348" in report
+    assert "not comparable" in report
