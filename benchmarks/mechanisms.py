@@ -1,6 +1,7 @@
 """What each mechanism adds to a training step: every preset against vanilla, interleaved in one run.
 
     python benchmarks/mechanisms.py [key=value ...] [--presets mhc dca] [--rounds 8] [--output results/...json]
+    python benchmarks/mechanisms.py --table depth_attention_step_3b      # a paper's rows, shape and times
 
 All take the step that train.py takes (DeepSpeed, at ZeRO 0) on the same batch, from the same seed. Presets take their
 turns in groups, each beside two vanilla decoders: their mean in a round is what that round is measured against, their
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from interleaved import Step, measure, peak_memory_gib, print_peak_memory, result_path, write_json
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -36,14 +38,24 @@ SHAPE = ["size.hidden_size=512", "size.intermediate_size=1408", "size.num_layers
 AGAIN = "vanilla again"
 # presets that are in memory at once
 GROUP = 7
-# of a step at 1.5B, by the reference implementation of Depth-Attention (arXiv 2606.05014, Table 3)
-PAPER = {"depth_attention": 0.091, "denseformer": 0.506, "attention_residuals": 0.478, "mhc": 3.21}
+TABLES = Path(__file__).parent / "tables"
+# whose times stand beside a run that names no table
+DEFAULT_TABLE = "depth_attention_step_1.5b"
+
+
+def read_table(name: str) -> tuple[list[str], dict[str, float]]:
+    """A paper's table of times: (its shape, as overrides; what each row adds to vanilla's time, as a share of it)."""
+    table: Any = OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"))
+    seconds = table.get("seconds") or {row: 1 / speed for row, speed in table["batches_per_second"].items()}
+    return [*table["overrides"], "tracker=none"], {
+        row: value / seconds["vanilla"] - 1 for row, value in seconds.items()
+    }
 
 
 def contender(name: str, overrides: list[str], device: torch.device) -> tuple[Step, int]:
-    """(one training step, its tokens)."""
-    preset = "vanilla" if name == AGAIN else name
-    config = depthlm.compose([*SHAPE, *overrides, f"model={preset}"])
+    """(one training step, its tokens). name: a preset, with overrides of its own behind it."""
+    preset, *own = ("vanilla" if name == AGAIN else name).split()
+    config = depthlm.compose([*overrides, f"model={preset}", *own])
     plan = make_plan(config, ranks())
     model = depthlm.build_model(config, device)
     model.activation_checkpointing = config.training.activation_checkpointing
@@ -58,7 +70,8 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, of all contenders")
-    parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
+    parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
+    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="of a paper")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=None)
@@ -69,20 +82,30 @@ def main() -> None:
     if arguments.markdown:
         print(markdown(json.loads(arguments.markdown.read_text())))
         return
+    shape, paper = read_table(arguments.table or DEFAULT_TABLE)
+    overrides = [*(shape if arguments.table else SHAPE), *arguments.overrides]
+    names = list(paper) if arguments.table else mechanisms()
+    arguments.presets = arguments.presets or [name for name in names if name != "vanilla"]
     torch.set_num_threads(arguments.threads)
     device = start_distributed(ranks())
     if arguments.memory_of:
-        print_peak_memory(contender(arguments.memory_of, arguments.overrides, device)[0])
+        print_peak_memory(contender(arguments.memory_of, overrides, device)[0])
         return
     if arguments.memory_from:
         earlier = json.loads(arguments.memory_from.read_text())["presets"]
         memory = {name: earlier[name]["peak_memory_gib"] for name in ["vanilla", *arguments.presets]}
     else:
-        memory = {n: peak_memory_gib(__file__, n, *arguments.overrides) for n in ["vanilla", *arguments.presets]}
-    results: dict[str, Any] = {"shape": [*SHAPE, *arguments.overrides], "again": [], "presets": {}}
+        asked = [*(["--table", arguments.table] if arguments.table else []), *arguments.overrides]
+        memory = {n: peak_memory_gib(__file__, n, *asked) for n in ["vanilla", *arguments.presets]}
+    results: dict[str, Any] = {
+        "shape": overrides,
+        "table": arguments.table,
+        "again": [],
+        "presets": {},
+    }
     for start in range(0, len(arguments.presets), GROUP):
         names = ["vanilla", *arguments.presets[start : start + GROUP], AGAIN]
-        built = {name: contender(name, arguments.overrides, device) for name in names}
+        built = {name: contender(name, overrides, device) for name in names}
         tokens = built["vanilla"][1]
         seconds = measure(
             {name: step for name, (step, _) in built.items()}, arguments.rounds, steps=1, warmup=1, settle=1
@@ -92,13 +115,13 @@ def main() -> None:
         for name, times in {**seconds, "vanilla": vanilla}.items():
             if name != AGAIN and (name != "vanilla" or not start):
                 results["presets"][name] = row(times, vanilla, tokens) | {
-                    "paper_overhead": PAPER.get(name), "peak_memory_gib": memory[name]
+                    "paper_overhead": paper.get(name) if name != "vanilla" else None, "peak_memory_gib": memory[name]
                 }  # fmt: skip
         # the next group needs the memory
         del built
         gc.collect()
     Console(highlight=False).print(table(results))
-    output = arguments.output or result_path("mechanisms")
+    output = arguments.output or result_path(arguments.table or "mechanisms")
     write_json(output, results)
     print(f"written to {output}")
 
