@@ -25,7 +25,24 @@ def summary(arguments: list[str]) -> None:
     print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
 
 
-COMMANDS = {"summary": summary}
+def report(arguments: list[str]) -> None:
+    """A paper's table or figure: ours beside the paper's, or any runs side by side, as Markdown and PNG."""
+    parser = argparse.ArgumentParser(prog="python -m depthlm report", description=report.__doc__)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="experiment=<paper>/<name> and overrides as for train.py -m, or runs=a,b,c; to=<folder>",
+    )
+    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parsed = parser.parse_intermixed_args(arguments)
+    # drawing needs what the other commands do not
+    from depthlm.analysis.report import report as write_report
+
+    write_report(parsed.overrides, parsed.config_dir)
+
+
+COMMANDS = {"summary": summary, "report": report}
 
 
 def main() -> None:

@@ -8,9 +8,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn, JobStatus
 
 from depthlm.analysis.points import print_points
-from depthlm.config import given_config_dir, sweep_points
-
-FAILED = 1
+from depthlm.analysis.runs import FAILED
+from depthlm.config import given_config_dir, point_directory, sweep_points
 
 
 class PointsSweeper(BasicSweeper):
@@ -23,7 +22,13 @@ class PointsSweeper(BasicSweeper):
         config_dir = given_config_dir(self.config.hydra)
         points = sweep_points(arguments, config_dir)
         done = self.launcher.launch([point.overrides for point in points], initial_job_idx=0)
-        print_points(points, config_dir)
-        if any(job.status != JobStatus.COMPLETED or job.return_value == math.inf for job in done):
-            sys.exit(FAILED)
+        failed = [
+            point_directory(point.overrides, config_dir)
+            for point, job in zip(points, done, strict=True)
+            if job.status != JobStatus.COMPLETED or job.return_value == math.inf
+        ]
+        # a directory may hold a complete run of other settings, with which this point was refused
+        print_points(points, config_dir, dict.fromkeys(failed, FAILED))
+        if failed:
+            sys.exit(1)
         return done

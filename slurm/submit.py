@@ -81,7 +81,10 @@ def main() -> None:
 def status(overrides: list[str], config_dir: str | None) -> None:
     """Print a line a point."""
     points = sweep_points(overrides, config_dir)
-    print_points(points, config_dir, queued_points([sweep_folder(point, config_dir) for point in points]))
+    queued = queued_points([sweep_folder(point, config_dir) for point in points])
+    # the last moments of a job: its run is complete, and it is still there
+    waiting = {directory: state for directory, state in queued.items() if read_run(directory).state != COMPLETE}
+    print_points(points, config_dir, waiting)
 
 
 def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_run: bool) -> None:

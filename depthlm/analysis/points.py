@@ -14,11 +14,11 @@ STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COM
 
 
 def print_points(
-    points: Sequence[Point], config_dir: str | Path | None = None, queued: Mapping[str, str] | None = None
+    points: Sequence[Point], config_dir: str | Path | None = None, known: Mapping[str, str] | None = None
 ) -> None:
     """Print a line a point: its state, its newest step and losses, and why it failed.
 
-    queued: of run directories that a scheduler has a job for, what it says of it.
+    known: the states of run directories that others know better than what lies there, as a scheduler does.
     """
     screen = Console()
     console = Console(highlight=False, width=None if screen.is_terminal else 150)
@@ -28,7 +28,7 @@ def print_points(
     for number, point in enumerate(points):
         directory = point_directory(point.overrides, config_dir)
         run = read_run(directory)
-        state = (queued or {}).get(directory, run.state) if run.state != COMPLETE else COMPLETE
+        state = (known or {}).get(directory, run.state)
         states.append(state)
         own = " ".join(text for text in point.overrides if text not in common)
         table.add_row(str(number), *_cells(point, own, run, state))

@@ -3,11 +3,10 @@
 import fcntl
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from depthlm.training.metrics import read_metrics
 
 # the states of a run, as the tables of a sweep name them
 WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
@@ -80,6 +79,17 @@ def read_run(directory: str | Path) -> RunRecord:
     else:
         state = STOPPED if rows or any(folder.glob("checkpoints/step-*")) else WAITING
     return RunRecord(folder, state, rows, summary, _json(folder / "evaluation.json"), failure.get("error"))
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole row of a metrics.jsonl; none where there is no file."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
 
 
 def _json(path: Path) -> dict[str, Any]:

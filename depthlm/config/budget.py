@@ -38,7 +38,9 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
         if free(f"size.{name}"):
             setattr(size, name, divided(getattr(size, name), budget.width_divisor))
     lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
-    steps_before = None if budget.flops is budget.max_steps is None or lengths & chosen else run_steps(config)
+    cut = not (budget.flops is budget.max_steps is None or lengths & chosen or training.max_epochs is not None)
+    steps_before = run_steps(config) if cut else None
+    tokens_before = (steps_before or 0) * training.batch_size * training.sequence_length
     if budget.sequence_length is not None and free("training.sequence_length"):
         training.sequence_length = min(training.sequence_length, budget.sequence_length)
     if budget.batch_tokens is not None:
@@ -52,19 +54,21 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
         most = max(1, budget.micro_batch_tokens // training.sequence_length)
         training.micro_batch_size = math.gcd(training.batch_size, most)
     if steps_before is not None:
-        _cut_steps(config, chosen, steps_before)
+        tokens = tokens_before
+        if budget.flops is not None:
+            # all points by one factor, so that sizes and lengths keep their proportions
+            largest = config.experiment.flops or 6 * matrices(config) * tokens
+            tokens = round(tokens * min(1.0, budget.flops / largest))
+        steps = max(1, round(tokens / (training.batch_size * training.sequence_length)))
+        _cut_steps(config, chosen, steps_before, min(steps, budget.max_steps or steps))
 
 
-def _cut_steps(config: Config, chosen: Set[str], before: int) -> None:
-    budget, training, schedule = config.budget, config.training, config.schedule
-    steps = min(before, budget.max_steps or before)
-    if budget.flops is not None:
-        flops = 6 * matrices(config) * training.batch_size * training.sequence_length
-        steps = max(1, min(steps, round(budget.flops / flops)))
+def _cut_steps(config: Config, chosen: Set[str], before: int, steps: int) -> None:
+    training, schedule = config.training, config.schedule
     if steps == before:
         return
     training.max_steps, training.max_tokens = steps, None
-    if schedule.warmup_steps is not None and not {"schedule", "schedule.warmup_steps"} & chosen:
+    if schedule.warmup_steps and not {"schedule", "schedule.warmup_steps"} & chosen:
         schedule.warmup_steps = max(1, round(schedule.warmup_steps * steps / before))
     if training.validate_every is not None and "training.validate_every" not in chosen:
         # on a run this short they would cost more than the steps

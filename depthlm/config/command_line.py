@@ -45,7 +45,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     if parsed.resolve and not parsed.cfg:
         fail("train.py", UserError("--resolve: goes with --cfg job"))
     exit_on_mistake("train.py", lambda: _check(parsed.overrides, parsed.multirun, parsed.config_dir))
-    return open_names(kept)
+    return open_names(kept, settings=parsed.multirun)
 
 
 def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None:

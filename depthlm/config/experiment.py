@@ -32,6 +32,11 @@ class Experiment:
         "`paper` has the paper's numbers by column (null: none printed), and the value `@label` is the run directory "
         "of that point",
     )
+    flops: Optional[float] = key(
+        None,
+        "training FLOPs of its largest point, by 6 N a token: a budget cuts all points in this proportion",
+        above=0,
+    )
     columns: dict[str, Column] = key({}, "columns of the table; the first is what the figure draws")
     figure: str = key(
         "none",
@@ -52,7 +57,11 @@ class Budget:
     """How far an experiment's runs are shrunk. What the command line sets itself stays."""
 
     name: str = key("", "name of the budget")
-    flops: Optional[float] = key(None, "training FLOPs of a run at most, by 6 N a token: steps are cut", above=0)
+    flops: Optional[float] = key(
+        None,
+        "training FLOPs of a run, and of an experiment's largest, at most, by 6 N a token: tokens are cut",
+        above=0,
+    )
     max_steps: Optional[int] = key(None, "steps of a run at most", minimum=1)
     batch_tokens: Optional[Any] = key(None, "tokens of a batch at most", minimum=1, count=True)
     micro_batch_tokens: Optional[Any] = key(

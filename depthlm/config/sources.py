@@ -16,9 +16,13 @@ NAMED = ("data.sources", "data.validation")
 OWN = {"source", "hub", "path", "subset", "files"}
 
 
-def open_names(overrides: Sequence[str]) -> list[str]:
-    """The overrides, those of named sources made such that Hydra takes names and keys that are new."""
+def open_names(overrides: Sequence[str], settings: bool = False) -> list[str]:
+    """The overrides, those of named sources made such that Hydra takes names and keys that are new.
+
+    settings: so are a mechanism's, which a sweep may give where the default mechanism has no such setting.
+    """
     begins = tuple(f"{group}{end}" for group in NAMED for end in (".", "="))
+    begins += ("model.connection.", "model.attention.") if settings else ()
     return [f"++{override}" if override.startswith(begins) else override for override in overrides]
 
 

@@ -130,10 +130,11 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
         # composing the point itself tells everything that is wrong with it
         return []
     lines = expand(experiment)
-    chosen = {override.lstrip("+").partition("=")[0]: override.partition("=")[2] for override in given}
+    chosen = {text.lstrip("+").partition("=")[0]: text.partition("=")[2] for text in given}
     every = {line.label: [*given, *_spelt(line.settings, chosen)] for line in lines}
+    theirs = chosen.keys() & {key for line in lines for key in line.settings}
     selected = [
-        line for line in lines if all(_same(chosen[key], line.settings[key]) for key in chosen.keys() & line.settings)
+        line for line in lines if all(key in line.settings and _same(chosen[key], line.settings[key]) for key in theirs)
     ]
     points = []
     for line in selected or lines:
@@ -142,8 +143,9 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
         for text in after:
             key, _, label = text.partition("=@")
             own[own.index(text)] = f"{key}={point_directory(every[label], config_dir)}"
-        told = line if selected else Point([], label=", ".join([*line.settings.values()]))
-        points.append(Point([*given, *own], told.label, line.settings | chosen, told.paper, bool(after)))
+        settings = line.settings | chosen
+        label = line.label if selected else ", ".join(settings[key] for key in line.settings if key != "seed")
+        points.append(Point([*given, *own], label, settings, line.paper if selected else {}, bool(after)))
     return points
 
 
@@ -208,4 +210,6 @@ def _text(value: Any) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    return one == other or yaml.safe_load(one) == yaml.safe_load(other)
+    if one == other or "@" in one + other:
+        return one == other
+    return yaml.safe_load(one) == yaml.safe_load(other)

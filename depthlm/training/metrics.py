@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +129,6 @@ def cut_after(path: Path, step: int) -> dict[str, Any]:
                 end = start
     os.truncate(path, end)
     return last
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole row of a metrics.jsonl; none where there is no file."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
 
 
 def finite(value: float | None) -> float | None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.config import Config, Point, load_experiment, point_directory, sweep_points
+from depthlm.config import Config, Point, load_experiment, point_directory, run_steps, sweep_points
+from depthlm.config.budget import matrices
 from depthlm.environment import REPOSITORY
 
 FOLDER = REPOSITORY / "conf/experiment"
@@ -78,6 +79,27 @@ def test_printed_parameter_counts_are_met(name: str) -> None:
                 ours = sum(parameter.numel() for parameter in model.parameters()) / columns[column].scale
                 # C4's vocabulary, 32 128, is the least exact
                 assert ours == pytest.approx(printed, rel=0.012), point.label
+
+
+@pytest.mark.parametrize("name", QUICK_FIRST)
+def test_a_budget_cuts_all_points_by_one_factor(name: str) -> None:
+    spent = [training_flops(config) for config in composed(name, "paper")]
+    declared = load_experiment(name).flops
+    if declared is None:
+        # small enough to be trained as it is
+        assert max(spent) < 1e15
+        return
+    assert max(spent) == pytest.approx(declared, rel=0.01)
+    hour = [training_flops(config) for config in composed(name, "gpu_hour")]
+    assert max(hour) == pytest.approx(1.44e18, rel=0.02)
+    for cut, before in zip(hour, spent, strict=True):
+        assert cut / before == pytest.approx(1.44e18 / declared, rel=0.02)
+
+
+def training_flops(config: Config) -> float:
+    steps = run_steps(config)
+    assert steps is not None
+    return 6 * matrices(config) * steps * config.training.batch_size * config.training.sequence_length
 
 
 @pytest.mark.parametrize(

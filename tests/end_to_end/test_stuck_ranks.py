@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from depthlm.analysis.runs import read_metrics
 from depthlm.environment import REPOSITORY
-from depthlm.training.metrics import read_metrics
 
 from ..two_ranks import free_port, rank_variables
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from depthlm.analysis.runs import read_metrics
 from depthlm.environment import REPOSITORY
-from depthlm.training.metrics import read_metrics
 
 TRAIN = [sys.executable, "train.py"]
 Overrides = Callable[..., list[str]]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.evaluation import diagnose
 from depthlm.training import train
-from depthlm.training.metrics import read_metrics
 
 SHAPE = ["size=micro", "data.tokenizer=bytes"]
 

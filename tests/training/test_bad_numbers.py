@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.data import Batches, open_corpus
 from depthlm.training import FAILED, restoring, train
 from depthlm.training.bad_numbers import in_a_row, spike_limit
-from depthlm.training.metrics import read_metrics
 from depthlm.training.state import Progress
 
 from ..two_ranks import TwoRanks

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.errors import UserError
 from depthlm.training import train
-from depthlm.training.metrics import read_metrics
 
 from ..two_ranks import TwoRanks, train_on_ranks
 from .test_resume import curve

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.config.resolve import run_name
 from depthlm.environment import REPOSITORY
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training import train
 from depthlm.training.import_weights import copy_weights
-from depthlm.training.metrics import read_metrics
 
 Overrides = Callable[..., list[str]]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.model import Decoder
 from depthlm.training import train
-from depthlm.training.metrics import read_metrics
 from depthlm.training.run import build_model, forget_the_run_before
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.launchers import ranks
 from depthlm.training import FAILED, train
 from depthlm.training.engine import build_engine, loss_scale
 from depthlm.training.loop import train_step
-from depthlm.training.metrics import read_metrics
 from depthlm.training.plan import make_plan
 from depthlm.training.process_group import start_distributed
 from depthlm.training.sharding import whole_weights

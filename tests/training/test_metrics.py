@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.training.metrics import MetricsFile, Stopwatch, peak_flops, read_metrics
+from depthlm.analysis.runs import read_metrics
+from depthlm.training.metrics import MetricsFile, Stopwatch, peak_flops
 
 
 def test_rows_are_appended_amended_and_cut_off(tmp_path: Path) -> None:

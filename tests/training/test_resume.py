@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
+from depthlm.analysis.runs import read_metrics
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import mean_loss
 from depthlm.training import run, run_directory, train
-from depthlm.training.metrics import read_metrics
 
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
 

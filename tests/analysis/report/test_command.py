@@ -1,0 +1,88 @@
+"""`python -m depthlm report`: its words, its errors, what it prints."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthlm.__main__ import main
+
+from .made_up import row, write_run
+
+CONFIGS = Path("configs")
+
+
+@pytest.fixture(autouse=True)
+def _experiment() -> None:
+    """A file of conf/experiment in CONFIGS."""
+    settings = {
+        "title": "A pair",
+        "points": [{"label": "[A]", "model": "vanilla", "paper": {"loss": 2.5}}, {"label": "B", "model": "dca"}],
+        "columns": {"loss": {"title": "loss", "metric": "validation_loss"}},
+    }
+    file = CONFIGS / "experiment" / "pair.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"# @package _global_\n{yaml.safe_dump({'experiment': settings})}")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "report", *arguments, "--config-dir", str(CONFIGS)])
+    main()
+
+
+def test_it_prints_the_main_table_and_where_the_report_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run("outputs/pair/model-vanilla", 2.5)
+    run(monkeypatch, "experiment=pair")
+    shown = capsys.readouterr().out
+    assert "[A]" in shown
+    assert "2.500" in shown
+    assert "missing" in shown
+    assert "report: outputs/pair/report/report.md" in shown
+    assert "loss_curves.png" in shown
+    assert "2 runs: 1 complete, 1 waiting." in shown
+    assert "[A]" in Path("outputs/pair/report/report.md").read_text().replace("\\", "")
+
+
+def test_overrides_choose_points_and_what_they_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run("outputs/pair/model-dca__seed-1", 2.25)
+    write_run("outputs/pair/model-dca__seed-2", 2.75)
+    run(monkeypatch, "experiment=pair", "model=dca", "seed=1,2", "training.log_every=5", "to=report")
+    text = Path("report/report.md").read_text()
+    assert row(text, "B")[:2] == ["2", "2.500 ± 0.354"]
+    assert "[A]" not in text.replace("\\", "")
+    assert "comparable" not in text
+    run(monkeypatch, "experiment=pair", "size=micro", "to=report")
+    text = Path("report/report.md").read_text()
+    assert "changes the protocol (size=micro)" in text
+    assert "| size               | micro" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give experiment=<paper>/<name>"),
+        (["size=micro"], "give experiment=<paper>/<name>"),
+        (["experiment=pear"], "pair"),
+        (["experiment=pair,other"], "a report is of one experiment"),
+        (["experiment=null"], "a report is of one experiment"),
+        (["experiment=pair", "size=micor"], "micro"),
+        (["runs=nowhere"], "runs=nowhere: no such folder"),
+        (["runs=x", "seed=1"], "seed=1: runs= takes no settings"),
+        (["experiment=pair", "to=file/report"], "to=file/report: the report cannot be written there"),
+        (["experiment=pair", "to=file"], "to=file: the report cannot be written there"),
+    ],
+)
+def test_mistakes_are_told_in_words_and_exit_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    Path("file").write_text("")
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, *arguments)
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("depthlm report: ")
+    assert words in told
+    assert "Traceback" not in told
