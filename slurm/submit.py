@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from queue_of_jobs import max_array_size, queued_points, remember_jobs
+from jobs import max_array_size, queued_points, remember_jobs
 from snapshot import next_snapshot, take_snapshot
 
 from depthlm.analysis.points import print_points

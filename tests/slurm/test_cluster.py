@@ -96,7 +96,8 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(
     metrics = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120, "a few steps")
     job = run(cluster, "squeue", "--noheader", "--format=%i").strip()
-    run(cluster, "scancel", "--signal=USR1", job)
+    # to the script alone, as before the time limit: it gives the signal on to the ranks
+    run(cluster, "scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: "PD" in run(cluster, "squeue", "--noheader", "--format=%t"), 60, "the job is queued again")
     # a second submission leaves it alone
     assert "0 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK)
