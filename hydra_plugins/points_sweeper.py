@@ -8,7 +8,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn, JobStatus
 
 from depthlm.analysis.points import print_points
-from depthlm.analysis.runs import FAILED
+from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
 from depthlm.config import given_config_dir, point_directory, sweep_points
 
 
@@ -27,8 +27,9 @@ class PointsSweeper(BasicSweeper):
             for point, job in zip(points, done, strict=True)
             if job.status != JobStatus.COMPLETED or job.return_value == math.inf
         ]
-        # a directory may hold a complete run of other settings, with which this point was refused
-        print_points(points, config_dir, dict.fromkeys(failed, FAILED))
+        # refused: a complete run of other settings lies there, or nothing; or another process trains there
+        refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
+        print_points(points, config_dir, dict.fromkeys(refused, FAILED))
         if failed:
             sys.exit(1)
         return done

@@ -5,6 +5,9 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from depthlm.analysis.runs import COMPLETE, RUNNING, WAITING, read_run
+from depthlm.errors import UserError
+
 JOBS = "jobs.jsonl"
 # of a cluster that does not tell
 MAX_ARRAY_SIZE = 1001
@@ -16,26 +19,38 @@ def remember_jobs(snapshot: Path, job: str, directories: list[str]) -> None:
         file.write(json.dumps({"job": job, "directories": directories}) + "\n")
 
 
+def submitted(folders: Iterable[Path]) -> set[str]:
+    """The run directories that a job was submitted for, ever."""
+    return {directory for directories in _arrays(folders).values() for directory in directories}
+
+
 def queued_points(folders: Iterable[Path]) -> dict[str, str]:
-    """The run directories that have a job, and its state in SLURM's words, in small letters."""
+    """The run directories that have a job, each with its state. Raises UserError where SLURM does not answer."""
+    arrays = _arrays(folders)
+    if not arrays:
+        return {}
+    queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T")
+    if queue is None:
+        raise UserError("squeue does not answer, so that nobody can tell which points have a job")
+    found = {}
+    for line in queue.splitlines():
+        job, index, state = line.split()
+        if job in arrays and index.isdigit():
+            # a job that ends is still there for a moment
+            directory, over = arrays[job][int(index)], state not in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING")
+            if not over and read_run(directory).state != COMPLETE:
+                found[directory] = WAITING if state == "PENDING" else RUNNING
+    return found
+
+
+def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
     arrays = {}
     for folder in set(folders):
         for file in folder.glob(f"*/{JOBS}"):
             for line in file.read_text().splitlines():
                 array = json.loads(line)
                 arrays[array["job"]] = array["directories"]
-    if not arrays:
-        return {}
-    queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T", f"--jobs={','.join(arrays)}")
-    if queue is None:
-        # squeue refuses jobs that it has forgotten
-        queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T") or ""
-    found = {}
-    for line in queue.splitlines():
-        job, index, state = line.split()
-        if job in arrays and index.isdigit() and state not in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"):
-            found[arrays[job][int(index)]] = {"PENDING": "waiting", "COMPLETING": "running"}.get(state, state.lower())
-    return found
+    return arrays
 
 
 def max_array_size() -> int:

@@ -13,20 +13,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from jobs import max_array_size, queued_points, remember_jobs
+from jobs import max_array_size, queued_points, remember_jobs, submitted
 from snapshot import next_snapshot, take_snapshot
 
 from depthlm.analysis.points import print_points
-from depthlm.analysis.runs import COMPLETE, read_run
-from depthlm.config import ConfigError, Point, check_points, point_directory, sweep_points
+from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
+from depthlm.config import ConfigError, Point, check_points, point_directory
 from depthlm.config.command_line import exit_on_mistake
 from depthlm.errors import UserError
 
@@ -80,11 +80,14 @@ def main() -> None:
 
 def status(overrides: list[str], config_dir: str | None) -> None:
     """Print a line a point."""
-    points = sweep_points(overrides, config_dir)
-    queued = queued_points([sweep_folder(point, config_dir) for point in points])
-    # the last moments of a job: its run is complete, and it is still there
-    waiting = {directory: state for directory, state in queued.items() if read_run(directory).state != COMPLETE}
-    print_points(points, config_dir, waiting)
+    points = check_points(overrides, config_dir, here=False)
+    folders = [sweep_folder(point, config_dir) for point in points]
+    known = queued_points(folders)
+    for directory in submitted(folders) - known.keys():
+        if read_run(directory).state == WAITING:
+            # its job has ended without a run: its log tells why
+            known[directory] = FAILED
+    print_points(points, config_dir, known)
 
 
 def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_run: bool) -> None:
@@ -98,6 +101,10 @@ def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_ru
         for directory, point in directories.items()
         if directory not in queued and read_run(directory).state != COMPLETE
     }
+    held = {d for d, point in wanted.items() if any(start in queued for start in starts(point))}
+    if held:
+        print(f"{len(held)} points start from runs that have a job: submit them once those are complete")
+        wanted = {directory: point for directory, point in wanted.items() if directory not in held}
     left = f" ({len(every) - len(wanted)} more are complete, or have a job)" if len(wanted) < len(every) else ""
     print(f"{len(wanted)} points to train{left}")
     if not wanted:
@@ -128,7 +135,7 @@ def read_cluster(mine: list[str]) -> Cluster:
     """slurm/cluster.yaml with the settings of the command line. Raises ConfigError."""
     try:
         base = OmegaConf.merge(OmegaConf.structured(Cluster), OmegaConf.load(HERE / "cluster.yaml"))
-        found = OmegaConf.to_object(OmegaConf.merge(base, OmegaConf.from_dotlist(mine)))
+        found = OmegaConf.to_object(OmegaConf.merge(base, _typed(mine)))
     except OmegaConfBaseException as error:
         known = ", ".join(Cluster.__dataclass_fields__)
         raise ConfigError([f"slurm.{error.full_key}: {str(error).splitlines()[0]}; there are {known}"]) from None
@@ -136,13 +143,26 @@ def read_cluster(mine: list[str]) -> Cluster:
     return found
 
 
+def _typed(settings: list[str]) -> dict[str, Any]:
+    """Settings by name. Text stays as it is typed: YAML takes 12:00:00 for a number."""
+    texts = {entry.name for entry in fields(Cluster) if str in (entry.type, *get_args(entry.type))}
+    given = dict(text.partition("=")[::2] for text in settings)
+    plain = {name: None if value == "null" else value for name, value in given.items() if name in texts}
+    others = OmegaConf.from_dotlist([text for text in settings if text.partition("=")[0] not in texts])
+    return plain | dict(others)
+
+
 def in_order(points: dict[str, Point]) -> list[list[str]]:
     """Run directories in waves: each starts only from runs of earlier ones, or of none that is to be trained."""
     waves: dict[str, int] = {}
     for directory, point in points.items():
-        starts = [text.partition("=")[2] for text in point.overrides if text.startswith(("import_from=", "fork_from="))]
-        waves[directory] = max((waves[start] + 1 for start in starts if start in waves), default=0)
+        waves[directory] = max((waves[start] + 1 for start in starts(point) if start in waves), default=0)
     return [[d for d, wave in waves.items() if wave == number] for number in range(max(waves.values()) + 1)]
+
+
+def starts(point: Point) -> list[str]:
+    """The runs that a point starts from."""
+    return [text.partition("=")[2] for text in point.overrides if text.startswith(("import_from=", "fork_from="))]
 
 
 def line(point: Point, config_dir: str | None) -> str:

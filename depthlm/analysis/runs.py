@@ -39,7 +39,7 @@ class RunRecord:
         metric: a name in summary.json, in evaluation.json, or `training_perplexity`, that of the mean training loss
         over the last 1% of the steps. at: the share of the steps after which it is taken: below 1, a validation's.
         """
-        if self.state != COMPLETE:
+        if self.state != COMPLETE or not isinstance(self.summary.get("steps"), int):
             return None
         if at < 1:
             return self._validation(metric, at)
@@ -82,14 +82,18 @@ def read_run(directory: str | Path) -> RunRecord:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole row of a metrics.jsonl; none where there is no file."""
-    if not path.exists():
+    """Every whole row of a metrics.jsonl, up to one that is torn; none where there is no file."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
         return
-    for line in path.read_text().splitlines():
+    for line in lines:
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except json.JSONDecodeError:
             return
+        if isinstance(row, dict) and {"step", "loss"} <= row.keys():
+            yield row
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
         if free(f"size.{name}"):
             setattr(size, name, divided(getattr(size, name), budget.width_divisor))
     lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
-    cut = not (budget.flops is budget.max_steps is None or lengths & chosen or training.max_epochs is not None)
-    steps_before = run_steps(config) if cut else None
+    shrinks = budget.flops is not None or budget.max_steps is not None
+    steps_before = run_steps(config) if shrinks and training.max_epochs is None and not lengths & chosen else None
     tokens_before = (steps_before or 0) * training.batch_size * training.sequence_length
     if budget.sequence_length is not None and free("training.sequence_length"):
         training.sequence_length = min(training.sequence_length, budget.sequence_length)
@@ -57,10 +57,13 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
         tokens = tokens_before
         if budget.flops is not None:
             # all points by one factor, so that sizes and lengths keep their proportions
-            largest = config.experiment.flops or 6 * matrices(config) * tokens
+            largest = max(config.experiment.flops or 0.0, 6.0 * matrices(config) * tokens)
             tokens = round(tokens * min(1.0, budget.flops / largest))
         steps = max(1, round(tokens / (training.batch_size * training.sequence_length)))
         _cut_steps(config, chosen, steps_before, min(steps, budget.max_steps or steps))
+    elif shrinks and lengths & chosen and config.schedule.warmup_steps and free("schedule.warmup_steps"):
+        # the protocol's warm-up belongs to the protocol's length
+        config.schedule.warmup_steps = min(config.schedule.warmup_steps, max(1, (run_steps(config) or 0) // 10))
 
 
 def _cut_steps(config: Config, chosen: Set[str], before: int, steps: int) -> None:

@@ -85,6 +85,21 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
     ]
 
 
+def check_starts(config: Config, starts: set[str]) -> list[str]:
+    """Of the keys whose values are other points of the experiment: whether those have been trained to their end.
+
+    Not asked of a run that has begun, nor where the command line names a checkpoint.
+    """
+    errors = []
+    for key in sorted(starts):
+        start = getattr(config, key, None)
+        if start is None or _holds_checkpoints(config.output_dir or "") or (Path(start) / "manifest.json").exists():
+            continue
+        if Path(start).exists() and not (Path(start) / "summary.json").exists():
+            errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
+    return errors
+
+
 def _check_shape(config: Config, given: set[str]) -> list[str]:
     size, backbone, errors = config.size, config.backbone, []
     if size.num_heads % size.num_kv_heads:

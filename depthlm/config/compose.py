@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.checks import check_fields, check_together
+from depthlm.config.checks import check_fields, check_starts, check_together
 from depthlm.config.errors import ConfigError
 from depthlm.config.explain import explain_overrides
 from depthlm.config.resolve import resolve
@@ -64,8 +64,9 @@ def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Conf
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
     type_sources(config.data)
+    starts = {key for line in config.experiment.points for key, value in dict(line).items() if str(value)[:1] == "@"}
     resolve(config, given, overrides, here)
-    errors = check_together(config, given, here)
+    errors = check_together(config, given, here) + (check_starts(config, starts) if here else [])
     if errors:
         raise ConfigError(errors)
     return config

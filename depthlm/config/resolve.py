@@ -64,7 +64,7 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
     training = config.training
     if training.batch_tokens is not None:
         training.batch_size = max(1, training.batch_tokens // training.sequence_length)
-    apply_budget(config, given - {key for line in config.experiment.points for key in line})
+    apply_budget(config, given - keys_of_points(config.experiment.points, overrides))
     if config.precision.name == "auto":
         config.precision.name = environment.fast_precision() if here else "bf16"
     if "size.vocab_size" not in given and tokenizer_exists(config):
@@ -75,6 +75,17 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
         config.output_dir = run_directory(overrides)
     # what is compared with this run is none of its settings
     config.experiment = Experiment(name=experiment_of(overrides) or "")
+
+
+def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
+    """The keys that an experiment's points set to the value that the overrides have: no choice of the command line."""
+    texts = {text.lstrip("+").partition("=")[0]: text.partition("=")[2] for text in overrides}
+    theirs = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
+    return {
+        key
+        for key, value in theirs
+        if key in texts and any(texts[key] == str(one) for one in (value if isinstance(value, list) else [value]))
+    }
 
 
 def run_directory(overrides: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -72,6 +71,8 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
         except ConfigError as error:
             errors.extend(error.errors)
             continue
+        if directory != point_directory(point.overrides, config_dir):
+            errors.append(f"output_dir={directory}: give it on the command line; a file's is not known before a run")
         if directory in directories:
             errors.append(
                 f"output_dir={directory}: several points of the sweep would write there; interpolate what they differ "
@@ -131,22 +132,33 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
         return []
     lines = expand(experiment)
     chosen = {text.lstrip("+").partition("=")[0]: text.partition("=")[2] for text in given}
-    every = {line.label: [*given, *_spelt(line.settings, chosen)] for line in lines}
     theirs = chosen.keys() & {key for line in lines for key in line.settings}
-    selected = [
-        line for line in lines if all(key in line.settings and _same(chosen[key], line.settings[key]) for key in theirs)
-    ]
-    points = []
-    for line in selected or lines:
-        own = _spelt(line.settings, chosen)
-        after = [text for text in own if "=@" in text]
-        for text in after:
-            key, _, label = text.partition("=@")
-            own[own.index(text)] = f"{key}={point_directory(every[label], config_dir)}"
-        settings = line.settings | chosen
+    selected = [line for line in lines if all(_has(line, key, chosen[key]) for key in theirs)]
+    # those that are selected are spelt as in the whole sweep, so that their runs are the same
+    kept = {key: value for key, value in chosen.items() if not selected or key not in theirs}
+    points: list[Point] = []
+    above: dict[tuple[str, str | None], list[str]] = {}
+    for line in lines:
+        dropped = theirs - kept.keys() - ({"seed"} - line.settings.keys())
+        settings = line.settings | {key: value for key, value in chosen.items() if key not in dropped}
+        own = [text for text in given if text.lstrip("+").partition("=")[0] not in dropped]
+        for key, value in line.settings.items():
+            if key not in kept:
+                source = above[value[1:], settings.get("seed")] if value.startswith("@") else None
+                own.append(f"{key}={value if source is None else point_directory(source, config_dir)}")
+        above[line.label, settings.get("seed")] = own
         label = line.label if selected else ", ".join(settings[key] for key in line.settings if key != "seed")
-        points.append(Point([*given, *own], label, settings, line.paper if selected else {}, bool(after)))
+        follows = any(value.startswith("@") for key, value in line.settings.items() if key not in kept)
+        if not selected or line in selected:
+            points.append(Point(own, label, settings, line.paper if selected else {}, follows))
     return points
+
+
+def _has(line: Point, key: str, value: str) -> bool:
+    """Whether a line is among those that a value given selects. One that names no seed takes any."""
+    if key not in line.settings:
+        return key == "seed"
+    return _same(value, line.settings[key])
 
 
 def expand(experiment: Experiment) -> list[Point]:
@@ -196,10 +208,6 @@ def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> 
     return run_directory(overrides)
 
 
-def _spelt(settings: dict[str, str], chosen: dict[str, str]) -> list[str]:
-    return [f"{key}={value}" for key, value in settings.items() if key not in chosen]
-
-
 def _text(value: Any) -> str:
     """A value as an override has it."""
     if value is None or isinstance(value, bool):
@@ -210,6 +218,12 @@ def _text(value: Any) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    if one == other or "@" in one + other:
-        return one == other
-    return yaml.safe_load(one) == yaml.safe_load(other)
+    return one == other or _value(one) == _value(other)
+
+
+def _value(text: str) -> Any:
+    """What Hydra takes a text for, however it is spelt."""
+    try:
+        return OverridesParser.create().parse_override(f"key={text}").value()
+    except HydraException:
+        return text

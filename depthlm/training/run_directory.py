@@ -46,10 +46,11 @@ def record_failure(directory: Path, rank: int) -> Iterator[None]:
 
 
 def write_failure(directory: Path, error: Exception, rank: int) -> None:
-    """Write failure.json, on the first rank: the time, and the error in words."""
-    if rank != 0:
+    """Write failure.json, on the first rank: the time, and the error in words. A user's mistake makes no folder."""
+    mistake = isinstance(error, UserError)
+    if rank != 0 or (mistake and not directory.exists()):
         return
-    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    kind = "" if mistake else f"{type(error).__name__}: "
     told = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{kind}{error}"}
     # where even this cannot be written, the error itself still ends the run
     with suppress(OSError):

@@ -121,6 +121,7 @@ def test_loops_add_sources(meta: Any, loops: int) -> None:
     assert overhead(model).flops_per_token == pytest.approx(4 * 64 * expected)
 
 
+@pytest.mark.slow
 def test_every_mechanism_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b", "--json"])
     main()
@@ -135,6 +136,7 @@ def test_every_mechanism_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert number in text
 
 
+@pytest.mark.slow
 def test_the_page_on_mechanisms_shows_these_numbers() -> None:
     page = (REPOSITORY / "docs/mechanisms.md").read_text()
     for name in mechanisms():

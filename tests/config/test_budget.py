@@ -32,7 +32,7 @@ def test_smoke_keeps_depth_mechanism_and_groups_of_heads_and_needs_no_download()
 
 
 def test_an_hour_of_a_gpu_keeps_the_model_and_cuts_steps_to_its_flops() -> None:
-    paper, hour = of("size=1.5b"), of("size=1.5b", "budget=gpu_hour")
+    paper, hour = of(), of("budget=gpu_hour")
     assert (hour.size, hour.data, hour.precision) == (paper.size, paper.data, paper.precision)
     tokens = hour.training.batch_size * hour.training.sequence_length
     assert tokens == 262_144
@@ -45,7 +45,11 @@ def test_an_hour_of_a_gpu_keeps_the_model_and_cuts_steps_to_its_flops() -> None:
     spent = 6 * matrices(alone) * (run_steps(alone) or 0) * alone.training.batch_size * alone.training.sequence_length
     assert spent == pytest.approx(1e12, rel=0.05)
     # the matrices are most of the parameters
-    assert matrices(hour) == pytest.approx(1343.8e6 - 50304 * 1536, rel=0.01)
+    assert matrices(hour) == pytest.approx(498.17e6 - 50304 * 1152, rel=0.01)
+    # a larger model than the experiment's takes no longer
+    larger = of("budget=gpu_hour", "size=3b")
+    spent = 6 * matrices(larger) * (run_steps(larger) or 0) * tokens
+    assert spent == pytest.approx(1.44e18, rel=0.01)
     assert hour.training.batch_size % (hour.training.micro_batch_size or 1) == 0
 
 
@@ -66,6 +70,9 @@ def test_what_the_command_line_chooses_stays() -> None:
     assert (chosen.data.name, chosen.data.tokenizer) == ("pile", "bpe")
     assert chosen.precision.name == "bf16"
     assert of("budget=smoke", "size=tiny").size.hidden_size == 256
+    assert compose(["experiment=depth_attention/scaling", "budget=smoke", "size=tiny"]).size.hidden_size == 256
+    longer = compose(["experiment=dca/ablation", "budget=smoke", "training.max_steps=50"])
+    assert (run_steps(longer), longer.schedule.warmup_steps) == (50, 5)
 
 
 def test_what_a_point_of_the_experiment_gives_is_cut() -> None:

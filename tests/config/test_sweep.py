@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config import ConfigError, Point, check_points, compose, load_experiment, point_directory, sweep_points
+from depthlm.config import ConfigError, check_points, compose, load_experiment, point_directory, sweep_points
 
 MINE = """# @package _global_
 training:
@@ -75,10 +75,41 @@ def test_a_point_may_start_from_another_of_the_same_seed(folder: Path) -> None:
 
 
 def test_a_value_that_points_have_selects_them(folder: Path) -> None:
-    points = sweep_points(["experiment=mine/it", "model=mhc,vanilla"], folder)
-    assert [point.label for point in points] == ["mhc, micro", "mhc, tiny", "plain"]
+    points = sweep_points(["experiment=mine/it", "model=mhc,vanilla,moda"], folder)
+    assert [point.label for point in points] == ["mhc, micro", "mhc, tiny", "plain", "later"]
     whole = {tuple(sorted(point.overrides)) for point in sweep_points(["experiment=mine/it"], folder)}
+    # the run that `later` starts from is still that of `plain`
     assert {tuple(sorted(point.overrides)) for point in points} <= whole
+
+
+def test_a_value_is_the_same_however_it_is_spelt(tmp_path: Path) -> None:
+    folder = write(tmp_path, MINE.replace("model: vanilla, paper", "model: vanilla, optimizer.lr: 0.001, paper"))
+    (point,) = sweep_points(["experiment=mine/it", "optimizer.lr=1e-3"], folder)
+    assert (point.label, point.paper) == ("plain", {"loss": 2.5})
+    assert "optimizer.lr=0.001" in point.overrides
+
+
+def test_a_seed_goes_to_points_that_name_none(tmp_path: Path) -> None:
+    lines = MINE.replace("model: [mhc, dca], size: [micro, tiny]", "model: [mhc, dca], seed: [1, 2]")
+    points = sweep_points(["experiment=mine/it", "seed=2"], write(tmp_path, lines))
+    assert [(point.label, point.settings["seed"]) for point in points] == [
+        (label, "2") for label in ("plain", "mhc", "dca", "later")
+    ]
+
+
+def test_a_point_waits_until_the_one_it_starts_from_is_complete(folder: Path, tmp_path: Path) -> None:
+    later = sweep_points(["experiment=mine/it", "model=moda", f"output_dir={tmp_path}/${{model.name}}"], folder)[0]
+    (tmp_path / "vanilla/checkpoints/step-00000010").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not complete; train it first"):
+        compose(later.overrides, folder)
+    (tmp_path / "vanilla/summary.json").write_text("{}")
+    assert compose(later.overrides, folder).import_from == f"{tmp_path}/vanilla"
+
+
+def test_a_directory_that_a_file_gives_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, MINE.replace("training:", "output_dir: elsewhere/${model.name}\ntraining:"))
+    with pytest.raises(ConfigError, match="give it on the command line"):
+        check_points(["experiment=mine/it", "model=vanilla"], folder)
 
 
 def test_a_value_that_none_has_takes_the_place_of_theirs(folder: Path) -> None:
@@ -114,7 +145,7 @@ def test_an_unknown_column_setting_or_experiment_is_told(tmp_path: Path) -> None
 
 def test_every_point_is_checked_before_any_runs(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_points(["experiment=mine/it", "training.max_steps=0", "optimizer.lr=1,-1"], folder)
+        check_points(["experiment=mine/it", "model=vanilla", "training.max_steps=0", "optimizer.lr=1,-1"], folder)
     assert {error.partition("=")[0] for error in caught.value.errors} == {"training.max_steps", "optimizer.lr"}
 
 
@@ -126,7 +157,3 @@ def test_two_points_in_one_directory_are_refused() -> None:
 def test_a_run_keeps_the_name_of_its_experiment_alone(folder: Path) -> None:
     config = compose(["experiment=mine/it", "model=mhc"], folder)
     assert (config.experiment.name, config.experiment.points) == ("mine/it", [])
-
-
-def test_points_are_compared_by_what_they_are() -> None:
-    assert Point(["a=1"]) == Point(["a=1"])

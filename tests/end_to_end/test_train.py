@@ -141,6 +141,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_data_workers(small_run: O
     assert process.returncode == 75, output
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) -> None:
     alone = run([*TRAIN, *small_run("training.max_steps=8", name="one")])
     assert alone.returncode == 0, alone.stderr
@@ -159,6 +160,7 @@ def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) ->
     assert curve(tmp_path / "two-then-one") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_at_zero_3_train_validate_sample_and_save_the_run_of_one(
     small_run: Overrides, tmp_path: Path
 ) -> None:

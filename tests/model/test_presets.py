@@ -332,6 +332,7 @@ def test_bf16_weights_are_near_fp32(build: Any, preset: str) -> None:
             assert similarity > 0.95, name
 
 
+@pytest.mark.slow
 def test_every_model_composes_at_every_size() -> None:
     for path in sorted((CONF / "size").glob("*.yaml")):
         for preset in PRESETS:

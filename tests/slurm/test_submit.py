@@ -21,14 +21,16 @@ def submit(*arguments: str, path: str | None = None) -> subprocess.CompletedProc
 
 
 def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_points: list[str], tmp_path: Path) -> None:
-    done = submit("--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G")
+    done = submit("--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G", "slurm.time=12:00:00")
     assert done.returncode == 0, done.stderr
     printed = [shlex.split(line)[3:] for line in done.stdout.splitlines() if "--config-dir" in line]
     points = sweep_points(four_points[2:], four_points[1])
     assert printed == [point.overrides for point in points]
     assert len(points) == 4
     (command,) = [line for line in done.stdout.splitlines() if "sbatch --parsable" in line]
-    assert {"--array=0-3%3", "--nodes=2", "--mem=8G", "--requeue", "--signal=B:USR1@120"} <= set(shlex.split(command))
+    assert {"--array=0-3%3", "--nodes=2", "--mem=8G", "--time=12:00:00", "--requeue", "--signal=B:USR1@120"} <= set(
+        shlex.split(command)
+    )
     assert (REPOSITORY / "slurm/train.sbatch").read_text() in done.stdout
     assert not (tmp_path / "runs").exists()
 

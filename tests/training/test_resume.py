@@ -257,7 +257,7 @@ def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="fewer than one sequence"):
-        train(depthlm.compose(small_run("data.max_tokens=10")))
+        train(depthlm.compose(small_run("data.max_tokens=10", f"data.path={tmp_path}/tokens")))
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("seed: 77\n")

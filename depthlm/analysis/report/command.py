@@ -10,6 +10,7 @@ from depthlm.analysis.report.head import state_line, warnings
 from depthlm.analysis.report.runs_report import find_runs, runs_report
 from depthlm.analysis.report.sweep import read_sweep
 from depthlm.analysis.report.tables import Table, show
+from depthlm.config.resolve import run_name
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 
@@ -36,7 +37,9 @@ def report(given: Sequence[str], config_dir: str | Path | None = None) -> Path:
         state, told = state_line(records), []
     else:
         sweep = read_sweep(overrides, config_dir)
-        folder = Path(to or f"outputs/{sweep.experiment.name}/report")
+        # those of other budgets, sizes, seeds stay beside it
+        named = run_name(overrides).replace("base", "")
+        folder = Path(to or "-".join(filter(None, [f"outputs/{sweep.experiment.name}/report", named])))
         state, told = state_line(sweep.runs), warnings(sweep)
     path = folder / "report.md"
     try:

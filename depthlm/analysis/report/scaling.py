@@ -143,7 +143,7 @@ def savings_table(sweep: Sweep, found: Sequence[Curve], saved: Sequence[Saving])
                 ]
             )
         )
-    head = ["", "parameters", "loss", f"{baseline.name} needs", "parameters saved", "times the compute"]
+    head = ["", "parameters", "loss", f"{baseline.name} needs", "more parameters", "times the compute"]
     return Table(head, rows, f"What {baseline.name} needs for the same loss")
 
 
