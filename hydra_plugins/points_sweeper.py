@@ -4,32 +4,40 @@ import math
 import sys
 from collections.abc import Sequence
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
 
 from depthlm.analysis.points import print_points
 from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
 from depthlm.config import given_config_dir, point_directory, sweep_points
 
 
-class PointsSweeper(BasicSweeper):
+class PointsSweeper(Sweeper):
     """The points that `sweep_points` makes of a command line, given to any launcher."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take the launcher that the command line chose."""
+        self.config_dir = given_config_dir(config.hydra)
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch every point, in order, and show what became of each; exits with 1 where one failed."""
-        assert self.config is not None
         assert self.launcher is not None
-        config_dir = given_config_dir(self.config.hydra)
-        points = sweep_points(arguments, config_dir)
+        points = sweep_points(arguments, self.config_dir)
         done = self.launcher.launch([point.overrides for point in points], initial_job_idx=0)
         failed = [
-            point_directory(point.overrides, config_dir)
+            point_directory(point.overrides, self.config_dir)
             for point, job in zip(points, done, strict=True)
             if job.status != JobStatus.COMPLETED or job.return_value == math.inf
         ]
-        # refused: a complete run of other settings lies there, or nothing; or another process trains there
+        # refused: a complete run of other settings lies there, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
-        print_points(points, config_dir, dict.fromkeys(refused, FAILED))
+        print_points(points, self.config_dir, dict.fromkeys(refused, FAILED))
         if failed:
             sys.exit(1)
         return done

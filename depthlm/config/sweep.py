@@ -88,6 +88,8 @@ def load_experiment(name: str, config_dir: str | Path | None = None) -> Experime
     """The experiment of this name. Raises ConfigError where there is none, or its file is mistaken."""
     with hydra_at_conf():
         try:
+            if name.rpartition("/")[2].startswith("_"):
+                raise HydraException("what several experiments share is none itself")
             raw = compose_raw([f"experiment={name}"], config_dir).experiment
             found = OmegaConf.to_object(raw)
         except (HydraException, OmegaConfBaseException):

@@ -48,15 +48,9 @@ def gather(points: Sequence[Point], config_dir: str | Path | None) -> list[Row]:
         label = point.label or Path(directory).name
         row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
         row.points.append(point)
-        row.runs.append(read(directory))
+        row.runs.append(read_run(directory))
         row.seeds.append(given.get("seed", str(Config().seed)))
     return _told_apart([replace(row, label=_without_seed(row)) for row in rows.values()])
-
-
-def read(directory: str | Path) -> RunRecord:
-    """What lies in a run directory, without rows that no run writes."""
-    run = read_run(directory)
-    return replace(run, rows=[row for row in run.rows if isinstance(row, dict) and {"step", "loss"} <= row.keys()])
 
 
 def _without_seed(row: Row) -> str:

@@ -10,9 +10,9 @@ from depthlm.analysis.report.figures.loss_curves import Trace, draw_loss_curves
 from depthlm.analysis.report.figures.style import looks
 from depthlm.analysis.report.head import first_line, state_line
 from depthlm.analysis.report.protocol import saved_config
-from depthlm.analysis.report.rows import number, read
+from depthlm.analysis.report.rows import number
 from depthlm.analysis.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
-from depthlm.analysis.runs import FAILED, RunRecord
+from depthlm.analysis.runs import FAILED, RunRecord, read_run
 from depthlm.config.errors import nearest
 from depthlm.config.resolve import is_silent
 from depthlm.counts import count_text
@@ -29,7 +29,7 @@ def find_runs(given: str) -> list[RunRecord]:
     for text in filter(None, (part.strip() for part in given.split(","))):
         is_glob = glob.has_magic(text) and not Path(text).exists()
         paths = sorted(glob.glob(text, recursive=True)) if is_glob else [text]
-        runs = [read(path) for path in paths if holds_run(Path(path))]
+        runs = [read_run(path) for path in paths if holds_run(Path(path))]
         if not runs:
             errors.append(f"runs={text}: {_why(text, is_glob)}")
         for run in runs:
