@@ -45,21 +45,25 @@ def test_the_end_of_a_file_is_mended_from_behind(tmp_path: Path) -> None:
 def test_rows_wait_where_they_cannot_be_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
-    metrics.write({"step": 1})
+    metrics.write({"step": 1, "loss": 1.0})
     written = path.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (written + 7, limits[1]))
     try:
-        metrics.write({"step": 2})
+        metrics.write({"step": 2, "loss": 1.0})
         metrics.amend({"validation/set/loss": 1.0})
-        metrics.write({"step": 3})
+        metrics.write({"step": 3, "loss": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [row["step"] for row in read_metrics(path)] == [1]
-    metrics.write({"step": 4})
+    metrics.write({"step": 4, "loss": 1.0})
     metrics.amend({"validation/set/loss": 2.0})
-    expected = [{"step": 1}, {"step": 2, "validation/set/loss": 1.0}, {"step": 3}]
-    assert list(read_metrics(path)) == [*expected, {"step": 4, "validation/set/loss": 2.0}]
+    expected = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 1.0, "validation/set/loss": 1.0},
+        {"step": 3, "loss": 1.0},
+    ]
+    assert list(read_metrics(path)) == [*expected, {"step": 4, "loss": 1.0, "validation/set/loss": 2.0}]
 
 
 def test_a_rank_without_a_file_still_knows_its_newest_row() -> None:
