@@ -126,7 +126,7 @@ def check_run(directory: Path, sources: list[str], weights: Mapping[str, float])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("pile", "olmo2_mix") else pytest.mark.slow) for name in CORPORA]
+    "name", [pytest.param(name, marks=[] if name == "pile" else pytest.mark.slow) for name in CORPORA]
 )
 def test_a_corpus_is_prepared_and_trained_on_from_the_hub_and_its_mirror_gives_the_same_bytes(
     name: str, hub: FakeHub, mirrors: Mirrors, command: Command

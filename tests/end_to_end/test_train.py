@@ -124,6 +124,7 @@ def test_a_profile_is_a_trace_that_a_browser_opens(small_run: Overrides, tmp_pat
     assert any("scaled_dot_product" in str(name) for name in names)
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_run_that_is_too_short_says_so(small_run: Overrides) -> None:
     done = run([*TRAIN, *small_run("training.max_steps=4", "training.profile=true", name="four")])
     assert done.returncode == 0, done.stderr
