@@ -11,6 +11,8 @@ from typing import Any
 # the states of a run, as the tables of a sweep name them
 WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
+SUMMARY, FAILURE = "summary.json", "failure.json"
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -68,7 +70,7 @@ class RunRecord:
 def read_run(directory: str | Path) -> RunRecord:
     """What lies in a run directory, or in none: files that are missing or torn count as empty."""
     folder = Path(directory)
-    summary, failure = _json(folder / "summary.json"), _json(folder / "failure.json")
+    summary, failure = _json(folder / SUMMARY), _json(folder / FAILURE)
     rows = list(read_metrics(folder / "metrics.jsonl"))
     if summary:
         state = COMPLETE

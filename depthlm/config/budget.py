@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Set
+from functools import partial
 
 from depthlm.config.length import run_steps
 from depthlm.config.schema import Config, Data
@@ -18,9 +19,7 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
     """
     budget, training, size = config.budget, config.training, config.size
 
-    def free(name: str) -> bool:
-        return not {name, name.rpartition(".")[0]} & chosen
-
+    free = partial(_free, chosen)
     if budget.offline:
         if not any(name.split(".")[0] == "data" for name in chosen):
             config.data = Data(name="stdlib", tokenizer="bytes", on_bad_document="skip", max_tokens=OFFLINE_TOKENS)
@@ -67,17 +66,22 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
 
 
 def _cut_steps(config: Config, chosen: Set[str], before: int, steps: int) -> None:
-    training, schedule = config.training, config.schedule
+    training, schedule, free = config.training, config.schedule, partial(_free, chosen)
     if steps == before:
         return
     training.max_steps, training.max_tokens = steps, None
-    if schedule.warmup_steps and not {"schedule", "schedule.warmup_steps"} & chosen:
+    if schedule.warmup_steps and free("schedule.warmup_steps"):
         schedule.warmup_steps = max(1, round(schedule.warmup_steps * steps / before))
-    if training.validate_every is not None and "training.validate_every" not in chosen:
+    if training.validate_every is not None and free("training.validate_every"):
         # on a run this short they would cost more than the steps
         training.validate_every = max(1, steps // 4, round(training.validate_every * steps / before))
-    if "training.log_every" not in chosen:
+    if free("training.log_every"):
         training.log_every = max(1, min(training.log_every, steps // 12))
+
+
+def _free(chosen: Set[str], name: str) -> bool:
+    """Whether the command line has set neither the key nor its group."""
+    return not {name, name.rpartition(".")[0]} & chosen
 
 
 def divided(width: int, divisor: int) -> int:

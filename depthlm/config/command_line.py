@@ -57,11 +57,11 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
     for group, plugin, extra in PLUGINS:
         if group in overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
             raise UserError(f"{group}: not installed; pip install -e '.[{extra}]' -c constraints.txt")
-    # where a sweeper may keep what it knows, before there is a run
-    Path("outputs").mkdir(exist_ok=True)
-    # another sweeper makes points of its own
+    # another sweeper makes points of its own, and may keep what it knows there before there is a run
     other = any(text.startswith("hydra/sweeper=") for text in overrides)
     check_points([text for text in overrides if not (other and is_axis(text))], config_dir)
+    if other:
+        Path("outputs").mkdir(exist_ok=True)
 
 
 def exit_on_mistake(command: str, action: Callable[[], None]) -> None:

@@ -64,7 +64,8 @@ def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Conf
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
     type_sources(config.data)
-    starts = {key for line in config.experiment.points for key, value in dict(line).items() if str(value)[:1] == "@"}
+    lines = [line for line in config.experiment.points if isinstance(line, dict)]
+    starts = {key for line in lines for key, value in line.items() if str(value).startswith("@")}
     resolve(config, given, overrides, here)
     errors = check_together(config, given, here) + (check_starts(config, starts) if here else [])
     if errors:

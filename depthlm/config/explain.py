@@ -14,6 +14,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from depthlm.config.checks import check_fields
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import keys, leaves
+from depthlm.environment import REPOSITORY
 
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
@@ -68,32 +69,24 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
 def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
     """Every configuration group with its options, those of config_dir included; inside a Hydra context only."""
     loader = GlobalHydra.instance().config_loader()
-    found: dict[str, list[str]] = {"experiment": []}
+    found: dict[str, list[str]] = {}
 
     def visit(group: str) -> None:
         for name in loader.list_groups(group):
             path = f"{group}/{name}" if group else name
-            if path == "hydra":
+            if path in ("hydra", "experiment"):
                 continue
             options = list(loader.get_group_options(path, ObjectType.CONFIG))
             if config_dir is not None:
                 options += [file.stem for file in Path(config_dir, path).glob("*.yaml")]
-            if path.startswith("experiment/"):
-                # a folder for each paper, and one choice among all their files
-                paper = path.partition("/")[2]
-                found["experiment"] += [f"{paper}/{option}" for option in options]
-            else:
-                found[path] = sorted(set(options))
+            found[path] = sorted(set(options))
             visit(path)
 
     visit("")
-    outside = [] if config_dir is None else Path(config_dir, "experiment").rglob("*.yaml")
-    found["experiment"] += [
-        str(file.relative_to(Path(config_dir or "", "experiment")).with_suffix("")) for file in outside
-    ]
-    found["experiment"] = sorted(
-        name for name in set(found["experiment"]) if not name.rpartition("/")[2].startswith("_")
-    )
+    # a folder for each paper, and one choice among all their files
+    folders = [Path(place, "experiment") for place in (REPOSITORY / "conf", config_dir) if place is not None]
+    files = [(file, folder) for folder in folders for file in folder.rglob("*.yaml") if not file.stem.startswith("_")]
+    found["experiment"] = sorted({str(file.relative_to(folder).with_suffix("")) for file, folder in files})
     return found
 
 

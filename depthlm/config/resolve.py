@@ -79,13 +79,18 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
 
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
     """The keys that an experiment's points set to the value that the overrides have: no choice of the command line."""
-    texts = {text.lstrip("+").partition("=")[0]: text.partition("=")[2] for text in overrides}
+    texts = by_name(overrides)
     theirs = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
     return {
         key
         for key, value in theirs
         if key in texts and any(texts[key] == str(one) for one in (value if isinstance(value, list) else [value]))
     }
+
+
+def by_name(overrides: Sequence[str]) -> dict[str, str]:
+    """What each key or group is set to, as it is spelt; the last one counts."""
+    return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
 
 
 def run_directory(overrides: Sequence[str]) -> str:
@@ -100,11 +105,7 @@ def is_silent(name: str) -> bool:
 
 def run_name(overrides: Sequence[str]) -> str:
     """A folder name made from the overrides that change the result, whatever their order; `base` if there are none."""
-    last = {}
-    for override in overrides:
-        name, _, value = override.partition("=")
-        last[name.lstrip("+")] = value
-    parts = [f"{name}-{value}" for name, value in sorted(last.items()) if not is_silent(name)]
+    parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if not is_silent(name)]
     text = "__".join(parts) or "base"
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
     if plain == text:

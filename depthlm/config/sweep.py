@@ -18,7 +18,7 @@ from depthlm.config.compose import compose, compose_raw, hydra_at_conf
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.explain import explain_overrides
-from depthlm.config.resolve import experiment_of, run_directory
+from depthlm.config.resolve import by_name, experiment_of, run_directory
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
         # composing the point itself tells everything that is wrong with it
         return []
     lines = expand(experiment)
-    chosen = {text.lstrip("+").partition("=")[0]: text.partition("=")[2] for text in given}
+    chosen = by_name(given)
     theirs = chosen.keys() & {key for line in lines for key in line.settings}
     selected = [line for line in lines if all(_has(line, key, chosen[key]) for key in theirs)]
     # those that are selected are spelt as in the whole sweep, so that their runs are the same
@@ -143,7 +143,7 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
     for line in lines:
         dropped = theirs - kept.keys() - ({"seed"} - line.settings.keys())
         settings = line.settings | {key: value for key, value in chosen.items() if key not in dropped}
-        own = [text for text in given if text.lstrip("+").partition("=")[0] not in dropped]
+        own = [text for text in given if not by_name([text]).keys() & dropped]
         for key, value in line.settings.items():
             if key not in kept:
                 source = above[value[1:], settings.get("seed")] if value.startswith("@") else None
@@ -220,10 +220,10 @@ def _text(value: Any) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    return one == other or _value(one) == _value(other)
+    return one == other or value_of(one) == value_of(other)
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """What Hydra takes a text for, however it is spelt."""
     try:
         return OverridesParser.create().parse_override(f"key={text}").value()

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from depthlm import environment
+from depthlm.analysis.runs import FAILURE, SUMMARY
 from depthlm.config import Config
 from depthlm.config.resolve import CHANGEABLE, LENGTHS, is_silent
 from depthlm.errors import UserError
@@ -24,8 +25,6 @@ from depthlm.launchers import Ranks
 
 log = logging.getLogger("depthlm")
 LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0
-FAILURE = "failure.json"
-SUMMARY = "summary.json"
 HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", SUMMARY)
 
 

@@ -9,6 +9,7 @@ from statistics import mean, stdev
 
 from depthlm.analysis.runs import RunRecord, read_run
 from depthlm.config.experiment import Column
+from depthlm.config.resolve import by_name
 from depthlm.config.schema import Config
 from depthlm.config.sweep import Point, point_directory
 
@@ -42,7 +43,7 @@ def gather(points: Sequence[Point], config_dir: str | Path | None) -> list[Row]:
     rows: dict[tuple[str, ...], Row] = {}
     for point in points:
         directory = point_directory(point.overrides, config_dir)
-        given = point.settings or dict(text.lstrip("+").partition("=")[::2] for text in point.overrides)
+        given = point.settings or by_name(point.overrides)
         settings = {name: value for name, value in given.items() if name != "seed"}
         key = tuple(f"{name}={value}" for name, value in sorted(settings.items()))
         label = point.label or Path(directory).name

@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from depthlm.analysis.report.protocol import compose_rows
 from depthlm.analysis.report.rows import Row, gather
 from depthlm.analysis.runs import RunRecord
 from depthlm.config.errors import ConfigError
 from depthlm.config.experiment import Column, Experiment
-from depthlm.config.resolve import experiment_of, is_silent
+from depthlm.config.resolve import by_name, experiment_of, is_silent
 from depthlm.config.schema import Config
-from depthlm.config.sweep import expand, load_experiment, sweep_points
+from depthlm.config.sweep import expand, load_experiment, sweep_points, value_of
 
 # where a file names no column
 LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
@@ -75,19 +72,10 @@ def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Ro
     """What the overrides set to values that no point of the experiment has."""
     lines = expand(experiment)
     found = []
-    for text in overrides:
-        name = text.lstrip("+").partition("=")[0]
+    for name, spelt in by_name(overrides).items():
         if is_silent(name) or name in ("seed", "budget"):
             continue
-        known = [_value(line.settings[name]) for line in lines if name in line.settings]
-        given = {row.settings[name]: None for row in rows if name in row.settings} or {text.partition("=")[2]: None}
-        found += [f"{name}={value}" for value in given if _value(value) not in known]
+        known = [value_of(line.settings[name]) for line in lines if name in line.settings]
+        given = {row.settings[name]: None for row in rows if name in row.settings} or {spelt: None}
+        found += [f"{name}={value}" for value in given if value_of(value) not in known]
     return found
-
-
-def _value(text: str) -> Any:
-    """What a setting says, however it is spelt."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
