@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from depthlm.analysis.points import print_points
 from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
-from depthlm.config import given_config_dir, point_directory, sweep_points
+from depthlm.config import given_config_dir, sweep_points
 
 
 class PointsSweeper(Sweeper):
@@ -31,13 +31,13 @@ class PointsSweeper(Sweeper):
         points = sweep_points(arguments, self.config_dir)
         done = self.launcher.launch([point.overrides for point in points], initial_job_idx=0)
         failed = [
-            point_directory(point.overrides, self.config_dir)
+            point.directory
             for point, job in zip(points, done, strict=True)
             if job.status != JobStatus.COMPLETED or job.return_value == math.inf
         ]
         # refused: a complete run of other settings lies there, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
-        print_points(points, self.config_dir, dict.fromkeys(refused, FAILED))
+        print_points(points, dict.fromkeys(refused, FAILED))
         if failed:
             sys.exit(1)
         return done

@@ -26,7 +26,7 @@ from snapshot import next_snapshot, take_snapshot
 
 from depthlm.analysis.points import print_points
 from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
-from depthlm.config import ConfigError, Point, check_points, point_directory
+from depthlm.config import ConfigError, Point, check_points
 from depthlm.config.command_line import exit_on_mistake
 from depthlm.errors import UserError
 
@@ -81,21 +81,21 @@ def main() -> None:
 def status(overrides: list[str], config_dir: str | None) -> None:
     """Print a line a point."""
     points = check_points(overrides, config_dir, here=False)
-    folders = [sweep_folder(point, config_dir) for point in points]
+    folders = [sweep_folder(point) for point in points]
     known = queued_points(folders)
     for directory in submitted(folders) - known.keys():
         if read_run(directory).state == WAITING:
             # its job has ended without a run: its log tells why
             known[directory] = FAILED
-    print_points(points, config_dir, known)
+    print_points(points, known)
 
 
 def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_run: bool) -> None:
     """Submit every point that is neither complete nor queued."""
     cluster = read_cluster(mine)
     every = check_points(overrides, config_dir, here=False)
-    directories = {point_directory(point.overrides, config_dir): point for point in every}
-    queued = queued_points([sweep_folder(point, config_dir) for point in every])
+    directories = {point.directory: point for point in every}
+    queued = queued_points([sweep_folder(point) for point in every])
     wanted = {
         directory: point
         for directory, point in directories.items()
@@ -110,8 +110,8 @@ def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_ru
     if not wanted:
         return
     waves = in_order(wanted)
-    snapshot = next_snapshot(sweep_folder(every[0], config_dir))
-    lines = [line(wanted[directory], config_dir) for wave in waves for directory in wave]
+    snapshot = next_snapshot(sweep_folder(every[0]))
+    lines = [line(wanted[directory]) for wave in waves for directory in wave]
     if dry_run:
         print("\n".join(f"{number:4}  {text}" for number, text in enumerate(lines)))
     else:
@@ -165,9 +165,9 @@ def starts(point: Point) -> list[str]:
     return [text.partition("=")[2] for text in point.overrides if text.startswith(("import_from=", "fork_from="))]
 
 
-def line(point: Point, config_dir: str | None) -> str:
+def line(point: Point) -> str:
     """The arguments of train.py, as a shell reads them."""
-    flags = [] if config_dir is None else ["--config-dir", str(Path(config_dir).resolve())]
+    flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
     return shlex.join([*flags, *point.overrides])
 
 
@@ -202,9 +202,9 @@ def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequen
     return job
 
 
-def sweep_folder(point: Point, config_dir: str | None) -> Path:
+def sweep_folder(point: Point) -> Path:
     """Where what is submitted of a point's experiment is kept."""
-    return Path(point_directory(point.overrides, config_dir)).parent / ".slurm"
+    return Path(point.directory).parent / ".slurm"
 
 
 if __name__ == "__main__":

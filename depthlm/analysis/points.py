@@ -1,21 +1,18 @@
 """The points of a sweep as a table: how far each run is."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from depthlm.analysis.runs import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, read_run
-from depthlm.config import Point, point_directory
+from depthlm.config import Point
 
 STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
 
 
-def print_points(
-    points: Sequence[Point], config_dir: str | Path | None = None, known: Mapping[str, str] | None = None
-) -> None:
+def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None) -> None:
     """Print a line a point: its state, its newest step and losses, and why it failed.
 
     known: the states of run directories that others know better than what lies there, as a scheduler does.
@@ -26,9 +23,8 @@ def print_points(
     table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
     states = []
     for number, point in enumerate(points):
-        directory = point_directory(point.overrides, config_dir)
-        run = read_run(directory)
-        state = (known or {}).get(directory, run.state)
+        run = read_run(point.directory)
+        state = (known or {}).get(point.directory, run.state)
         states.append(state)
         own = " ".join(text for text in point.overrides if text not in common)
         table.add_row(str(number), *_cells(point, own, run, state))

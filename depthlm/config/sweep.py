@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,19 @@ class Point:
     paper: dict[str, float | None] = field(default_factory=dict)
     # whether it starts from the run of another point
     follows: bool = False
+    config_dir: str | Path | None = None
 
-    def checkable(self, config_dir: str | Path | None = None) -> list[str]:
+    @cached_property
+    def directory(self) -> str:
+        """Its run directory."""
+        return point_directory(self.overrides, self.config_dir)
+
+    def checkable(self) -> list[str]:
         """Its overrides, without the run that it starts from: before the sweep there need be none."""
         if not self.follows:
             return self.overrides
-        directory = point_directory(self.overrides, config_dir)
         kept = [text for text in self.overrides if not text.startswith(("import_from=", "fork_from=", "output_dir="))]
-        return [*kept, f"output_dir={directory}"]
+        return [*kept, f"output_dir={self.directory}"]
 
 
 def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Point]:
@@ -52,7 +58,7 @@ def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None)
         for given in _product(overrides):
             name = experiment_of(given)
             points = [] if name is None else _experiment_points(given, name, config_dir)
-            for point in points or [Point(given)]:
+            for point in points or [Point(given, config_dir=config_dir)]:
                 found.setdefault(tuple(sorted(point.overrides)), point)
     return list(found.values())
 
@@ -67,11 +73,11 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
     directories: set[str | None] = set()
     for point in points:
         try:
-            directory = compose(point.checkable(config_dir), config_dir, here).output_dir
+            directory = compose(point.checkable(), config_dir, here).output_dir
         except ConfigError as error:
             errors.extend(error.errors)
             continue
-        if directory != point_directory(point.overrides, config_dir):
+        if directory != point.directory:
             errors.append(f"output_dir={directory}: give it on the command line; a file's is not known before a run")
         if directory in directories:
             errors.append(
@@ -152,7 +158,7 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
         label = line.label if selected else ", ".join(settings[key] for key in line.settings if key != "seed")
         follows = any(value.startswith("@") for key, value in line.settings.items() if key not in kept)
         if not selected or line in selected:
-            points.append(Point(own, label, settings, line.paper if selected else {}, follows))
+            points.append(Point(own, label, settings, line.paper if selected else {}, follows, config_dir))
     return points
 
 

@@ -32,6 +32,7 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
 
 
+@pytest.mark.slow
 def test_the_same_sweep_again_skips_resumes_and_repeats(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "fragile.py").write_text(FRAGILE)
     kept = [text for text in small_run() if not text.startswith("output_dir=")]

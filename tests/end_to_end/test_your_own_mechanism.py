@@ -31,6 +31,10 @@ def script_of(page: str) -> str:
     return "\n".join(lines)
 
 
+# its runs take a minute
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reader's folder after all of the page, beside a checkout of which only links are here."""

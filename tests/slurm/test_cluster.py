@@ -12,6 +12,8 @@ import pytest
 
 from depthlm.environment import REPOSITORY
 
+from ..two_ranks import rank_variables
+
 SUBMIT = [sys.executable, "slurm/submit.py"]
 ONE_RANK = ["slurm.gpus_per_node=0", "slurm.cpus_per_task=1", "slurm.time=00:20:00"]
 
@@ -19,9 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(cluster: dict[str, str], *command: str, **more: str) -> str:
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, **cluster, **more}
-    )
+    # training in this process may have left its ranks
+    kept = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 0)}
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**kept, **cluster, **more})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

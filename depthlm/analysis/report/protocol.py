@@ -25,7 +25,7 @@ def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Con
     composed: dict[tuple[str, ...], Config] = {}
     for row in rows:
         if _protocol(row) not in composed:
-            composed[_protocol(row)] = compose(row.points[0].checkable(config_dir), config_dir, here=False)
+            composed[_protocol(row)] = compose(row.points[0].checkable(), config_dir, here=False)
     return [composed[_protocol(row)] for row in rows]
 
 

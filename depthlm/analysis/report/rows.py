@@ -11,7 +11,7 @@ from depthlm.analysis.runs import RunRecord, read_run
 from depthlm.config.experiment import Column
 from depthlm.config.resolve import by_name
 from depthlm.config.schema import Config
-from depthlm.config.sweep import Point, point_directory
+from depthlm.config.sweep import Point
 
 # what a run is, not how good it is
 FACTS = {"parameters", "tokens", "steps", "training_flops", "forward_flops_per_token"}
@@ -38,18 +38,17 @@ class Measured:
     count: int
 
 
-def gather(points: Sequence[Point], config_dir: str | Path | None) -> list[Row]:
+def gather(points: Sequence[Point]) -> list[Row]:
     """The rows of a sweep, in the order of its points, with what their run directories hold."""
     rows: dict[tuple[str, ...], Row] = {}
     for point in points:
-        directory = point_directory(point.overrides, config_dir)
         given = point.settings or by_name(point.overrides)
         settings = {name: value for name, value in given.items() if name != "seed"}
         key = tuple(f"{name}={value}" for name, value in sorted(settings.items()))
-        label = point.label or Path(directory).name
+        label = point.label or Path(point.directory).name
         row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
         row.points.append(point)
-        row.runs.append(read_run(directory))
+        row.runs.append(read_run(point.directory))
         row.seeds.append(given.get("seed", str(Config().seed)))
     return _told_apart([replace(row, label=_without_seed(row)) for row in rows.values()])
 

@@ -58,7 +58,7 @@ def read_sweep(overrides: Sequence[str], config_dir: str | Path | None) -> Sweep
     if name is None or "," in name:
         raise ConfigError([f"experiment={name or ''}: a report is of one experiment, as depth_attention/mixing_rule"])
     experiment = load_experiment(name, config_dir)
-    rows = gather(sweep_points(overrides, config_dir), config_dir)
+    rows = gather(sweep_points(overrides, config_dir))
     return Sweep(
         experiment,
         rows,

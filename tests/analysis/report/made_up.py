@@ -48,7 +48,7 @@ def directories(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()
 
 def sweep(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> Sweep:
     """The sweep, with what its run directories hold; the configurations are the default ones."""
-    rows = gather(points(of, budget, seeds), None)
+    rows = gather(points(of, budget, seeds))
     return Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), [])
 
 

@@ -28,7 +28,7 @@ def home(directory: str) -> Path:
 
 
 def rows(*points: Point) -> list[Row]:
-    return gather(points, None)
+    return gather(points)
 
 
 def test_seeds_are_one_row_with_mean_and_sample_deviation() -> None:
@@ -117,7 +117,7 @@ def test_a_number_at_a_share_of_the_run_is_that_of_its_validation() -> None:
 
 
 def test_the_papers_null_is_none() -> None:
-    (row,) = gather([Point(["name=a"], "A", {}, {"loss": None, "other": 2})], None)
+    (row,) = gather([Point(["name=a"], "A", {}, {"loss": None, "other": 2})])
     assert (paper(row, "loss"), paper(row, "other"), paper(row, "third")) == (None, 2.0, None)
 
 
