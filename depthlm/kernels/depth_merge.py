@@ -12,11 +12,13 @@ them, e head size, n depth entries.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from depthlm.kernels.call import call
 from depthlm.kernels.dtypes import upcast
 
 
@@ -31,7 +33,7 @@ def merged_attention(
 
     depth: one pair (k_bkte, v_bkte) or more. mask_b1ts: which tokens a token sees instead, at least one of them.
     """
-    attend = DepthMerge.apply if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
+    attend = partial(call, DepthMerge) if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
     return attend(q_bhte, k_bkse, v_bkse, mask_b1ts, *(tensor for pair in depth for tensor in pair))
 
 
@@ -50,19 +52,24 @@ def attend_with_scores(
     q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
 ) -> Tensor:
     """context_bhte, from one row of scores per query: what `DepthMerge` must equal, and the way without flash."""
-    t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
-    q, (k, v, *depth_bhte) = (
-        upcast(q_bhte) * q_bhte.shape[3] ** -0.5,
-        (upcast(x).repeat_interleave(groups, 1) for x in (k_bkse, v_bkse, *depth)),
-    )
-    seen = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t) if mask_b1ts is None else mask_b1ts
-    scores = (q @ k.mT).masked_fill(~seen, -torch.inf)
-    depth_scores = [(q * key).sum(-1, keepdim=True) for key in depth_bhte[::2]]
-    p = torch.cat([scores, *depth_scores], dim=-1).softmax(-1)
-    context = p[..., :s] @ v
-    for j, value in enumerate(depth_bhte[1::2]):
-        context = torch.addcmul(context, p[..., s + j, None], value)
+    s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
+    p = probabilities(q_bhte, k_bkse, depth[::2], mask_b1ts)
+    context = p[..., :s] @ _repeated(v_bkse, groups)
+    for j, value in enumerate(depth[1::2]):
+        context = torch.addcmul(context, p[..., s + j, None], _repeated(value, groups))
     return context.to(q_bhte.dtype)
+
+
+def probabilities(
+    q_bhte: Tensor, k_bkse: Tensor, depth_keys: Sequence[Tensor], mask_b1ts: Tensor | None = None
+) -> Tensor:
+    """The one softmax over the sequence and over depth, p_bhtx with x the s tokens and then the n entries k_bkte."""
+    t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
+    q = upcast(q_bhte) * q_bhte.shape[3] ** -0.5
+    seen = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t) if mask_b1ts is None else mask_b1ts
+    scores = (q @ _repeated(k_bkse, groups).mT).masked_fill(~seen, -torch.inf)
+    depth_scores = [(q * _repeated(key, groups)).sum(-1, keepdim=True) for key in depth_keys]
+    return torch.cat([scores, *depth_scores], dim=-1).softmax(-1)
 
 
 class DepthMerge(torch.autograd.Function):
@@ -131,6 +138,11 @@ def _flash_backward(
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """The mask as what is added to scores: the operator itself takes no truth values."""
     return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+
+
+def _repeated(x_bkse: Tensor, groups: int) -> Tensor:
+    """x_bhse in fp32 or better: each key or value of a head for each of its queries."""
+    return upcast(x_bkse).repeat_interleave(groups, 1)
 
 
 def _grouped(x_bhte: Tensor, num_kv_heads: int) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.kernels.dtypes import upcast
+from depthlm.kernels.call import call
+from depthlm.kernels.dtypes import EXACT, upcast
 
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
@@ -20,12 +21,17 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
 
     weights: [n], or [n, d] for each dimension, or [n, p] for each position.
     """
-    return WeightedSum.apply(weights, *sources)
+    return call(WeightedSum, weights, *sources)
 
 
 def gated_sum(bias_nd: Tensor, score_np: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """sum_j relu(bias[j] + score[j]) * sources[j] as y_pd, the gate of each position and dimension."""
-    return GatedSum.apply(bias_nd, score_np, *sources)
+    return call(GatedSum, bias_nd, score_np, *sources)
+
+
+def gate(bias_d: Tensor, score_p: Tensor) -> Tensor:
+    """relu(bias + score) of a source, [p, d]."""
+    return (bias_d + score_p[..., None]).relu_()
 
 
 def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -> Tensor:
@@ -33,7 +39,7 @@ def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -
 
     query: [d], or [n, d] for each source, or [p, d] for each position.
     """
-    return SourceScores.apply(query, eps, *sources)
+    return call(SourceScores, query, eps, *sources)
 
 
 class WeightedSum(torch.autograd.Function):
@@ -60,7 +66,7 @@ class GatedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias_nd: Tensor, score_np: Tensor, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(bias_nd, score_np, *sources)
-        gates = (_gate(bias_d, score_p) for bias_d, score_p in zip(bias_nd, score_np, strict=True))
+        gates = (gate(bias_d, score_p) for bias_d, score_p in zip(bias_nd, score_np, strict=True))
         return _sum_of_products(gates, sources)
 
     @staticmethod
@@ -68,9 +74,9 @@ class GatedSum(torch.autograd.Function):
         bias_nd, score_np, *sources = ctx.saved_tensors
         grad_bias, grad_score, grad_sources = [], [], []
         for bias_d, score_p, x in zip(bias_nd, score_np, sources, strict=True):
-            gate = _gate(bias_d, score_p)
-            grad_sources.append((grad * gate).to(x.dtype))
-            grad_gate = (upcast(grad) * x).mul_(gate > 0)
+            gates = gate(bias_d, score_p)
+            grad_sources.append((grad * gates).to(x.dtype))
+            grad_gate = (upcast(grad) * x).mul_(gates > 0)
             grad_bias.append(grad_gate.flatten(0, -2).sum(0))
             grad_score.append(grad_gate.sum(-1))
         return torch.stack(grad_bias).to(bias_nd.dtype), torch.stack(grad_score).to(score_np.dtype), *grad_sources
@@ -137,12 +143,8 @@ def _per_source(query: Tensor, sources: Sequence[Tensor]) -> bool:
 
 def _sum(x: Tensor, y: Tensor, dims: tuple[int, ...]) -> Tensor:
     # the product is exact already where one factor is
-    exact = torch.promote_types(x.dtype, y.dtype) not in (torch.bfloat16, torch.float16)
+    exact = x.dtype in EXACT or y.dtype in EXACT
     return ((x if exact else upcast(x)) * y).sum(dims)
-
-
-def _gate(bias_d: Tensor, score_p: Tensor) -> Tensor:
-    return (bias_d + score_p[..., None]).relu_()
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+EXACT = (torch.float32, torch.float64)
+
 
 def upcast(x: Tensor) -> Tensor:
     """x in fp32, or as it is in fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in EXACT else x.float()
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthlm.kernels.call import call
 from depthlm.kernels.dtypes import compute_dtype, upcast
 
 
@@ -16,17 +17,17 @@ def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
 
     Under autocast the product is in autocast's type, as that of any linear layer.
     """
-    return NormedProjection.apply(x, weight_mw, eps)
+    return call(NormedProjection, x, weight_mw, eps)
 
 
 def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
     """H_pre X: sum_j pre[j] * X_j as x_btd, in the type of X."""
-    return ReadStreams.apply(pre_btn, streams_btnd)
+    return call(ReadStreams, pre_btn, streams_btnd)
 
 
 def mix_streams(res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
     """H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i, in the type of X."""
-    return MixStreams.apply(res_btij, streams_btnd, post_btn, output_btd)
+    return call(MixStreams, res_btij, streams_btnd, post_btn, output_btd)
 
 
 def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
@@ -34,7 +35,7 @@ def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
 
     Each iteration divides the columns by their sums, then the rows, so the rows are exact and the columns nearly.
     """
-    return Sinkhorn.apply(upcast(logits_btij), iterations)
+    return call(Sinkhorn, upcast(logits_btij), iterations)
 
 
 class NormedProjection(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from depthlm.model.connections.connection import Connection
 from depthlm.model.decoder import Decoder, Loss, compile_sublayers
 from depthlm.model.initialization import initialize
+from depthlm.model.observer import Observer
 from depthlm.model.parameters import optimizer_groups
 from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
@@ -12,6 +13,7 @@ __all__ = [
     "Connection",
     "Decoder",
     "Loss",
+    "Observer",
     "Place",
     "Size",
     "compile_sublayers",

@@ -3,8 +3,21 @@
 Shapes: b batch, k key/value heads, t new tokens, s all tokens so far, e head size.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Cache(Protocol):
+    """What a decoder asks of a cache: that of `KVCache`, or another that holds the same."""
+
+    length: int
+    document_b1: Tensor | None
+
+    def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def advance(self, tokens: int, document_b1: Tensor | None = None) -> None: ...
 
 
 class KVCache:

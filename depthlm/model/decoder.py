@@ -5,7 +5,7 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.functions import cross_entropy
 from depthlm.model.attention.self_attention import AttentionFactory, Depth, Past
-from depthlm.model.cache import KVCache
-from depthlm.model.connections.connection import Connection, ConnectionFactory, Observe, Observed
+from depthlm.model.cache import Cache, KVCache
+from depthlm.model.connections.connection import Connection, ConnectionFactory
 from depthlm.model.documents import find_documents
 from depthlm.model.layer import REGIONS, Layer, Regions
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
+from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
 
@@ -82,27 +83,40 @@ class Decoder(nn.Module):
         self,
         tokens_bt: Tensor,
         targets_bt: Tensor | None = None,
-        cache: KVCache | None = None,
-        observe: Observe | None = None,
+        cache: Cache | None = None,
+        observer: Observer = UNOBSERVED,
+        ends_bt: Tensor | None = None,
     ) -> Tensor | Loss:
         """logits_btv; with targets (-100: does not count), the sums of the loss instead.
 
         cache: keys and values of the tokens before these; it is extended by these.
-        observe: called with each connection and the stream that it is about to read.
+        observer: is shown what each sublayer works on.
+        ends_bt: whether a document ends with a token, as a prompt's padding on the left does; None: where the token is
+            end_of_text.
         """
-        hidden_btd = self.hidden(tokens_bt, cache, observe)
+        hidden_btd = self.hidden(tokens_bt, cache, observer, ends_bt)
         if targets_bt is None:
             return self.logits(hidden_btd)
         return self.head_and_loss(self, hidden_btd, targets_bt)
 
-    def hidden(self, tokens_bt: Tensor, cache: KVCache | None = None, observe: Observe | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_bt: Tensor,
+        cache: Cache | None = None,
+        observer: Observer = UNOBSERVED,
+        ends_bt: Tensor | None = None,
+    ) -> Tensor:
         """hidden_btd before the final norm."""
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
-        if self.end_of_text is None:
+        held_b1 = cache.document_b1 if cache is not None else None
+        if ends_bt is None and self.end_of_text is not None:
+            ends_bt = tokens_bt == self.end_of_text
+        elif ends_bt is None and held_b1 is not None:
+            ends_bt = torch.zeros_like(tokens_bt, dtype=torch.bool)
+        if ends_bt is None:
             positions, mask, document_b1 = torch.arange(start, start + length, device=tokens_bt.device), None, None
         else:
-            held_b1 = cache.document_b1 if cache is not None else None
-            positions, mask, document_b1 = find_documents(tokens_bt == self.end_of_text, start, held_b1)
+            positions, mask, document_b1 = find_documents(ends_bt, start, held_b1)
         rope = None
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
@@ -111,15 +125,14 @@ class Decoder(nn.Module):
         depth: Depth = []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
-            connections: Any = self.connections[2 * position], self.connections[2 * position + 1]
-            if observe is not None:
-                connections = tuple(Observed(connection, observe) for connection in connections)
+            connections = self.connections[2 * position], self.connections[2 * position + 1]
             past = Past(mask, partial(cache.update, position) if cache is not None else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 layer = partial(checkpoint, layer, use_reentrant=False)
-            stream, depth = layer(stream, depth, connections, rope, past)
+            stream, depth = layer(stream, depth, connections, rope, past, observer)
         if cache is not None:
             cache.advance(length, document_b1)
+        observer.read(self.connections[-1], stream)
         return self.connections[-1].close(stream)
 
     def logits(self, hidden_btd: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from depthlm.model.attention.self_attention import Depth, Past, SelfAttention
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.layers import MLP, Norm, Rope
+from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.model.shape import Backbone, Size
 
 
@@ -39,17 +40,24 @@ class Layer(nn.Module):
         connections: tuple[Connection, Connection],
         rope: Rope | None,
         past: Past,
+        observer: Observer = UNOBSERVED,
     ) -> tuple[Stream, Depth]:
         for_attention, for_mlp = connections
 
+        observer.read(for_attention, stream)
         inputs, carry = for_attention.read(stream)
         projected = self.regions.project(self, inputs, rope)
+        observer.attend(for_attention.place, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
-        stream = for_attention.write(stream, self.regions.output(self, context), carry)
+        output_btd = self.regions.output(self, context)
+        observer.write(for_attention.place, output_btd)
+        stream = for_attention.write(stream, output_btd, carry)
 
+        observer.read(for_mlp, stream)
         inputs, carry = for_mlp.read(stream)
         output_btd, seen_btd = self.regions.transform(self, inputs)
         depth = self.attention.expose(seen_btd, rope, depth)
+        observer.write(for_mlp.place, output_btd)
         return for_mlp.write(stream, output_btd, carry), depth
 
 

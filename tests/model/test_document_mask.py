@@ -153,3 +153,16 @@ def test_generation_continues_the_last_document(build: Any, preset: str) -> None
     written = generate(masked(model), prompt, 6)
     assert torch.equal(written, generate(masked(model), prompt, 6, use_cache=False))
     assert torch.equal(written[:, 4:], generate(model, prompt[:, 4:], 6))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_padding_on_the_left_is_a_document_of_its_own(build: Any, preset: str) -> None:
+    model = build(f"model={preset}").double()
+    tokens, padding = packed([[], [], []], 9), [0, 2, 5]
+    padded = torch.stack([row.roll(pad) for row, pad in zip(tokens, padding, strict=True)])
+    ends = torch.arange(9) < torch.tensor(padding)[:, None]
+    cache = model.make_cache(2)
+    # the cache remembers where each prompt begins
+    logits = torch.cat([model(padded[:, :7], cache=cache, ends_bt=ends[:, :7]), model(padded[:, 7:], cache=cache)], 1)
+    for row, text, pad in zip(logits, tokens, padding, strict=True):
+        assert_same(row[pad:], model(text[None, : 9 - pad])[0])

@@ -4,23 +4,9 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from depthlm.hugging_face.native import our_name
+
 KINDS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
-RENAMED = {
-    "model.": "",
-    "embed_tokens": "embedding",
-    "lm_head": "head",
-    "self_attn": "attention",
-    "post_feedforward_layernorm": "mlp_norm",
-}
-
-
-def our_name(backbone: str, name: str) -> str:
-    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if backbone == "olmo2":
-        norms = {"post_attention_layernorm": "attention_norm"}
-    for old, new in (RENAMED | norms).items():
-        name = name.replace(old, new)
-    return "final_" + name if name.startswith("norm.") else name
 
 
 def pair(make_decoder, backbone, tie, kv_heads):

@@ -57,6 +57,12 @@ class DepthAttention(SelfAttention):
         """The layers of the same loop that a layer reads, ascending."""
         return range(0 if self.anchored else layer % self.stride, layer, self.stride)
 
+    def source_positions(self, passed: int) -> list[int]:
+        """The unrolled positions of all that this layer reads, in the order of its weights, after so many layers."""
+        loop_start = passed - self.place.layer
+        inside = [loop_start + j for j in self.source_layers(self.place.layer)]
+        return [*inside, *range(self.place.layer, loop_start, self.place.num_layers)]
+
     def is_source(self) -> bool:
         """Whether a later pass or layer reads this one."""
         later = range(self.place.layer + 1, self.place.num_layers)
@@ -65,28 +71,24 @@ class DepthAttention(SelfAttention):
     def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
         q, k, v = projected
         # one entry a layer passed, empty where nobody reads it: its place in the list tells the layer and the loop
-        num_layers, passed = self.place.num_layers, len(depth)
-        loop_start = passed - self.place.layer
-        own = range(self.place.layer, loop_start, num_layers)
-        sources = [depth[loop_start + j] for j in self.source_layers(self.place.layer)] + [depth[p] for p in own]
+        sources = [depth[position] for position in self.source_positions(len(depth))]
         if sources:
             keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
             alpha = self.weights(q, keys)
             if "value" in self.objects:
-                v = mix(alpha, values)
+                v = weighted_sum(alpha, values)
             if "key" in self.objects:
-                k = mix(alpha, keys)
+                k = weighted_sum(alpha, keys)
         depth = [*depth, (k, v) if self.is_source() else ()]
         return causal_attention(q, k, v, past), depth
 
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
-        """alpha of the sources, in their order, and of this layer: [n, b, t, k], or [n] where they are uniform."""
+        """alpha of the sources, in their order, and of this layer: [n, b, k, t], or [n] where they are uniform."""
         exact = torch.promote_types(q_bhte.dtype, torch.float32)
         if self.mixing == "uniform":
             return torch.full((len(keys),), 1 / len(keys), dtype=exact, device=q_bhte.device)
-        q_btkge = q_bhte.transpose(1, 2).unflatten(2, (self.num_kv_heads, -1))
-        qbar_btke = q_btkge.mean(3, dtype=exact) * self.head_size**-0.5
-        return source_scores(qbar_btke, [key.transpose(1, 2) for key in keys], eps=None).softmax(0)
+        qbar_bkte = q_bhte.unflatten(1, (self.num_kv_heads, -1)).mean(2, dtype=exact)
+        return source_scores(qbar_bkte * self.head_size**-0.5, keys, eps=None).softmax(0)
 
     def num_mixed(self) -> float:
         """Sources and self that this layer mixes, as a mean over the loops; 0 where it has no source."""
@@ -104,8 +106,3 @@ class DepthAttention(SelfAttention):
         """What scores and sums read, and the mixed objects, written in every layer (appendix B.2, equation 6)."""
         read = set(self.objects) | ({"key"} if self.mixing == "softmax" else set())
         return self.num_kv_heads * self.head_size * (len(read) * self.num_mixed() + len(self.objects))
-
-
-def mix(alpha: Tensor, states: list[Tensor]) -> Tensor:
-    """sum_j alpha_j x_j of x_bkte, one number for all e of a head."""
-    return weighted_sum(alpha, [x_bkte.transpose(1, 2) for x_bkte in states]).transpose(1, 2)

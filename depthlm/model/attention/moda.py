@@ -3,11 +3,11 @@
 Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 """
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from depthlm.kernels.depth_merge import merged_attention
 from depthlm.model.attention.self_attention import Depth, Past, SelfAttention, causal_attention
-from depthlm.model.layers import Rope
+from depthlm.model.layers import Linear, Rope
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check
 from depthlm.model.shape import Backbone, Size
@@ -48,12 +48,13 @@ class Moda(SelfAttention):
         self.depth_kv, self.slots = depth_kv, slots
         read = place.layer < place.num_layers - 1 or place.loops > 1
         self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
-        self.entries_of_a_layer = (depth_kv or attn_kv) + ffn_kv
+        # what each depth entry of a layer is made by, in their order
+        self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
         shape, bias = (size.hidden_size, size.num_kv_heads * size.head_size), backbone.attention_bias
         if self.attn_kv:
-            self.attn_k_proj, self.attn_v_proj = nn.Linear(*shape, bias), nn.Linear(*shape, bias)
+            self.attn_k_proj, self.attn_v_proj = Linear(*shape, bias), Linear(*shape, bias)
         if self.ffn_kv:
-            self.ffn_k_proj, self.ffn_v_proj = nn.Linear(*shape, bias), nn.Linear(*shape, bias)
+            self.ffn_k_proj, self.ffn_v_proj = Linear(*shape, bias), Linear(*shape, bias)
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         projected = super().project(q_in, k_in, v_in, rope)
@@ -91,7 +92,7 @@ class Moda(SelfAttention):
     def num_entries(self) -> float:
         """Depth entries that this layer's queries see, as a mean over the loops."""
         loops, layers = self.place.loops, self.place.num_layers
-        counts = [self.entries_of_a_layer * (loop * layers + self.place.layer) for loop in range(loops)]
+        counts = [len(self.entry_kinds) * (loop * layers + self.place.layer) for loop in range(loops)]
         return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
 
     def forward_flops(self, length: int, causal: bool) -> float:
@@ -104,7 +105,7 @@ class Moda(SelfAttention):
 
     def held_values(self) -> float:
         """Projected keys and values, which are in no KV cache, as far as the last layer still sees them."""
-        newer = self.entries_of_a_layer * max(self.place.num_layers - 2 - self.place.layer, 0)
+        newer = len(self.entry_kinds) * max(self.place.num_layers - 2 - self.place.layer, 0)
         kept = self.ffn_kv + self.attn_kv
         if self.slots is not None:
             kept = (self.ffn_kv and newer < self.slots) + (self.attn_kv and newer + self.ffn_kv < self.slots)

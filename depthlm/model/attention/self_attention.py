@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.cache import causal_mask
-from depthlm.model.layers import Norm, Rope, apply_rope
+from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
 
@@ -53,10 +53,10 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_size = size.num_heads, size.num_kv_heads, size.head_size
         self.qk_norm = backbone.qk_norm
         q_width, kv_width = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
-        self.q_proj = nn.Linear(size.hidden_size, q_width, bias=backbone.attention_bias)
-        self.k_proj = nn.Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
-        self.v_proj = nn.Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
-        self.o_proj = nn.Linear(q_width, size.hidden_size, bias=backbone.attention_bias)
+        self.q_proj = Linear(size.hidden_size, q_width, bias=backbone.attention_bias)
+        self.k_proj = Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
+        self.v_proj = Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
+        self.o_proj = Linear(q_width, size.hidden_size, bias=backbone.attention_bias)
         if self.qk_norm != "none":
             self.q_norm = Norm(size.head_size if self.qk_norm == "head" else q_width, backbone)
             self.k_norm = Norm(size.head_size if self.qk_norm == "head" else kv_width, backbone)

@@ -62,12 +62,15 @@ class AttentionResiduals(Connection):
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
 
     def read(self, stream: Stream) -> tuple[Inputs, None]:
+        return (weighted_sum(self.weights(stream), stream),), None
+
+    def weights(self, stream: Stream) -> Tensor:
+        """alpha of the sources, [n, b, t], or [n] of scalars."""
         if self.mixing == "scalars":
-            return (weighted_sum(self.scores.softmax(0), stream),), None
+            return self.scores.softmax(0)
         w = self.query_proj(stream[-1]) if hasattr(self, "query_proj") else self.query
         score_nbt = source_scores(w * self.key_norm if self.eps is not None else w, stream, self.eps)
-        alpha_nbt = score_nbt.softmax(0) if self.mixing == "softmax" else score_nbt.sigmoid()
-        return (weighted_sum(alpha_nbt, stream),), None
+        return score_nbt.softmax(0) if self.mixing == "softmax" else score_nbt.sigmoid()
 
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
         if self.begins_block:
@@ -118,10 +121,13 @@ class AttentionResidualsRecency(Connection):
         return [embedding_btd, embedding_btd]
 
     def read(self, stream: Stream) -> tuple[Inputs, None]:
+        return (weighted_sum(self.weights(stream), stream),), None
+
+    def weights(self, stream: Stream) -> Tensor:
+        """alpha_nbt of the sources."""
         score_nbt = source_scores(self.query * self.key_norm, stream, self.eps)
         *blocks_nbt, newest_bt = score_nbt
-        alpha_nbt = torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
-        return (weighted_sum(alpha_nbt, stream),), None
+        return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
 
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
         *blocks, running_sum = stream

@@ -3,7 +3,6 @@
 Shapes: b batch, t tokens, d hidden size.
 """
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -68,21 +67,6 @@ class Connection(nn.Module):
         """What to log at validations of the read that this stream is about to get: names and tensors of any shape, of
         which the largest value over tokens and sublayers counts."""
         return {}
-
-
-class Observed:
-    """The reads and writes of a connection that shows a function each stream it is about to read."""
-
-    def __init__(self, connection: Connection, observe: "Observe"):
-        self.connection, self.observe = connection, observe
-        self.write = connection.write
-
-    def read(self, stream: Stream) -> tuple[Inputs, Any]:
-        self.observe(self.connection, stream)
-        return self.connection.read(stream)
-
-
-Observe = Callable[[Connection, Stream], None]
 
 
 class ConnectionFactory(Protocol):

@@ -76,10 +76,14 @@ class GRN(Connection):
         """g_btd, the i-th of the inputs."""
         if self.version < 3:
             return weighted_sum(self.b[i], sources)
-        score_nbt = source_scores(self.w[i].expand(len(sources), -1), sources, eps=None)
+        score_nbt = self.scores(sources, i)
         if self.gate == "relu_of_sum":
             return gated_sum(self.b[i], score_nbt, sources)
         return weighted_sum(self.b[i], sources) + weighted_sum(score_nbt.relu(), sources)
+
+    def scores(self, sources: Stream, i: int) -> Tensor:
+        """w_j . G_j of v3, of each source of the i-th input, [n, b, t]."""
+        return source_scores(self.w[i].expand(len(sources), -1), sources, eps=None)
 
     def write(self, stream: Stream, output_btd: Tensor, carry: Tensor | None) -> Stream:
         if carry is not None:

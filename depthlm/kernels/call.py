@@ -1,0 +1,19 @@
+"""How an operator with a backward pass of its own is called."""
+
+from typing import Any
+
+import torch
+
+
+class NoContext:
+    """What a forward pass saves is dropped."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Nothing is saved."""
+
+
+def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """The operator's result; without a gradient its forward pass alone: `apply` is a good part of a decoded token."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(NoContext(), *arguments)
