@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -25,6 +26,14 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
     The configuration is read as data: it may build classes of depthlm, and of the modules named in `trust`, alone.
     Raises UserError for a directory without a run or checkpoint, or a mechanism from elsewhere.
     """
+    model, config, _ = load_checkpoint(run, device, trust)
+    return model, config
+
+
+def load_checkpoint(
+    run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()
+) -> tuple[Decoder, Config, dict[str, Any]]:
+    """As `load`, with the manifest of the checkpoint that the weights are of."""
     directory = Path(run)
     config = load_config(directory)
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
@@ -36,12 +45,13 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
     found = newest_checkpoint(directory)
     if found is None:
         raise UserError(f"{directory}: no whole checkpoint in it; train it first, or name another run")
+    path, manifest = found
     model = build_model(config, "meta").to_empty(device=device)
-    weights = load_file(found[0] / WEIGHTS, device=str(device))
+    weights = load_file(path / WEIGHTS, device=str(device))
     model.load_state_dict(weights)
     if config.data.document_mask:
         model.end_of_text = Tokenizer.load(directory).end_of_text
-    return model.eval(), config
+    return model.eval(), config, manifest
 
 
 def load_config(directory: Path) -> Config:

@@ -26,6 +26,8 @@ from depthlm.data import (
     train_sources,
     validation_sources,
 )
+from depthlm.errors import UserError
+from depthlm.hugging_face.pretrained import differences, is_pretrained, read_pretrained
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -41,12 +43,13 @@ def check_fields(raw: DictConfig) -> list[str]:
         value = OmegaConf.select(raw, key.name, throw_on_missing=True)
         if key.name in FREE_GROUPS:
             errors.extend(check_target(key.name, OmegaConf.to_container(value, resolve=True)))
-        elif not _fits(key, value):
+        elif not fits(key, value):
             errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
-    return errors + check_sources(raw, _fits)
+    return errors + check_sources(raw, fits)
 
 
-def _fits(key: Key, value: Any) -> bool:
+def fits(key: Key, value: Any) -> bool:
+    """Whether a value is what its key allows."""
     bounds = key.metadata
     if value is None:
         return key.optional
@@ -262,13 +265,24 @@ def _check_files(config: Config) -> list[str]:
     if config.import_from is not None and config.fork_from is not None:
         errors.append("import_from and fork_from: both given; import_from takes the weights alone, fork_from all")
     for key, start in (("import_from", config.import_from), ("fork_from", config.fork_from)):
-        if start is not None and not any(map(_holds_checkpoints, (config.output_dir, start))):
+        if start is None or any(map(_holds_checkpoints, (config.output_dir, start))):
+            continue
+        if key == "import_from" and is_pretrained(Path(start)):
+            errors.extend(_check_pretrained(config, Path(start)))
+        else:
             errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
     folder = Path(config.output_dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         errors.append(f"output_dir={config.output_dir}: {existing} is no folder that this user may write to")
     return errors
+
+
+def _check_pretrained(config: Config, folder: Path) -> list[str]:
+    try:
+        return differences(read_pretrained(folder), config)
+    except UserError as error:
+        return [str(error)]
 
 
 def _holds_checkpoints(directory: str) -> bool:

@@ -33,7 +33,7 @@ class Key:
         if m["choices"]:
             return "one of " + ", ".join(m["choices"])
         kinds = {
-            int: "an integer", float: "a number", bool: "true or false", str: "text",
+            int: "an integer", float: "a number", bool: "true or false", str: "text", list[int]: "a list of integers",
             list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group",
             list[Any]: "a list", dict[str, Column]: "a group", dict[str, list[float]]: "a group",
         }  # fmt: skip

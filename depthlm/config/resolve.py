@@ -29,9 +29,10 @@ SILENT = {
     "output_dir", "resume", "dry_run", "experiment", "tracker", "training.checkpoint_every",
     "training.checkpoint_minutes", "training.keep_last", "training.keep_every", "training.async_checkpoint",
     "training.rank_timeout", "training.stall_timeout", "training.validate_every", "training.log_every",
-    "training.stop_after", "training.profile", "training.sample", "training.num_threads", "data.num_workers",
-    "data.license", "data.text_bytes", "data.num_tokens", "data.download_bytes", "deepspeed.reduce_bucket_size",
-    "deepspeed.allgather_bucket_size", "deepspeed.prefetch_bucket_size", "deepspeed.overlap_comm",
+    "training.log_blocks_every", "training.stop_after", "training.profile", "training.sample", "training.num_threads",
+    "data.num_workers", "data.license", "data.text_bytes", "data.num_tokens", "data.download_bytes",
+    "deepspeed.reduce_bucket_size", "deepspeed.allgather_bucket_size", "deepspeed.prefetch_bucket_size",
+    "deepspeed.overlap_comm",
 }  # fmt: skip
 
 # what may differ when a run goes on, and is told: rounding at most, and what to do with bad numbers

@@ -183,6 +183,12 @@ class Training:
         None, "at most so many tokens of each validation set; null: all", minimum=1, count=True
     )
     log_every: int = key(10, "steps between rows of metrics.jsonl and of the log", minimum=1)
+    log_blocks_every: Optional[int] = key(
+        None,
+        "measure every so many steps, and at the first, how large each sublayer's output and the gradient there are "
+        "(blocks.jsonl, drawn by `python -m depthlm inspect`); null: never",
+        minimum=1,
+    )
     stop_after: Optional[int] = key(
         None, "end after this step, with a checkpoint; schedule and name stay those of the whole run", minimum=1
     )
@@ -264,9 +270,9 @@ class Config:
     )
     import_from: Optional[str] = key(
         None,
-        "start with the weights of this run directory's newest whole checkpoint, or of this checkpoint, also of "
-        "vanilla's in another mechanism; optimizer and step start anew, and a run that has a checkpoint of its own "
-        "resumes that",
+        "start with the weights of this run directory's newest whole checkpoint, of this checkpoint, or of this folder "
+        "of Hugging Face (Qwen3, OLMo2, an export), also of vanilla's in another mechanism; optimizer and step start "
+        "anew, and a run that has a checkpoint of its own resumes that",
     )
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")

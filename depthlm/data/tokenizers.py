@@ -43,8 +43,9 @@ _REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or
 class Tokenizer:
     """A tokenizer.json: special tokens are never made from text, and no token is added to it.
 
-    Attributes: vocab_size, one above the largest id; end_of_text, the id that follows each document;
-    fingerprint, the sha256 of the file. Raises DataError for a file that is no tokenizer or has no end of text.
+    Attributes: text, the content of the file; fingerprint, its sha256; vocab_size, one above the largest id;
+    end_of_text, the id that follows each document. Raises DataError for a file that is no tokenizer, or has no end of
+    text.
     """
 
     def __init__(self, text: str, where: object = "tokenizer") -> None:
@@ -62,7 +63,7 @@ class Tokenizer:
         ends = [names[token] for names in (special, vocabulary) for token in _ENDS_OF_TEXT if token in names]
         if not ends:
             raise DataError("no end-of-text token", where, f"Add one of {', '.join(_ENDS_OF_TEXT)} to it.")
-        self._text = text
+        self.text = text
         self.end_of_text = ends[0]
         self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -114,7 +115,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> Path:
         """Write tokenizer.json into the folder; the file's path."""
         file = Path(folder, FILE_NAME)
-        file.write_text(self._text, encoding="utf-8", newline="")
+        file.write_text(self.text, encoding="utf-8", newline="")
         return file
 
 

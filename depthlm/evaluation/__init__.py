@@ -1,7 +1,7 @@
 """What one does with a trained model: measure it, and let it write."""
 
 from depthlm.evaluation.diagnostics import diagnose
-from depthlm.evaluation.generation import generate
-from depthlm.evaluation.perplexity import mean_loss, perplexity
+from depthlm.evaluation.generation import generate, stream
+from depthlm.evaluation.perplexity import TotalLoss, perplexity, total_loss
 
-__all__ = ["diagnose", "generate", "mean_loss", "perplexity"]
+__all__ = ["TotalLoss", "diagnose", "generate", "perplexity", "stream", "total_loss"]

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from depthlm.model import Connection, Decoder
+from depthlm.model import Connection, Decoder, Observer
+from depthlm.model.connections.connection import Stream
 
 
 @torch.no_grad()
@@ -13,9 +14,10 @@ def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
         return {}
     largest: dict[str, Tensor] = {}
 
-    def observe(connection: Connection, stream: list[Tensor]) -> None:
-        for name, value in connection.diagnostics(stream).items():
-            largest[name] = torch.maximum(largest[name], value.max()) if name in largest else value.max()
+    class Diagnoses(Observer):
+        def read(self, connection: Connection, stream: Stream) -> None:
+            for name, value in connection.diagnostics(stream).items():
+                largest[name] = torch.maximum(largest[name], value.max()) if name in largest else value.max()
 
-    model(tokens_bt, observe=observe)
+    model(tokens_bt, observer=Diagnoses())
     return {name: float(value) for name, value in largest.items()}

@@ -3,14 +3,25 @@
 Shapes: b batch, t tokens, v vocabulary.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from depthlm.model.decoder import Decoder
 
 
-@torch.no_grad()
-def generate(
+def generate(model: Decoder, tokens_bt: Tensor, max_new_tokens: int, **settings: Any) -> Tensor:
+    """The prompt and what follows it, tokens_bt of t + max_new_tokens tokens, or fewer if every row has ended.
+
+    settings: those of `stream`, whose errors are raised here too.
+    """
+    return torch.cat([tokens_bt, *stream(model, tokens_bt, max_new_tokens, **settings)], dim=1)
+
+
+@torch.inference_mode()
+def stream(
     model: Decoder,
     tokens_bt: Tensor,
     max_new_tokens: int,
@@ -20,31 +31,39 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     eos: int | None = None,
-) -> Tensor:
-    """The prompt and what follows it, tokens_bt of t + max_new_tokens tokens, or fewer if every row has ended.
+    padding_b: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """The tokens after the prompt as they come, [b, 1] each, until every row has ended; tensors of inference mode.
 
     temperature: 0 takes the most likely token; else logits are divided by it and sampled from.
     top_k, top_p: sample only from the k most likely, or from the fewest whose probabilities reach p (arXiv 1904.09751).
     generator: on the device of the tokens. eos: a row ends after this token, and is filled up with it.
+    padding_b: how many tokens on the left of each row are none of its prompt, which is then continued as it is alone.
     Raises: ValueError for an empty prompt, a negative temperature, top_k below 1 or top_p outside (0, 1].
     """
-    if tokens_bt.shape[1] == 0:
+    start = tokens_bt.shape[1]
+    if start == 0 or (padding_b is not None and bool((padding_b >= start).any())):
         raise ValueError("the prompt is empty: give at least one token")
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise ValueError(f"temperature {temperature} >= 0, top_k {top_k} >= 1 and 0 < top_p {top_p} <= 1 must hold")
-    cache = model.make_cache(tokens_bt.shape[1] + max_new_tokens) if use_cache else None
+    cache = model.make_cache(start + max_new_tokens) if use_cache else None
     ended_b1 = torch.zeros_like(tokens_bt[:, :1], dtype=torch.bool)
-    new_bt = tokens_bt
+    given_bt = tokens_bt
     for _ in range(max_new_tokens):
-        logits_bv = model(new_bt if use_cache else tokens_bt, cache=cache)[:, -1].float()
-        new_bt = _choose(logits_bv, temperature, top_k, top_p, generator)
+        ends_bt = None
+        if padding_b is not None and (cache is None or cache.length == 0):
+            ends_bt = torch.arange(given_bt.shape[1], device=given_bt.device) < padding_b[:, None]
+            if model.end_of_text is not None:
+                ends_bt = ends_bt | (given_bt == model.end_of_text)
+        hidden_btd = model.hidden(given_bt, cache, ends_bt=ends_bt)
+        new_b1 = _choose(model.logits(hidden_btd[:, -1:])[:, 0].float(), temperature, top_k, top_p, generator)
         if eos is not None:
-            new_bt = new_bt.masked_fill(ended_b1, eos)
-            ended_b1 = ended_b1 | (new_bt == eos)
-        tokens_bt = torch.cat((tokens_bt, new_bt), dim=1)
+            new_b1 = new_b1.masked_fill(ended_b1, eos)
+            ended_b1 = ended_b1 | (new_b1 == eos)
+        yield new_b1
         if eos is not None and bool(ended_b1.all()):
-            break
-    return tokens_bt
+            return
+        given_bt = new_b1 if use_cache else torch.cat((given_bt, new_b1), dim=1)
 
 
 def _choose(

@@ -1,7 +1,8 @@
-"""Loss and perplexity on a whole validation set."""
+"""Loss, perplexity and bits per byte on a whole validation set."""
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +10,25 @@ from torch import Tensor
 from depthlm.model import Decoder
 
 
+class TotalLoss(NamedTuple):
+    """Sums over a validation set. nats: negative log-likelihood. tokens: how many targets."""
+
+    nats: float
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    def bits_per_byte(self, text_bytes: float) -> float:
+        """Of the text that the targets stand for, so that tokenizers compare (the Pile, arXiv 2101.00027, 3.1)."""
+        return self.nats / math.log(2) / text_bytes
+
+
 @torch.no_grad()
-def mean_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> float:
-    """Mean negative log-likelihood in nats per target over (inputs [b, T], targets [b, T]), all ranks together."""
+def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:
+    """The negative log-likelihood of (inputs [b, T], targets [b, T]), all ranks together; the sum is in float64."""
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -21,7 +38,7 @@ def mean_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: 
     model.train(training)
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
-    return float(total[0] / total[1])
+    return TotalLoss(float(total[0]), int(total[1]))
 
 
 def perplexity(loss: float | None) -> float | None:

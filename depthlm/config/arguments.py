@@ -1,0 +1,84 @@
+"""The `key=value` words of a small command, read into a dataclass whose fields are declared with `key`."""
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_args, get_origin
+
+from depthlm.config.checks import fits
+from depthlm.config.errors import listed, nearest
+from depthlm.config.keys import Key, walk
+from depthlm.counts import parse_count
+from depthlm.errors import UserError
+
+Arguments = TypeVar("Arguments")
+
+
+def read_arguments(schema: type[Arguments], given: Sequence[str]) -> Arguments:
+    """The arguments of a command. Text is taken as it stands, a list is separated by commas, null is None.
+
+    Raises UserError with every mistake at once: a word that is no key=value, an unknown or missing key, a value that
+    its field does not allow.
+    """
+    known, errors, values = {key.name: key for key in walk(schema, "")}, [], {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            errors.append(f"{text}: not key=value")
+        elif name not in known:
+            errors.append(f"{text}: no such key; there are {listed(known)}{nearest(name, known)}")
+        else:
+            read = _read(known[name], value)
+            if read is _WRONG:
+                errors.append(f"{text}: must be {known[name].wanted}{nearest(value, known[name].metadata['choices'])}")
+            values[name] = read
+    errors += [
+        f"{key.name}=...: is missing: {key.metadata['doc']}" for key in _required(schema) if key.name not in values
+    ]
+    if errors:
+        raise UserError(
+            "\n".join([f"{len(errors)} mistake{'s' if len(errors) > 1 else ''}:", *(f"  - {e}" for e in errors)])
+        )
+    return schema(**values)
+
+
+def described(schema: type) -> str:
+    """A line a key: its words and its default, for --help."""
+    required = {key.name for key in _required(schema)}
+    defaults = {field.name: field.default for field in dataclasses.fields(schema)}
+    lines = []
+    for key in walk(schema, ""):
+        default = "" if key.name in required or defaults[key.name] is None else f" (default {defaults[key.name]})"
+        lines.append(f"  {key.name + '=':18} {key.metadata['doc']}{default}")
+    return "\n".join(lines)
+
+
+_WRONG: Any = object()
+
+
+def _required(schema: type) -> list[Key]:
+    fields = {field.name: field for field in dataclasses.fields(schema)}
+    missing = dataclasses.MISSING
+    return [
+        key
+        for key in walk(schema, "")
+        if fields[key.name].default is missing and fields[key.name].default_factory is missing
+    ]
+
+
+def _read(key: Key, text: str) -> Any:
+    if text == "null":
+        return None if key.optional else _WRONG
+    plain = next((kind for kind in get_args(key.type) if kind is not types.NoneType), key.type)
+    plain = key.type if get_origin(key.type) is list else plain
+    try:
+        if get_origin(plain) is list:
+            (kind,) = get_args(plain)
+            return [kind(part) for part in text.split(",")]
+        if plain is bool:
+            value: Any = {"true": True, "false": False}[text]
+        else:
+            value = parse_count(text) if key.metadata["count"] else plain(text)
+    except (ValueError, KeyError, OverflowError):
+        return _WRONG
+    return value if fits(key, value) else _WRONG

@@ -1,0 +1,132 @@
+"""`python -m depthlm evaluate` on a run's validation sets."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import depthlm
+from depthlm.analysis.runs import read_run
+from depthlm.config.arguments import read_arguments
+from depthlm.data import Manifest, Tokenizer, bytes_tokenizer, train_bpe
+from depthlm.errors import UserError
+from depthlm.evaluation.evaluate import Evaluate, evaluate
+from depthlm.training import train
+
+
+def run(*given: str) -> dict[str, float]:
+    return evaluate(read_arguments(Evaluate, given))
+
+
+def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int, int]:
+    """Nats, targets and bytes of the validation tokens, one window at a time in float64."""
+    (split,) = Manifest.read(folder).validation.values()
+    tokens = np.concatenate([np.fromfile(folder / shard.name, dtype="<u2") for shard in split.files]).astype(np.int64)
+    model = depthlm.load(directory)[0].double()
+    nats, targets = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, length):
+            window = torch.from_numpy(tokens[start : start + length + 1])
+            probabilities = model(window[None, :-1])[0].log_softmax(-1)
+            nats -= float(probabilities.gather(1, window[1:, None]).sum())
+            targets += len(window) - 1
+    assert targets == len(tokens) - 1
+    assert targets % length != 0
+    text = Tokenizer.load(folder).decode(tokens[tokens != 256])
+    return nats, targets, len(text.encode())
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16, 1000])
+def test_the_loss_is_that_of_every_target_once_whatever_the_batch(
+    trained: Path, token_folder: Path, batch_size: int
+) -> None:
+    nats, targets, text_bytes = direct(trained, token_folder)
+    found = run(f"run={trained}", f"batch_size={batch_size}")
+    assert found["validation/local/loss"] == pytest.approx(nats / targets, rel=1e-6)
+    assert found["validation/local/perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-5)
+    assert found["validation/local/bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
+
+
+def test_the_numbers_of_one_checkpoint_gather_and_the_report_reads_them(trained: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "run")
+    (copy / "evaluation.json").write_text(json.dumps({"step": 12, "zero_shot/piqa": 0.5}))
+    run(f"run={copy}")
+    assert {"zero_shot/piqa", "validation/local/loss"} < json.loads((copy / "evaluation.json").read_text()).keys()
+    assert read_run(copy).number("zero_shot/piqa") == 0.5
+    # those of another checkpoint are not of this model
+    (copy / "evaluation.json").write_text(json.dumps({"step": 6, "zero_shot/piqa": 0.5}))
+    assert "zero_shot/piqa" not in run(f"run={copy}")
+
+
+def test_other_token_files_of_the_same_tokenizer_can_be_measured_on(trained: Path, token_folder: Path) -> None:
+    own = run(f"run={trained}")
+    both = run(f"run={trained}", f"sets={token_folder}")
+    assert both[f"validation/{token_folder.name}/loss"] == both["validation/local/loss"] == own["validation/local/loss"]
+    with pytest.raises(UserError, match="two folders of this name"):
+        run(f"run={trained}", f"sets={token_folder},{token_folder}")
+
+
+def test_tokens_of_another_tokenizer_are_refused(trained: Path, token_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(token_folder, tmp_path / "tokens")
+    other = train_bpe(["a text of some words, and a text of more words"] * 9, 300)
+    other.save(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": other.fingerprint}))
+    assert other.fingerprint != bytes_tokenizer().fingerprint
+    with pytest.raises(UserError, match="another tokenizer than the run's"):
+        run(f"run={trained}", f"sets={folder}")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["limit=3"], "limit=: goes with tasks="),
+        (["shots=0"], "shots=: goes with tasks="),
+        (["tasks=piqa", "sets=x"], "give sets= or tasks="),
+        (["tasks=piqa", "shots=0,-1"], "must be at least 0"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(trained: Path, given: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(f"run={trained}", *given)
+
+
+def test_what_is_no_run_or_has_no_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run in it"):
+        run(f"run={tmp_path}")
+    shutil.copy(trained / "config.yaml", tmp_path)
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        run(f"run={tmp_path}")
+
+
+def test_every_mistake_of_the_arguments_is_told_at_once() -> None:
+    with pytest.raises(UserError, match="5 mistakes") as error:
+        run("task=paper", "batch_size=0", "precision=fp8", "verbose")
+    for words in ("did you mean `tasks`", "at least 1", "fp32, bf16", "not key=value", "run=...: is missing"):
+        assert words in str(error.value)
+
+
+def test_the_numbers_go_to_the_run_of_wandb_that_training_began(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(depthlm.compose(small_run("tracker=wandb", "training.max_steps=2"))) == 0
+    manifest = json.loads(next((tmp_path / "run/checkpoints").glob("step-*/manifest.json")).read_text())
+    reached: list[object] = []
+
+    class Reached:
+        def close(self, summary: object) -> None:
+            reached.append(summary)
+
+    def start(config: object, directory: Path, name: str, settings: object, run_id: str) -> Reached:
+        reached.append(run_id)
+        return Reached()
+
+    monkeypatch.setattr("depthlm.evaluation.evaluate.start_tracker", start)
+    found = run(f"run={tmp_path / 'run'}")
+    assert manifest["wandb_id"] is not None
+    assert reached == [manifest["wandb_id"], found]

@@ -1,0 +1,136 @@
+"""The harness on a run, with tasks whose data lie here."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+
+import depthlm
+from depthlm.config.arguments import read_arguments
+from depthlm.data import Tokenizer
+from depthlm.errors import UserError
+from depthlm.evaluation.evaluate import Evaluate, evaluate
+from depthlm.evaluation.tasks import SUITES
+
+TASK = """task: depth_words
+dataset_path: json
+dataset_kwargs:
+  data_files: {{train: {data}, test: {data}}}
+output_type: multiple_choice
+training_split: train
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def run(*given: str) -> dict[str, float]:
+    return evaluate(read_arguments(Evaluate, given))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A task on a file here: which of three words follows two."""
+    words, chance = ["depth", "stream", "layer", "head", "read"], random.Random(0)
+    rows = [
+        {
+            "question": f"the {a} {b}",
+            "choices": [f" {w}" for w in chance.sample(words, 3)],
+            "label": chance.randrange(3),
+        }
+        for a in words
+        for b in words
+    ]
+    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "words.yaml").write_text(TASK.format(data=tmp_path / "words.jsonl"))
+    return tmp_path / "words.yaml"
+
+
+def most_likely(directory: Path, data: Path) -> float:
+    """The share of questions whose right answer has the largest probability, each answer scored by itself."""
+    model = depthlm.load(directory)[0].requires_grad_(False)
+    tokenizer, right = Tokenizer.load(directory), []
+    for row in map(json.loads, data.read_text().splitlines()):
+        scores = []
+        for choice in row["choices"]:
+            question, answer = tokenizer.encode_batch([row["question"], choice])
+            tokens = torch.tensor([question + answer])
+            probabilities = model(tokens)[0].log_softmax(-1)
+            scores.append(sum(float(probabilities[len(question) + i - 1, t]) for i, t in enumerate(answer)))
+        right.append(max(range(3), key=lambda i: scores[i]) == row["label"])
+    return sum(right) / len(right)
+
+
+def test_a_task_on_local_data_is_scored_as_one_would_by_hand(trained: Path, task: Path) -> None:
+    found = run(f"run={trained}", f"tasks={task}", "shots=0,1", "batch_size=4")
+    assert found["zero_shot/depth_words/acc"] == pytest.approx(most_likely(trained, task.with_suffix(".jsonl")))
+    assert "one_shot/depth_words/acc" in found
+    assert json.loads((trained / "evaluation.json").read_text())["zero_shot/depth_words/acc"] is not None
+
+
+def test_a_part_of_the_questions_is_not_kept(trained: Path, task: Path) -> None:
+    (trained / "evaluation.json").unlink(missing_ok=True)
+    assert 0 <= run(f"run={trained}", f"tasks={task}", "limit=3")["zero_shot/depth_words/acc"] <= 1
+    assert not (trained / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_a_task_of_the_harness_runs_on_a_copy_of_its_dataset(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "allenai/sciq"
+    folder.mkdir(parents=True)
+    row = {"question": "what is read?", "support": "A stream is read by every layer.", "correct_answer": "a stream"}
+    row |= {"distractor1": "a head", "distractor2": "a word", "distractor3": "a depth"}
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    found = run(f"run={trained}", "tasks=sciq", f"datasets={tmp_path}")
+    assert found.keys() >= {"zero_shot/sciq/acc", "zero_shot/sciq/acc_norm"}
+
+
+@pytest.mark.slow
+def test_without_the_hub_it_says_what_is_missing_and_what_to_do(trained: Path) -> None:
+    with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
+        run(f"run={trained}", "tasks=paper")
+    for task, _ in SUITES["paper"].tasks.values():
+        assert f"- {task}: " in str(error.value)
+    assert "datasets=<folder>" in str(error.value)
+
+
+@pytest.mark.slow
+def test_the_harness_knows_the_tasks_of_the_papers_and_their_metrics() -> None:
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager().all_tasks
+    for suite in SUITES.values():
+        assert {task for task, _ in suite.tasks.values()} <= set(known)
+    assert {name: len(suite.tasks) for name, suite in SUITES.items()} == {"paper": 8, "moda": 10}
+
+
+def test_the_suites_have_the_names_that_the_experiments_read() -> None:
+    for name, experiment in (("paper", "depth_attention/main"), ("moda", "moda/model_size")):
+        columns = depthlm.config.sweep.load_experiment(experiment, None).columns
+        read = {column.metric for column in columns.values() if "_shot/" in column.metric}
+        shots = {0: "zero", 5: "five"}
+        tasks = [*SUITES[name].tasks, "average"]
+        assert read == {f"{shots[count]}_shot/{task}" for count in SUITES[name].shots for task in tasks}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        pytest.param("piqua", "did you mean `piqa`", marks=pytest.mark.slow),
+        ("paper,piqa", "give paper alone"),
+        ("missing.yaml", "cannot be read"),
+    ],
+)
+def test_unknown_tasks_are_refused(trained: Path, tasks: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(f"run={trained}", f"tasks={tasks}")
