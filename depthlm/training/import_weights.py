@@ -1,4 +1,5 @@
-"""The weights of another run as the start of this one: to go on with them, or to give a trained decoder a mechanism."""
+"""The weights of another run, or of a folder of Hugging Face, as the start of this one: to go on with them, or to give
+a trained decoder a mechanism."""
 
 import dataclasses
 import logging
@@ -6,13 +7,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from depthlm.config import Config
+from depthlm.config import Config, ConfigError
 from depthlm.errors import UserError
+from depthlm.hugging_face.pretrained import (
+    Pretrained,
+    check_tokens,
+    differences,
+    is_pretrained,
+    load_weights,
+    read_pretrained,
+)
 from depthlm.model import Decoder
 from depthlm.training.agreement import on_first_rank
 from depthlm.training.checkpoints import WEIGHTS, checkpoint_of
@@ -22,28 +32,53 @@ log = logging.getLogger("depthlm")
 
 
 def import_weights(config: Config, model: Decoder) -> None:
-    """Copy the weights of the checkpoint `import_from` into the model; collective.
+    """Copy the weights of the run, checkpoint or folder of Hugging Face `import_from` into the model; collective.
 
-    Every rank takes the first rank's choice. Raises UserError where the source has no whole checkpoint, or one that
-    this model cannot take; the model is then as it was.
+    Every rank takes the first rank's choice. Raises UserError where the source has no whole checkpoint, one that this
+    model cannot take, or weights of Hugging Face that would compute something else in it; the model is then as it was.
     """
-    path, manifest = on_first_rank(lambda: checkpoint_of(Path(config.import_from or ""), "import_from"))
+    source = on_first_rank(lambda: _find(config))
     device = str(next(model.parameters()).device)
-    kept = copy_weights(load_file(path / WEIGHTS, device=device), model)
-    log.info("weights imported from %s", path)
+    weights = (
+        load_file(source.path / WEIGHTS, device=device)
+        if source.pretrained is None
+        else load_weights(source.pretrained, device)
+    )
+    kept = copy_weights(weights, model)
+    log.info("weights imported from %s", source.path)
     if kept:
         log.info("%d parameters that it does not have keep their start: %s", len(kept), "; ".join(_summed(kept)))
-    saved, now = manifest["config"], dataclasses.asdict(config)
-    # what gives weights their meaning beside their shapes, as the tokens' ids or the angles of RoPE
-    parts = ["backbone", "size", "data"]
+    saved, now = source.config, dataclasses.asdict(config)
     there, here = (saved.get("model") or {}).get("name"), config.model.name
-    if there == here:
-        parts.insert(0, "model")
-    else:
+    if there != here:
         log.info("these weights are of model %s, this run's is %s", there, here)
-    for part in parts:
+    if source.pretrained is not None:
+        return
+    # what gives weights their meaning beside their shapes, as the tokens' ids or the angles of RoPE
+    for part in ["model"] * (there == here) + ["backbone", "size", "data"]:
         for key, words in compare(saved.get(part) or {}, now[part], f"{part}.").items():
             log.info("these weights were trained otherwise: %s: %s", key, words)
+
+
+class Source(NamedTuple):
+    """Where weights are, the configuration they were trained with as far as it is known, and the folder of Hugging
+    Face; None: it is a checkpoint."""
+
+    path: Path
+    config: Mapping[str, Any]
+    pretrained: Pretrained | None = None
+
+
+def _find(config: Config) -> Source:
+    path = Path(config.import_from or "")
+    if not is_pretrained(path):
+        checkpoint, manifest = checkpoint_of(path, "import_from")
+        return Source(checkpoint, manifest["config"])
+    pretrained = read_pretrained(path)
+    if wrong := differences(pretrained, config):
+        raise ConfigError(wrong)
+    check_tokens(pretrained, Path(config.output_dir or ""))
+    return Source(path, pretrained.settings, pretrained)
 
 
 @torch.no_grad()
@@ -64,7 +99,7 @@ def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
     ]
     if wrong:
         lines = "\n".join(f"  - {line}" for line in _summed(wrong))
-        raise UserError(f"import_from: this model cannot take these weights of that run:\n{lines}")
+        raise UserError(f"import_from: this model cannot take these weights:\n{lines}")
     for name, theirs in pairs.items():
         if theirs in source:
             ours[name].copy_(source[theirs])

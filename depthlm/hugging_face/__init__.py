@@ -1,0 +1,55 @@
+"""Hugging Face: runs as folders that transformers loads, and folders of transformers as the start of a run.
+
+Only what needs transformers imports it, which comes with the extra `evaluation`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from depthlm.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from depthlm.config import Config
+    from depthlm.data import Tokenizer
+    from depthlm.hugging_face.folder import Export
+    from depthlm.model import Decoder
+
+
+def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> "Export":
+    """Write a run, its newest whole checkpoint, as a folder that AutoModelForCausalLM loads. See `folder.export`."""
+    _check_transformers()
+    from depthlm.hugging_face.folder import export as write
+
+    return write(run, to, trust)
+
+
+def as_causal_lm(model: "Decoder", config: "Config") -> "PreTrainedModel":
+    """A decoder, as `depthlm.load` gives it, for code that expects a model of transformers. Weights are shared."""
+    _check_transformers()
+    from depthlm.hugging_face.causal_lm import CausalLM
+    from depthlm.hugging_face.folder import causal_lm_config
+
+    return CausalLM(causal_lm_config(model, config), model).eval()
+
+
+def as_tokenizer(
+    tokenizer: "Tokenizer | PreTrainedTokenizerFast | str | Path", max_length: int | None = None
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a run directory, of a file, or a given one. See `tokenizer.as_tokenizer`."""
+    _check_transformers()
+    from depthlm.hugging_face.tokenizer import as_tokenizer as wrap
+
+    return wrap(tokenizer, max_length)
+
+
+def _check_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise UserError("transformers is not installed; pip install -e '.[evaluation]' -c constraints.txt") from None
+
+
+__all__ = ["as_causal_lm", "as_tokenizer", "export"]

@@ -1,0 +1,163 @@
+"""A decoder as transformers sees one: `forward` and `generate`, with transformers' own cache.
+
+Shapes: b batch, t new tokens, s tokens in the cache and new, k key/value heads, e head size, v vocabulary.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from depthlm.hugging_face.configuration import DepthLMConfig
+from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.connections.connection import Connection
+from depthlm.model.connections.residual import Residual
+from depthlm.model.decoder import Decoder
+from depthlm.model.initialization import initialize
+from depthlm.model.shape import Backbone, Size
+
+UNSUPPORTED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
+
+
+class CausalLM(PreTrainedModel, GenerationMixin):
+    """The decoder of a configuration, or a given one.
+
+    input_ids, attention_mask -> decoder -> logits_btv
+
+    connection_class, attention_class: a subclass names those of its mechanism.
+    """
+
+    config_class = DepthLMConfig
+    base_model_prefix = "decoder"
+    main_input_name = "input_ids"
+    _no_split_modules = ["Decoder"]  # noqa: RUF012
+    _supports_sdpa = True
+    connection_class: type[Connection] = Residual
+    attention_class: type[SelfAttention] = SelfAttention
+
+    def __init__(self, config: DepthLMConfig, decoder: Decoder | None = None) -> None:
+        super().__init__(config)
+        if decoder is None:
+            connection = partial(self.connection_class, **config.connection)
+            attention = partial(self.attention_class, **config.attention)
+            size, backbone = Size(**config.size), Backbone(**config.backbone)
+            decoder = Decoder(size, backbone, connection, attention, config.loops)
+            if decoder.embedding.weight.device.type != "meta":
+                initialize(decoder, torch.initial_seed(), size.init_std)
+        decoder.end_of_text = config.end_of_text
+        self.decoder = decoder
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """logits_btv, with labels also the mean loss of the next token, in nats (-100: does not count).
+
+        attention_mask: [b, s], 0 where a token is padding, which may stand before or after a row's tokens; a row is
+            then computed as if it were alone. None: no padding.
+        logits_to_keep: of how many of the last tokens, or of which, logits are wanted; 0: of all.
+        kwargs: for the loss, as num_items_in_batch. Raises ValueError for what a decoder does not take.
+        """
+        for name in UNSUPPORTED:
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name}: a depthlm model does not take it; positions follow from attention_mask")
+        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
+            past_key_values = DynamicCache(config=self.config)
+        cache = None if past_key_values is None else KeysAndValues(past_key_values)
+        ends_bt = self.ends(input_ids, attention_mask, cache)
+        hidden_btd = self.decoder.hidden(input_ids, cache, ends_bt=ends_bt)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_btv = self.decoder.logits(hidden_btd[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits_btv, labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits_btv, past_key_values=past_key_values)
+        wanted = self.config.return_dict if return_dict is None else return_dict
+        return output if wanted else output.to_tuple()
+
+    def ends(self, tokens_bt: Tensor, mask_bs: Tensor | None, cache: "KeysAndValues | None") -> Tensor | None:
+        """ends_bt of `Decoder.forward`; None where a row is one document.
+
+        Where documents of the cached tokens matter too, the cache is told where the newest of them begins.
+        """
+        start = 0 if cache is None else cache.length
+        ends_bs = padding(mask_bs, start + tokens_bt.shape[1])
+        if self.decoder.end_of_text is not None:
+            of_text_bs = tokens_bt == self.decoder.end_of_text
+            if cache is not None:
+                of_text_bs = cache.ends_of_text(of_text_bs, self.config.num_hidden_layers)
+            ends_bs = of_text_bs if ends_bs is None else ends_bs | of_text_bs
+        if ends_bs is None:
+            return None
+        if cache is not None and start:
+            after_s = torch.arange(1, start + 1, device=tokens_bt.device)
+            cache.document_b1 = torch.where(ends_bs[:, :start], after_s, 0).amax(dim=1, keepdim=True)
+        return ends_bs[:, start:]
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding; a tied head reads its matrix."""
+        return self.decoder.embedding
+
+    def get_output_embeddings(self) -> None:
+        """None: a tied head owns no matrix, so nothing is to be tied."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the constructor has done it."""
+
+
+class KeysAndValues:
+    """What a decoder asks of a cache, with a cache of transformers, which also reorders and crops it.
+
+    length: tokens held before this forward pass. document_b1: as of `KVCache`.
+    """
+
+    def __init__(self, held: Cache) -> None:
+        self.held = held
+        self.length = held.get_seq_length()
+        self.document_b1: Tensor | None = None
+
+    def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends the new tokens to a slot; returns all of its keys and values, k_bkse and v_bkse."""
+        end = self.length + k_bkte.shape[2]
+        k, v = self.held.update(k_bkte, v_bkte, slot)
+        # a cache of fixed size gives what is still empty, too
+        return k[:, :, :end], v[:, :, :end]
+
+    def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
+        """Nothing: transformers counts by the first slot, and documents are found anew at each pass."""
+
+    def ends_of_text(self, ends_bt: Tensor, slot: int) -> Tensor:
+        """ends_bs of all tokens so far. They lie in a slot of their own, so that beams take theirs along."""
+        if len(self.held.layers) == slot:
+            self.held.layers.append(DynamicLayer())
+        ends_b1t1 = ends_bt[:, None, :, None]
+        return self.held.update(ends_b1t1, ends_b1t1, slot)[0][:, 0, :, 0]
+
+
+def padding(mask_bs: Tensor | None, length: int) -> Tensor | None:
+    """Whether a token is padding; None where none is. Raises ValueError for a mask that tells something else."""
+    if mask_bs is None or bool(mask_bs.all()):
+        return None
+    if mask_bs.dim() != 2 or mask_bs.shape[1] != length:
+        raise ValueError(
+            f"attention_mask {list(mask_bs.shape)}: must be [batch, {length}], of the cached tokens and the new; "
+            "one of four dimensions comes with a static cache, which a depthlm model does not take"
+        )
+    real_bs = mask_bs != 0
+    begins_bs = real_bs[:, 1:] & ~real_bs[:, :-1]
+    if bool((begins_bs.sum(dim=1) + real_bs[:, 0] > 1).any()):
+        raise ValueError("attention_mask: a row has padding between its tokens; pad prompts on the left")
+    return ~real_bs

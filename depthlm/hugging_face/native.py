@@ -1,0 +1,139 @@
+"""Decoders that transformers knows as its own: Qwen3 and OLMo2. Names of weights and settings, both ways."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from depthlm.model.attention.self_attention import SelfAttention
+from depthlm.model.connections.residual import Residual
+from depthlm.model.decoder import Decoder
+from depthlm.model.shape import Backbone, Size
+
+# fields of a backbone that both classes have as settings, with what they take where a config.json leaves them out
+FREE = {"norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
+KEYS = {"norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias"}
+FIXED = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "mlp_bias": False, "head_bias": False}
+SHAPE = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+}
+
+
+class Native(NamedTuple):
+    """A class of transformers: its name, what every backbone of it has, its defaults, and its names of our norms."""
+
+    architecture: str
+    backbone: dict[str, Any]
+    defaults: dict[str, Any]
+    norms: dict[str, str]
+
+
+NATIVE = {
+    "qwen3": Native(
+        "Qwen3ForCausalLM",
+        FIXED | {"norm_placement": "pre", "qk_norm": "head"},
+        FREE,
+        {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    ),
+    "olmo2": Native(
+        "Olmo2ForCausalLM",
+        FIXED | {"norm_placement": "post", "qk_norm": "full"},
+        FREE | {"norm_eps": 1e-5},
+        {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    ),
+}
+
+
+def native_type(model: Decoder) -> str | None:
+    """The model_type of transformers that computes what this decoder does; None where there is none."""
+    plain = all(type(connection) is Residual for connection in model.connections) and all(
+        type(layer.attention) is SelfAttention for layer in model.layers
+    )
+    if not plain or model.loops > 1 or model.end_of_text is not None:
+        return None
+    matching = [
+        name
+        for name, native in NATIVE.items()
+        if all(getattr(model.backbone, key) == value for key, value in native.backbone.items())
+    ]
+    return matching[0] if matching else None
+
+
+def native_config(model_type: str, size: Size, backbone: Backbone, max_length: int) -> dict[str, Any]:
+    """The config.json of such a decoder. rope_theta stands twice, for transformers 5 and for what came before."""
+    theta = backbone.rope_theta
+    return {
+        "architectures": [NATIVE[model_type].architecture],
+        "model_type": model_type,
+        **{theirs: getattr(size, ours) for ours, theirs in SHAPE.items()},
+        **{theirs: getattr(backbone, ours) for ours, theirs in KEYS.items()},
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_theta": theta,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_length,
+        "initializer_range": size.init_std,
+        "bos_token_id": None,
+    }
+
+
+def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """size, backbone and model of a config.json of Qwen3 or OLMo2, and what of it no decoder of ours computes.
+
+    Raises KeyError where a width or count is missing.
+    """
+    native = NATIVE[config["model_type"]]
+    rope = config.get("rope_parameters") or {}
+    scaling = rope.get("rope_type", "default") if rope else config.get("rope_scaling")
+    beyond = []
+    if scaling not in (None, "default"):
+        beyond.append(f"rope scaling {scaling}")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        beyond.append("sliding-window attention")
+    if config.get("hidden_act", "silu") != "silu":
+        beyond.append(f"hidden_act {config['hidden_act']}")
+    size = {ours: config[theirs] for ours, theirs in SHAPE.items() if ours not in ("num_kv_heads", "head_size")}
+    size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
+    head_size = config.get("head_dim") or (128 if config["model_type"] == "qwen3" else None)
+    size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
+    backbone = native.backbone | native.defaults
+    backbone |= {ours: config[theirs] for ours, theirs in KEYS.items() if theirs in config}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    backbone |= {} if theta is None else {"rope_theta": theta}
+    return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, beyond
+
+
+def our_name(model_type: str, name: str) -> str:
+    """Our name of one of their weights."""
+    return _renamed(name, {theirs: ours for ours, theirs in _names(model_type).items()})
+
+
+def their_name(model_type: str, name: str) -> str:
+    """Their name of one of our weights."""
+    return _renamed(name, _names(model_type))
+
+
+def _names(model_type: str) -> dict[str, str]:
+    """Ours to theirs, each the beginning of a name or, with a dot before it, the part after the layer's number."""
+    norms = {f".{ours}.": f".{theirs}." for ours, theirs in NATIVE[model_type].norms.items()}
+    return {
+        "embedding.": "model.embed_tokens.",
+        "head.": "lm_head.",
+        "final_norm.": "model.norm.",
+        "layers.": "model.layers.",
+        ".attention.": ".self_attn.",
+        **norms,
+    }
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    match = re.match(r"((?:model\.)?layers\.)(\d+)(\.\w+\.)", name)
+    if match is None:
+        begin = next((text for text in names if name.startswith(text)), "")
+        return names.get(begin, "") + name[len(begin) :]
+    layers, number, part = match.groups()
+    return names.get(layers, layers) + number + names.get(part, part) + name[match.end() :]

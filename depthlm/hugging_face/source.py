@@ -1,0 +1,125 @@
+"""The code of an export: the modules of a decoder, in one flat folder that needs PyTorch and transformers alone.
+
+transformers copies, of a folder, the files that a chain of `from .<file> import ...` leads to.
+"""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from depthlm.errors import UserError
+from depthlm.hugging_face.causal_lm import CausalLM
+from depthlm.hugging_face.configuration import DepthLMConfig
+from depthlm.model import Decoder
+
+MODELING = "modeling_depthlm"
+# what is where transformers is
+THERE = ("torch", "transformers", "numpy", "safetensors", "tokenizers", *sys.stdlib_module_names)
+
+
+def auto_map() -> dict[str, str]:
+    """Where transformers finds the classes, for config.json."""
+    return {
+        "AutoConfig": f"{flat_name(DepthLMConfig.__module__)}.{DepthLMConfig.__name__}",
+        "AutoModelForCausalLM": f"{MODELING}.DepthLMForCausalLM",
+    }
+
+
+def write_code(model: Decoder, folder: Path) -> None:
+    """Write the modules of this decoder and the one that names its mechanism.
+
+    Raises UserError where a module of the mechanism needs what is not where transformers is.
+    """
+    connection, attention = type(model.connections[0]), type(model.layers[0].attention)
+    sources = collect([DepthLMConfig.__module__, CausalLM.__module__, connection.__module__, attention.__module__])
+    for module, text in sources.items():
+        head = f"# Copied from {module.replace('.', '/')}.py by `python -m depthlm export`.\n"
+        (folder / f"{flat_name(module)}.py").write_text(head + text, encoding="utf-8")
+    names = [(CausalLM, "CausalLM"), (connection, "ConnectionClass"), (attention, "AttentionClass")]
+    imports = "\n".join(f"from .{flat_name(c.__module__)} import {c.__qualname__} as {name}" for c, name in names)
+    (folder / f"{MODELING}.py").write_text(
+        f'"""A decoder with {connection.__qualname__} connections and {attention.__qualname__}."""\n\n{imports}\n\n\n'
+        "class DepthLMForCausalLM(CausalLM):\n"
+        "    connection_class = ConnectionClass\n    attention_class = AttentionClass\n",
+        encoding="utf-8",
+    )
+
+
+def collect(modules: Iterable[str]) -> dict[str, str]:
+    """The text of these modules and of all that they import of depthlm, or from their own packages, flattened."""
+    waiting, texts = list(modules), {}
+    own = {name.partition(".")[0] for name in waiting}
+    while waiting:
+        module = waiting.pop()
+        if module not in texts:
+            texts[module], needed = flatten(module, own)
+            waiting.extend(needed)
+    return texts
+
+
+def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
+    """The text of a module with its imports of own packages made relative to a flat folder, and those modules."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise UserError(f"{module}: no file of Python code, so an export cannot take it along")
+    file = Path(spec.origin)
+    text = file.read_text(encoding="utf-8")
+    tree, lines, needed = ast.parse(text), text.splitlines(keepends=True), []
+    # transformers does not ask for what is imported inside a `try`
+    optional = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.Try) for node in ast.walk(outer)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_own(alias.name, own):
+                    raise _refusal(file, node, f"import {alias.name}", f"write `from {alias.name} import ...`")
+                if id(node) not in optional:
+                    _check_there(alias.name, file, node)
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
+                source = importlib.util.resolve_name("." * node.level + source, package)
+            elif not _is_own(source, own):
+                if id(node) not in optional:
+                    _check_there(source, file, node)
+                continue
+            line = lines[node.lineno - 1]
+            start = len(line.encode()[: node.col_offset].decode())
+            words = f"from {'.' * node.level}{node.module or ''} import"
+            if any(_is_module(f"{source}.{alias.name}") for alias in node.names) or not line[start:].startswith(words):
+                raise _refusal(file, node, line.strip(), "import names from the module that defines them")
+            lines[node.lineno - 1] = f"{line[:start]}from .{flat_name(source)} import{line[start + len(words) :]}"
+            needed.append(source)
+    return "".join(lines), needed
+
+
+def flat_name(module: str) -> str:
+    """The name of a module's file in an export: depthlm_model_layers of depthlm.model.layers."""
+    return module.replace(".", "_")
+
+
+def _is_own(name: str, own: set[str]) -> bool:
+    """Whether a module is depthlm's, or its reader's: of a mechanism's package, or of a folder without packages."""
+    top = name.partition(".")[0]
+    if top in own or top in THERE:
+        return top in own
+    spec = importlib.util.find_spec(top)
+    return spec is not None and "site-packages" not in (spec.origin or "site-packages")
+
+
+def _check_there(name: str, file: Path, node: ast.stmt) -> None:
+    if name.partition(".")[0] not in THERE:
+        raise _refusal(file, node, f"import of {name}", "an export may need PyTorch, transformers and NumPy alone")
+
+
+def _refusal(file: Path, node: ast.stmt, what: str, remedy: str) -> UserError:
+    return UserError(f"{file}:{node.lineno}: {what}: an export cannot take it along; {remedy}")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,59 @@
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+import depthlm
+from depthlm.config import Config
+from depthlm.data import bytes_tokenizer
+from depthlm.files import digest
+from depthlm.model import Decoder, initialize
+from depthlm.training.checkpoints import MANIFEST, NEEDED, WEIGHTS, checkpoint_path
+
+from ..model.conftest import SHAPE
+
+MakeRun = Callable[..., Path]
+
+
+def awaken(model: Decoder, config: Config) -> Decoder:
+    """Every parameter away from its start, large enough that a test sees it."""
+    initialize(model, seed=0, std=0.1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "connections" in name or "norm" in name or parameter.ndim == 1:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:
+    """A run directory with one checkpoint of a small decoder, as training leaves it, without training."""
+    given = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
+    config = depthlm.compose([*given, f"output_dir={directory}"], config_dir, here=False)
+    checkpoint = checkpoint_path(directory, 1)
+    checkpoint.mkdir(parents=True)
+    model = awaken(depthlm.build_model(config), config)
+    save_file(model.state_dict(), checkpoint / WEIGHTS)
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    bytes_tokenizer().save(directory)
+    manifest = dict.fromkeys(NEEDED, 1) | {
+        "config": dataclasses.asdict(config),
+        "files": {WEIGHTS: digest(checkpoint / WEIGHTS)},
+    }
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    return directory
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """The directory of a run of these overrides."""
+
+    def make(*overrides: str, name: str = "run", config_dir: str | None = None) -> Path:
+        return write_run(tmp_path / name, *overrides, config_dir=config_dir)
+
+    return make

@@ -1,0 +1,136 @@
+"""A decoder in this process behind transformers' interface: masks, caches, losses, and what it refuses."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+import depthlm
+from depthlm.hugging_face import as_causal_lm, as_tokenizer
+from depthlm.model import Decoder
+
+Wrapped = tuple[PreTrainedModel, Decoder]
+
+
+@pytest.fixture
+def wrap(make_run: Callable[..., Path]) -> Callable[..., Wrapped]:
+    def make(*overrides: str) -> Wrapped:
+        model, config = depthlm.load(make_run(*overrides))
+        return as_causal_lm(model, config), model
+
+    return make
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_it_is_the_decoder_itself(wrap: Callable[..., Wrapped]) -> None:
+    causal, decoder = wrap("model=moda")
+    assert causal.decoder is decoder
+    assert not causal.training
+    with torch.no_grad():
+        decoder.final_norm.weight *= 2
+        assert torch.equal(causal(tokens(2, 9)).logits, decoder(tokens(2, 9)))
+        assert torch.equal(causal(tokens(2, 9), return_dict=False, use_cache=False)[0], decoder(tokens(2, 9)))
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"]])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(wrap: Callable[..., Wrapped], overrides: list[str], side: str) -> None:
+    causal, decoder = wrap("model=depth_attention", *overrides)
+    rows, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
+    rows[:, 5] = 256
+    real = [slice(4 * i, 12) if side == "left" else slice(0, 12 - 4 * i) for i in range(3)]
+    for row, part in enumerate(real):
+        mask[row] = 0
+        mask[row, part] = 1
+    with torch.no_grad():
+        logits = causal(rows, attention_mask=mask).logits
+        for row, part in enumerate(real):
+            torch.testing.assert_close(logits[row, part], decoder(rows[row, None, part])[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"]])
+@pytest.mark.parametrize("make_cache", [DynamicCache, None], ids=["bare", "default"])
+def test_a_cache_is_filled_in_parts_cropped_and_reordered(
+    wrap: Callable[..., Wrapped], overrides: list[str], make_cache: Callable[[], DynamicCache] | None
+) -> None:
+    causal, _ = wrap("model=moda", "model.loops=2", *overrides)
+    rows, mask = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    rows[0, 3] = rows[1, 7] = 256
+    mask[1, :2] = 0
+    order = torch.tensor([1, 0])
+    with torch.no_grad():
+        whole = causal(rows, attention_mask=mask, use_cache=False).logits
+        cache = causal(
+            rows[:, :6], attention_mask=mask[:, :6], past_key_values=make_cache() if make_cache else None
+        ).past_key_values
+        causal(tokens(2, 3), attention_mask=torch.ones(2, 9, dtype=torch.long), past_key_values=cache)
+        cache.crop(-3)
+        cache.reorder_cache(order)
+        for start, end in ((6, 7), (7, 12)):
+            part = causal(rows[order, start:end], attention_mask=mask[order, :end], past_key_values=cache)
+            torch.testing.assert_close(part.logits, whole[order, start:end], rtol=1e-5, atol=1e-5)
+    assert cache.get_seq_length() == 12
+
+
+def test_beams_take_the_ends_of_their_documents_along(wrap: Callable[..., Wrapped]) -> None:
+    causal, decoder = wrap("data.document_mask=true")
+    # few tokens are likely, and one of them ends a document
+    with torch.no_grad():
+        decoder.head.weight[:4] *= 8
+    decoder.end_of_text = 0
+    settings = {
+        "max_new_tokens": 16,
+        "num_beams": 4,
+        "num_return_sequences": 4,
+        "do_sample": False,
+        "pad_token_id": 257,
+    }
+    written = causal.generate(tokens(2, 6), **settings)
+    assert torch.equal(written, causal.generate(tokens(2, 6), use_cache=False, **settings))
+    assert len({tuple((row == 0).tolist()) for row in written}) > 2
+
+
+def test_it_is_trained_and_runs_in_bf16(wrap: Callable[..., Wrapped]) -> None:
+    causal, decoder = wrap("model=mhc", "backbone.tie_embeddings=true")
+    labels = tokens(2, 9)
+    labels[:, :4] = -100
+    loss = causal(tokens(2, 9), labels=labels).loss
+    sums = decoder(tokens(2, 9)[:, :-1], labels[:, 1:])
+    torch.testing.assert_close(loss, sums.nll / sums.tokens)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in decoder.parameters())
+    assert causal.get_input_embeddings().weight is decoder.embedding.weight
+    assert causal.to(torch.bfloat16).generate(tokens(2, 5), max_new_tokens=3, pad_token_id=257).shape == (2, 8)
+
+
+def test_what_it_cannot_do_is_said(wrap: Callable[..., Wrapped]) -> None:
+    causal, _ = wrap()
+    mask = torch.tensor([[1, 1, 0, 1]])
+    with pytest.raises(ValueError, match="padding between its tokens; pad prompts on the left"):
+        causal(tokens(1, 4), attention_mask=mask)
+    with pytest.raises(ValueError, match=r"attention_mask \[1, 3\]: must be \[batch, 4\]"):
+        causal(tokens(1, 4), attention_mask=mask[:, :3])
+    for name in ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states"):
+        with pytest.raises(ValueError, match=f"{name}: a depthlm model does not take it"):
+            causal(tokens(1, 4), **{name: torch.arange(4)[None]})
+    assert causal(tokens(1, 4), output_attentions=False, position_ids=None).logits.shape == (1, 4, 320)
+
+
+def test_a_tokenizer_adds_nothing(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Encoder
+    from tokenizers.processors import TemplateProcessing
+
+    from depthlm.data import Tokenizer, bytes_tokenizer
+
+    encoder = Encoder.from_str(bytes_tokenizer().text)
+    encoder.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    ours, theirs = Tokenizer.load(tmp_path), as_tokenizer(tmp_path)
+    assert theirs("ab").input_ids == ours.encode_batch(["ab"])[0] == [97, 98]
+    assert as_tokenizer(theirs) is theirs
+    assert (theirs.pad_token, theirs.eos_token, theirs.padding_side) == ("<|padding|>", "<|endoftext|>", "left")

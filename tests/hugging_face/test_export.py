@@ -1,0 +1,175 @@
+"""An export, in a process that has transformers alone, computes and writes what the run does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+import depthlm
+from depthlm.data import Tokenizer
+from depthlm.evaluation.generation import generate
+from depthlm.hugging_face import export
+from depthlm.hugging_face.pretrained import load_weights, read_pretrained
+from depthlm.model import Decoder
+from depthlm.training.import_weights import copy_weights
+
+from ..model.conftest import PRESETS
+from .conftest import write_run
+
+NATIVE = {
+    "vanilla": [],
+    "vanilla, tied": ["backbone.tie_embeddings=true", "backbone.attention_bias=true"],
+    "vanilla, olmo2": ["backbone=olmo2", "backbone.norm_eps=1e-6", "backbone.rope_theta=500000"],
+}
+OTHERS = {
+    "moda, olmo2": ["model=moda", "backbone=olmo2"],
+    "mhc, lm1b": ["model=mhc", "backbone=lm1b"],
+    "vanilla, lm1b, odd width": ["backbone=lm1b", "size.hidden_size=33"],
+    "vanilla, loops": ["model.loops=2"],
+    "moda, loops": ["model=moda", "model.loops=2"],
+    "dca, documents": ["model=dca", "data.document_mask=true"],
+    "vanilla, documents": ["data.document_mask=true"],
+    "pair": ["model/connection=mhc", "model/attention=depth_attention"],
+}
+CASES = {name: [f"model={name}"] for name in PRESETS if name != "vanilla"} | NATIVE | OTHERS
+OWN = "of a reader"
+TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
+PARTS = {
+    "connection": '''"""A connection in two files."""
+
+from torch import Tensor
+
+from depthlm.model.connections.connection import Connection
+
+from .own_scale import scale
+
+
+class OwnConnection(Connection):
+    def __init__(self, place, size, backbone, factor: float = 0.5):
+        super().__init__(place, size, backbone)
+        self.factor = factor
+
+    def read(self, stream: list[Tensor]):
+        return (scale(stream[0], self.factor),), None
+
+    def write(self, stream, output_btd, carry):
+        return [stream[0] + output_btd]
+''',
+    "scale": '''"""What it uses."""
+
+import math
+
+
+def scale(x, factor):
+    return x * math.sqrt(factor)
+''',
+}
+
+
+class Case(NamedTuple):
+    model: Decoder
+    folder: Path
+    answer: dict[str, Any]
+    tokens: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Every case exported, and loaded by one process outside."""
+    root = tmp_path_factory.mktemp("exports")
+    own, conf = root / "own_mechanism", root / "conf/model/connection"
+    own.mkdir()
+    conf.mkdir(parents=True)
+    (own / "__init__.py").touch()
+    for name, text in PARTS.items():
+        (own / f"own_{name}.py").write_text(text)
+    (conf / "own.yaml").write_text(yaml.dump({"_target_": "own_mechanism.own_connection.OwnConnection", "factor": 2.0}))
+    sys.path.insert(0, str(root))
+    try:
+        runs = {name: write_run(root / f"run-{i}", *CASES[name]) for i, name in enumerate(CASES)}
+        runs[OWN] = write_run(root / "own", "model/connection=own", config_dir=str(root / "conf"))
+        models, requests = {}, {}
+        tokens = torch.randint(0, 256, (3, 14), generator=torch.Generator().manual_seed(0))
+        tokens[:, 4], tokens[0, 9] = 256, 256
+        for name, run in runs.items():
+            trust = ["own_mechanism"] if name == OWN else []
+            written = export(run, root / "exports" / run.name, trust)
+            assert written.native == (name in NATIVE)
+            models[name] = depthlm.load(run, trust=trust)[0]
+            requests[name] = {
+                "folder": str(written.folder), "remote": not written.native, "tokens": tokens.tolist(), "texts": TEXTS,
+            }  # fmt: skip
+    finally:
+        sys.path.remove(str(root))
+    (root / "requests.json").write_text(json.dumps(requests))
+    script = Path(__file__).with_name("outside.py")
+    done = subprocess.run(
+        [sys.executable, "-I", script, root / "requests.json", root / "answers.json"], capture_output=True, text=True,
+        cwd=root, env={"HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    answers = json.loads((root / "answers.json").read_text())
+    return {name: Case(models[name], Path(requests[name]["folder"]), answers[name], tokens) for name in runs}
+
+
+@pytest.fixture(params=[*CASES, OWN])
+def case(cases: dict[str, Case], request: pytest.FixtureRequest) -> Case:
+    return cases[request.param]
+
+
+def test_logits_and_loss_are_ours(case: Case) -> None:
+    model, answer, tokens = case.model, case.answer, case.tokens
+    with torch.no_grad():
+        logits, sums = model(tokens), model(tokens[:, :-1], tokens[:, 1:])
+    assert (torch.tensor(answer["logits"]) - logits).abs().max() <= 1e-5
+    assert (torch.tensor(answer["kept"]) - logits[:, -2:]).abs().max() <= 1e-5
+    assert answer["loss"] == pytest.approx(float(sums.nll / sums.tokens), rel=1e-5)
+
+
+def test_greedy_generation_is_ours_also_of_padded_prompts(case: Case) -> None:
+    model, answer, tokens = case.model, case.answer, case.tokens
+    expected = generate(model, tokens, 6)[:, tokens.shape[1] :].tolist()
+    assert answer["greedy"] == answer["uncached"] == expected
+    alone = [generate(model, row[None, :n], 6)[0, n:] for row, n in zip(tokens, answer["lengths"], strict=True)]
+    assert answer["padded"] == [row.tolist() for row in alone]
+
+
+def test_beams_take_their_cache_along(case: Case) -> None:
+    cached, uncached = case.answer["beams"]
+    assert cached == uncached
+    assert case.answer["sampled"] == [6, 18]
+
+
+def test_the_tokenizer_is_the_runs(case: Case) -> None:
+    ours = Tokenizer.load(case.folder)
+    assert case.answer["ids"] == ours.encode_batch(TEXTS)
+    assert case.answer["ends"] == [256, 257]
+    assert case.answer["length"] == 32
+
+
+def test_an_export_is_imported_as_it_was(case: Case) -> None:
+    weights = load_weights(read_pretrained(case.folder))
+    assert copy_weights(weights, case.model) == []
+    state = case.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_vanilla_is_a_model_of_transformers(cases: dict[str, Case], name: str) -> None:
+    kind = "olmo2" if "olmo2" in name else "qwen3"
+    assert (cases[name].answer["model_type"], cases[name].answer["class"]) == (kind, f"{kind.capitalize()}ForCausalLM")
+    assert not [*cases[name].folder.glob("*.py")]
+
+
+def test_what_transformers_cannot_compute_takes_its_code_along(cases: dict[str, Case]) -> None:
+    for name in OTHERS:
+        assert cases[name].answer["class"] == "DepthLMForCausalLM"
+    files = {file.name for file in cases[OWN].folder.glob("*.py")}
+    assert {"own_mechanism_own_connection.py", "own_mechanism_own_scale.py"} <= files
+    # what this mechanism does not need stays here
+    assert not any("moda" in file or "config" in file.removesuffix("configuration.py") for file in files)

@@ -1,0 +1,151 @@
+"""What an export refuses, and that a refused or failed one leaves everything as it was."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from depthlm.__main__ import main
+from depthlm.errors import UserError
+from depthlm.hugging_face import export
+from depthlm.hugging_face.source import collect
+
+MakeRun = Callable[..., Path]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_an_earlier_export_is_replaced_whole(make_run: MakeRun, tmp_path: Path) -> None:
+    to = tmp_path / "some/export"
+    first = export(make_run("model=mhc", name="mhc"), to)
+    second = export(make_run("model=moda", name="moda"), to)
+    assert second.files.keys() == contents(to).keys()
+    assert second.files["model.safetensors"] != first.files["model.safetensors"]
+    assert not [name for name in second.files if "hyper" in name]
+    assert [*to.parent.iterdir()] == [to]
+    assert len({file.stat().st_mode for file in to.iterdir()}) == 1
+    about = json.loads((to / "depthlm.json").read_text())
+    assert (about["run"], about["mechanism"], about["parameters"]) == ("moda", "moda", second.parameters)
+    # the same run gives the same files
+    export(tmp_path / "moda", tmp_path / "other")
+    assert contents(tmp_path / "other") == contents(to)
+
+
+def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) -> None:
+    run, to = make_run(), tmp_path / "export"
+    to.mkdir()
+    (to / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"to=.*export: it holds files, and no export \(notes.txt\); give a new folder"):
+        export(run, to)
+    (to / "notes.txt").unlink()
+    export(run, to)
+    (to / "README.md").write_text("mine")
+    before = contents(to)
+    with pytest.raises(UserError, match=r"README.md is not of the export there, and would be lost; move it"):
+        export(run, to)
+    with pytest.raises(UserError, match="it holds files, and no export"):
+        export(run, run)
+    assert contents(to) == before
+
+
+def test_a_target_that_cannot_be_written_is_named(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    (tmp_path / "file").touch()
+    for to in (tmp_path / "file", tmp_path / "file/export"):
+        with pytest.raises(UserError, match=r"to=.*: .*file is no folder that this user may write to"):
+            export(run, to)
+    to = export(run, tmp_path / "export").folder
+    before = contents(to)
+
+    def full(*arguments: object, **settings: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("depthlm.hugging_face.folder.save_file", full)
+    with pytest.raises(UserError, match=r"to=.*export: cannot be written .No space left on device"):
+        export(run, to)
+    assert contents(to) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "file", "run"]
+
+
+def test_a_run_without_a_checkpoint_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run()
+    (run / "checkpoints/step-00000001/model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="none of its checkpoints is whole"):
+        export(run, tmp_path / "export")
+    with pytest.raises(UserError, match="no run in it"):
+        export(tmp_path / "nowhere", tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+MODULES = {
+    "imports_whole": ("import depthlm.model.layers\n", "import depthlm.model.layers: .* write `from depthlm"),
+    "imports_package": ("from depthlm.model import layers\n", "from depthlm.model import layers: .* defines them"),
+    "needs_more": ("import pytest\n", "import of pytest: .* PyTorch, transformers and NumPy alone"),
+    "needs_training": ("from depthlm.config.schema import Config\nimport omegaconf\n", "import of omegaconf"),
+    "needs_other": ("from needs_more import x\n", "needs_more.py:1: import of pytest"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_code_that_cannot_come_along_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module, (text, _) in MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        UserError, match=rf"\w+.py:\d: {MODULES[name][1]}" if name != "needs_other" else MODULES[name][1]
+    ):
+        collect([name])
+
+
+def test_code_is_copied_with_its_imports_alone_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "reader"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "part.py").write_text("X = 1\n")
+    text = (
+        "import math, json\nfrom typing import (\n    Any,\n)\n"
+        "try:\n    import absent\nexcept ImportError:\n    pass\n"
+        "from depthlm.model.place import (\n    Place as Where,\n)\n"
+        "def f():\n    from .part import X\n    return X\n"
+    )
+    (package / "main.py").write_text(text)
+    (tmp_path / "beside.py").write_text("from reader.main import f\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    texts = collect(["beside"])
+    assert texts.keys() == {"beside", "reader.main", "reader.part", "depthlm.model.place"}
+    assert texts["beside"] == "from .reader_main import f\n"
+    expected = text.replace("from depthlm.model.place", "from .depthlm_model_place").replace(".part", ".reader_part")
+    assert texts["reader.main"] == expected
+
+
+def test_the_command(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, to = make_run("model=moda"), tmp_path / "export"
+    monkeypatch.setattr(sys, "argv", ["depthlm", "export", f"run={run}", f"to={to}"])
+    main()
+    told = capsys.readouterr().out
+    assert f"{to}: depthlm, " in told
+    assert "modeling_depthlm.py" in told
+    assert f"AutoModelForCausalLM.from_pretrained('{to}', trust_remote_code=True)" in told
+    monkeypatch.setattr(sys, "argv", ["depthlm", "export", "too=x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "did you mean `to`?" in told
+    assert "run=...: is missing" in told
+
+
+def test_without_transformers_the_extra_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"transformers is not installed; pip install -e '.\[evaluation\]'"):
+        export("run", "to")

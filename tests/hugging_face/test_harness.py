@@ -1,0 +1,51 @@
+"""lm-eval's own door, `--model hf`, scores an export as it scores the run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import depthlm
+from depthlm.hugging_face import as_causal_lm, as_tokenizer, export
+
+COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
+TASKS = {
+    "words": {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "writing": {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}", "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 8},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_an_export_as_it_scores_the_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"question": "the depth"[:end], "choices": [" of a", " xq"], "answer": end % 2} for end in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    for name, settings in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.dump({"task": name} | COMMON | settings | files))
+    run = make_run("model=mhc", "model/attention=moda", "data.document_mask=true")
+    folder = export(run, tmp_path / "export").folder
+    model, config = depthlm.load(run)
+    found = []
+    for lm in (
+        HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=3),
+        HFLM(pretrained=as_causal_lm(model, config), tokenizer=as_tokenizer(run), device="cpu", batch_size=3),
+    ):
+        manager = TaskManager(include_path=str(tmp_path))
+        results = simple_evaluate(lm, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)
+        found.append({task: [one["resps"] for one in rows] for task, rows in results["samples"].items()})
+    assert found[0]["writing"] == found[1]["writing"]
+    scores = [[float(score) for row in one["words"] for ((score, _),) in row] for one in found]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    assert len({*scores[0]}) > 8

@@ -1,0 +1,196 @@
+"""A folder of Hugging Face as the start of a run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import depthlm
+from depthlm.analysis.runs import read_metrics
+from depthlm.config import ConfigError
+from depthlm.data import bytes_tokenizer
+from depthlm.errors import UserError
+from depthlm.hugging_face import export
+from depthlm.hugging_face.pretrained import load_weights, read_pretrained
+from depthlm.training import train
+from depthlm.training.import_weights import copy_weights
+
+from ..two_ranks import TwoRanks, train_on_ranks
+
+Overrides = Callable[..., list[str]]
+CLASSES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
+SIZE: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+OURS = [
+    "size.vocab_size=300", "size.hidden_size=48", "size.intermediate_size=80", "size.num_layers=3", "size.num_heads=4",
+    "size.num_kv_heads=2", "size.head_size=16", "data.pad_vocab_multiple=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path) -> Callable[..., Path]:
+    """A folder as transformers writes it, with weights in two files or more."""
+
+    def make(kind: str = "qwen3", shards: str = "100KB", **settings: Any) -> Path:
+        config, model = CLASSES[kind]
+        torch.manual_seed(0)
+        theirs = model(config(**SIZE | {"initializer_range": 0.3} | settings))
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter.data.uniform_(0.5, 1.5)
+        theirs.save_pretrained(tmp_path / kind, max_shard_size=shards)
+        bytes_tokenizer().save(tmp_path / kind)
+        return tmp_path / kind
+
+    return make
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_logits_are_those_of_transformers(
+    small_run: Overrides, make_folder: Callable[..., Path], kind: str, tie: bool
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    folder = make_folder(kind, tie_word_embeddings=tie, rope_parameters=rope, attention_bias=True, rms_norm_eps=1e-6)
+    assert len([*folder.glob("*.safetensors")]) > 1
+    overrides = [
+        f"backbone={kind}", f"backbone.tie_embeddings={tie}".lower(), "backbone.rope_theta=1e6",
+        "backbone.attention_bias=true", "backbone.norm_eps=1e-6", f"import_from={folder}",
+    ]  # fmt: skip
+    model = depthlm.build_model(depthlm.compose(small_run(*OURS, *overrides)))
+    assert copy_weights(load_weights(read_pretrained(folder)), model) == []
+    theirs = CLASSES[kind][1].from_pretrained(folder)
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_goes_on_from_it_also_as_another_mechanism(
+    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder("qwen3")
+    overrides = [*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}", "training.max_steps=1"]
+    first = []
+    for model in ("vanilla", "dca"):
+        assert train(depthlm.compose(small_run(*overrides, f"model={model}", name=model))) == 0
+        first.append(next(iter(read_metrics(tmp_path / model / "metrics.jsonl")))["loss"])
+    told = capsys.readouterr().out
+    assert f"weights imported from {folder}" in told
+    assert "these weights are of model vanilla, this run's is dca" in told
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    # and back: what was trained is a folder again
+    written = export(tmp_path / "vanilla", tmp_path / "again")
+    assert written.native
+    state = load_file(tmp_path / "vanilla/checkpoints/step-00000001/model.safetensors")
+    again = load_weights(read_pretrained(written.folder))
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_every_difference_is_told_with_what_mends_it(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("olmo2", tie_word_embeddings=True)
+    with pytest.raises(ConfigError) as caught:
+        depthlm.compose(small_run(f"import_from={folder}"))
+    text = str(caught.value)
+    assert "backbone.norm_placement=pre: the weights have post" in text
+    assert "size.hidden_size=64: the weights have 48" in text
+    mending = text.rpartition("to go on with its weights, give ")[2].split()
+    assert {"backbone.tie_embeddings=true", "size.vocab_size=300", "data.pad_vocab_multiple=1"} <= {*mending}
+    assert depthlm.compose(small_run(f"import_from={folder}", *mending)).backbone.qk_norm == "full"
+
+
+def test_an_export_of_a_mechanism_has_its_settings(
+    small_run: Overrides, make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = export(make_run("model=moda", "model.attention.slots=3", name="source"), tmp_path / "export").folder
+    with pytest.raises(ConfigError) as caught:
+        depthlm.compose(small_run(f"import_from={folder}", "model=moda"))
+    mending = str(caught.value).rpartition("give ")[2].split()
+    assert "model.attention.slots=3" in mending
+    model = depthlm.build_model(depthlm.compose(small_run(f"import_from={folder}", "model=moda", *mending)))
+    assert copy_weights(load_weights(read_pretrained(folder)), model) == []
+
+
+def test_another_tokenizer_is_refused(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("qwen3")
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"a":97', '"a":98').replace('"b":98', '"b":97'))
+    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}"))
+    with pytest.raises(UserError, match=r"its tokenizer is another: '[ab]' is .* give data.tokenizer="):
+        train(config)
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_same_weights(
+    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, two_ranks: TwoRanks
+) -> None:
+    folder = make_folder("olmo2")
+    overrides = [*OURS, "backbone=olmo2", "backbone.tie_embeddings=false", f"import_from={folder}"]
+    overrides.append("training.max_steps=1")
+    assert train(depthlm.compose(small_run(*overrides, name="one"))) == 0
+    for stage in ("zero0", "zero3"):
+        given = small_run(*overrides, f"deepspeed={stage}", name=stage)
+        assert two_ranks(train_on_ranks, given) == [0, 0]
+        first, alone = (next(iter(read_metrics(tmp_path / name / "metrics.jsonl")))["loss"] for name in (stage, "one"))
+        assert first == pytest.approx(alone, rel=1e-5)
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace('"a":97', '"a":298'))
+    told = two_ranks(train_on_ranks, small_run(*overrides, name="wrong"))
+    assert told[0] == told[1]
+    assert "its tokenizer is another" in told[0]
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "other type": (edit(model_type="llama"), r"model_type llama; allowed: qwen3, olmo2, depthlm"),
+    "rope scaling": (edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope scaling yarn .* supported"),
+    "window": (edit(use_sliding_window=True), "sliding-window attention .* not supported"),
+    "quantized": (edit(quantization_config={"bits": 4}), "quantized weights"),
+    "no width": (edit(hidden_size=None), "size.hidden_size=48: the weights have null"),
+    "not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not that of a model"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "pickled": (only_pickles, r"its weights are pickled .* save_pretrained"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_the_start_is_refused(small_run: Overrides, make_folder: Callable[..., Path], name: str) -> None:
+    folder = make_folder("qwen3", shards="1GB")
+    breaking, words = BROKEN[name]
+    breaking(folder)
+    with pytest.raises(ConfigError, match=words):
+        depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}"))
+
+
+def test_a_torn_file_of_weights_is_named(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("qwen3", shards="1GB")
+    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}"))
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+        train(config)
+
+
+def test_a_run_that_has_begun_needs_the_folder_no_more(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("qwen3")
+    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}", "training.max_steps=2")
+    assert train(depthlm.compose([*overrides, "training.stop_after=1"])) == 0
+    shutil.rmtree(folder)
+    assert train(depthlm.compose(overrides)) == 0
