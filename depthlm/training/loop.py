@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from depthlm.config import Config
+from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.training.agreement import on_any_rank
 from depthlm.training.bad_numbers import settle, spike_limit
+from depthlm.training.blocks import BlockMeter
 from depthlm.training.display import Bar, measured_text, row_text
 from depthlm.training.engine import loss_scale
 from depthlm.training.metrics import Stopwatch, finite, peak_memory_gib
@@ -57,8 +59,11 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             limit = spike_limit(config.training, progress.recent_losses, plan.tokens_per_step)
             highest = limit if config.training.on_spike == "skip" else math.inf
             batch = batch.to(run.device, non_blocking=True)
-            nll = train_step(engine, batch, plan, config.training.z_loss, highest, mark).item()
+            meter = block_meter(run, progress.step + 1)
+            nll = train_step(engine, batch, plan, config.training.z_loss, highest, mark, meter or UNOBSERVED).item()
             progress.step += 1
+            if meter is not None:
+                run.blocks.write({"step": progress.step, **meter.row(scale)})
             progress.tokens += plan.tokens_per_step
             bar.step(progress.step)
             mark("agreeing")
@@ -118,18 +123,19 @@ def train_step(
     z_loss: float,
     highest: float = math.inf,
     mark: Callable[[str], None] = lambda phase: None,
+    observer: Observer = UNOBSERVED,
 ) -> torch.Tensor:
     """One update from batch [accumulation, micro_batch, T + 1]. Returns the token losses of all ranks, summed (nats).
 
     The loss is divided by the tokens of the whole batch. DeepSpeed divides by the accumulation and averages over the
     ranks, so both are multiplied back in. Where the summed loss is not finite, or above `highest`, no update is made.
-    mark: is told each phase of the step.
+    mark: is told each phase of the step. observer: is shown every micro-batch.
     """
     totals = torch.zeros(2, device=batch.device)
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
     for number, tokens in enumerate(batch, 1):
         mark("forward")
-        sums = engine(tokens[:, :-1], tokens[:, 1:])
+        sums = engine(tokens[:, :-1], tokens[:, 1:], observer=observer)
         loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
         totals += torch.stack((sums.nll.detach(), loss.detach()))
         if number == len(batch):
@@ -167,6 +173,14 @@ def measure(run: Run, progress: Progress, nll: float, learning_rate: float, step
         **{f"data/{name}/share": share for name, (share, _) in seen.items()},
         **{f"data/{name}/epochs": epochs for name, (_, epochs) in seen.items()},
     }
+
+
+def block_meter(run: Run, step: int) -> BlockMeter | None:
+    """What measures the sublayers in this step, where training.log_blocks_every asks for it."""
+    every = run.config.training.log_blocks_every
+    if every is None or (step != 1 and step % every):
+        return None
+    return BlockMeter(run.config.model.loops * run.config.size.num_layers, run.device)
 
 
 def _due(step: int, every: int | None) -> bool:

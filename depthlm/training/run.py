@@ -13,6 +13,7 @@ import torch
 
 from depthlm import environment, launchers
 from depthlm.analysis import count_parameters, flops_per_token
+from depthlm.analysis.runs import BLOCKS
 from depthlm.build import build_model
 from depthlm.config import Config, prepare_command
 from depthlm.data import Batches, Corpus, check_prepared, loader, open_corpus, prepare
@@ -164,6 +165,7 @@ def train_from(
         return COMPLETE
     progress = restore(engine, start, directory)
     metrics = open_metrics(directory, progress.step)
+    block_rows, logs_blocks = directory / BLOCKS, config.training.log_blocks_every is not None
     settings = dataclasses.asdict(config)
     tracker: Tracker = NoTracker()
     if first:
@@ -194,6 +196,7 @@ def train_from(
         peak_flops=peak_flops(environment.device_name(), config.precision.name),
         metrics=metrics,
         bad_batches=MetricsFile(directory / "bad_batches.jsonl" if first else None, progress.step),
+        blocks=MetricsFile(block_rows if first and (logs_blocks or block_rows.exists()) else None, progress.step),
         tracker=tracker,
         watch=watch,
         saver=Saver(engine, directory, config.training, about),

@@ -141,7 +141,7 @@ class Saver:
         return None
 
     def _publish(self, writing: Writing, digests: dict[str, str]) -> None:
-        for rows in ("metrics.jsonl", "bad_batches.jsonl"):
+        for rows in ("metrics.jsonl", "bad_batches.jsonl", "blocks.jsonl"):
             if (self.directory / rows).exists():
                 sync(self.directory / rows)
         manifest = {**writing.manifest, "files": dict(sorted(digests.items()))}

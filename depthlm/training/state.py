@@ -42,7 +42,7 @@ class Run:
     windows: of each source, its windows in the whole batch of a step (from 1).
     go_back: brings the engine back to the checkpoint of a step, and returns how far the run was; None where it cannot.
         Collective.
-    bad_batches: a file as that of the metrics, for what is told of bad batches.
+    bad_batches, blocks: files as that of the metrics, for what is told of bad batches and measured of blocks.
     """
 
     config: Config
@@ -61,6 +61,7 @@ class Run:
     peak_flops: float | None
     metrics: MetricsFile
     bad_batches: MetricsFile
+    blocks: MetricsFile
     tracker: Tracker
     watch: Watch
     saver: Saver

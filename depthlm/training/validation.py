@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import Corpus, TokenFiles, validation_batches
-from depthlm.evaluation import diagnose, mean_loss, perplexity
+from depthlm.evaluation import diagnose, perplexity, total_loss
 from depthlm.model import Decoder
 from depthlm.training.engine import autocast
 from depthlm.training.plan import Plan
@@ -27,7 +27,7 @@ def validator(
         measured: dict[str, float | None] = {}
         for name, tokens in corpus.validation.items():
             with autocast(config, device):
-                loss = mean_loss(model, marked(batches(config, plan, tokens), watch), device)
+                loss = total_loss(model, marked(batches(config, plan, tokens), watch), device).mean
             finite = loss if math.isfinite(loss) else None
             measured |= {f"validation/{name}/loss": finite, f"validation/{name}/perplexity": perplexity(finite)}
         return measured

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.residual import Residual
@@ -25,3 +26,15 @@ def vanilla() -> Callable[..., Decoder]:
             return Decoder(Size(**settings), shape, Residual, SelfAttention)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn, but laid out and rendered only where a test asks for `rendered`."""
+    if "rendered" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
+
+
+@pytest.fixture
+def rendered() -> None:
+    """The test looks at PNGs."""

@@ -50,6 +50,15 @@ def test_only_a_complete_run_has_numbers_and_only_finite_ones(tmp_path: Path) ->
     assert found.number("validation_loss", at=0.5) is None
 
 
+def test_what_evaluate_measured_of_the_last_checkpoint_comes_first(tmp_path: Path) -> None:
+    name = "validation/stdlib/loss"
+    run = write(tmp_path, summary=SUMMARY | {name: 2.5}, evaluation={"step": 100, name: 2.6, "zero_shot/piqa": 0.7})
+    assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.6, 0.7)
+    # of a run that was extended since
+    write(run, evaluation={"step": 50, name: 2.9, "zero_shot/piqa": 0.6})
+    assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, None)
+
+
 def test_a_number_on_the_way_is_that_of_the_nearest_validation(tmp_path: Path) -> None:
     run = write(tmp_path, summary=SUMMARY)
     rows = [{"step": step, "loss": 3.0, "validation/a/loss": 2.0 + step / 100} for step in (30, 60, 90)]

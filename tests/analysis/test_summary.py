@@ -49,7 +49,7 @@ def test_a_wrong_number_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.code == 2
 
 
-def test_the_loss_is_drawn_with_its_gaps(tmp_path: Path) -> None:
+def test_the_loss_is_drawn_with_its_gaps(tmp_path: Path, rendered: None) -> None:
     rows = [{"step": s, "tokens": s * 1000, "loss": None if s == 2 else 5.0 / s} for s in (1, 2, 3)]
     rows[-1]["validation/set/loss"] = 2.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

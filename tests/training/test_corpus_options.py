@@ -11,7 +11,7 @@ import torch
 import depthlm
 from depthlm.data import DataError, open_corpus, validation_batches
 from depthlm.errors import UserError
-from depthlm.evaluation import mean_loss
+from depthlm.evaluation import total_loss
 from depthlm.training import COMPLETE, train
 
 Overrides = Callable[..., list[str]]
@@ -101,10 +101,10 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(small_run: Overrides, tmp_
     model, _ = depthlm.load(tmp_path / "run")
     corpus = open_corpus(config.data)
     assert model.end_of_text == corpus.tokenizer.end_of_text
-    found = mean_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu"))
+    found = total_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu")).mean
     assert found == pytest.approx(rows(tmp_path / "run")[-1]["validation/local/loss"], rel=1e-6)
     model.end_of_text = None
-    unmasked = mean_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu"))
+    unmasked = total_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu")).mean
     assert abs(unmasked - found) > 1e-5
 
 

@@ -72,6 +72,7 @@ def test_zero_1_goes_on_as_zero_2_and_back(
     torch.testing.assert_close(losses(tmp_path / "moved"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow
 def test_zero_1_on_two_ranks_goes_on_as_zero_2_on_one(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_fork_goes_on_from_the_state_under_other_settings(small_run: Overrides
     assert not (tmp_path / "shorter").exists()
 
 
+@pytest.mark.slow
 def test_a_forks_optimizer_works_with_the_settings_of_the_fork(small_run: Overrides, tmp_path: Path) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=2", name="source"))) == 0
     states = []
