@@ -50,6 +50,17 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
     return statistics.median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
 
 
+def against(times: list[float], baseline: list[float], tokens: int) -> dict[str, Any]:
+    """One contender's time of so many tokens, and what it adds to the baseline's: a median over rounds."""
+    added = statistics.median(time / base for time, base in zip(times, baseline, strict=True)) - 1
+    return {
+        "overhead": added,
+        "microseconds_per_token": 1e6 * min(times) / tokens,
+        "microseconds_added": 1e6 * added * statistics.median(baseline) / tokens,
+        "seconds": times,
+    }
+
+
 def spread(seconds: dict[str, list[float]], one: str, twin: str) -> float:
     """Largest deviation from 1 of the ratio of two runs of the same code: what this machine cannot resolve."""
     return max(abs(b / a - 1) for a, b in zip(seconds[one], seconds[twin], strict=True))

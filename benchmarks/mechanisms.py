@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import Step, measure, peak_memory_gib, print_peak_memory, result_path, write_json
+from interleaved import Step, against, measure, peak_memory_gib, print_peak_memory, result_path, write_json
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -128,16 +128,12 @@ def main() -> None:
 
 def row(times: list[float], vanilla: list[float], tokens: int) -> dict[str, Any]:
     """One preset's speed, against vanilla's in the same rounds."""
-    added = statistics.median(time / base for time, base in zip(times, vanilla, strict=True)) - 1
-    best = min(times)
+    found, best = against(times, vanilla, tokens), min(times)
     return {
-        "ratio": 1 / (1 + added),
+        "ratio": 1 / (1 + found["overhead"]),
         "overhead_of_best": best / min(vanilla) - 1,
-        "overhead": added,
         "tokens_per_second": tokens / best,
-        "microseconds_per_token": 1e6 * best / tokens,
-        "microseconds_added": 1e6 * added * statistics.median(vanilla) / tokens,
-        "seconds": times,
+        **found,
     }
 
 
