@@ -5,6 +5,7 @@ import sys
 
 from depthlm.analysis.summary import print_overhead, print_summary
 from depthlm.config import compose
+from depthlm.config.arguments import Arguments, described, read_arguments
 from depthlm.config.command_line import exit_on_mistake
 
 
@@ -42,7 +43,50 @@ def report(arguments: list[str]) -> None:
     write_report(parsed.overrides, parsed.config_dir)
 
 
-COMMANDS = {"summary": summary, "report": report}
+def evaluate(arguments: list[str]) -> None:
+    """Loss, perplexity and bits per byte of a run on its validation sets, or its accuracy on tasks of lm-eval."""
+    from depthlm.evaluation.evaluate import Evaluate, evaluate
+
+    evaluate(_read("evaluate", Evaluate, arguments))
+
+
+def generate(arguments: list[str]) -> None:
+    """Text from a run: after one prompt, as it comes, or after each line of a file."""
+    from depthlm.evaluation.writing import Generate, write_text
+
+    write_text(_read("generate", Generate, arguments))
+
+
+def export(arguments: list[str]) -> None:
+    """A run as a folder of Hugging Face, which AutoModelForCausalLM loads."""
+    from depthlm.hugging_face.command import ExportArguments, export_run
+
+    export_run(_read("export", ExportArguments, arguments))
+
+
+def inspect(arguments: list[str]) -> None:
+    """Pictures of what a run does along depth: its weights, maps and magnitudes, and the arrays behind them."""
+    from depthlm.analysis.inspection import Inspect, inspect_run
+
+    inspect_run(_read("inspect", Inspect, arguments))
+
+
+COMMANDS = {
+    "summary": summary, "report": report, "evaluate": evaluate, "generate": generate, "export": export,
+    "inspect": inspect,
+}  # fmt: skip
+
+
+def _read(name: str, schema: type[Arguments], given: list[str]) -> Arguments:
+    """The key=value arguments of a command; --help lists its keys."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m depthlm {name}",
+        description=COMMANDS[name].__doc__,
+        epilog=f"keys:\n{described(schema)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("arguments", nargs="*", metavar="key=value")
+    return read_arguments(schema, parser.parse_args(given).arguments)
 
 
 def main() -> None:

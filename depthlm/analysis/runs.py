@@ -3,7 +3,7 @@
 import fcntl
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 # the states of a run, as the tables of a sweep name them
 WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
-SUMMARY, FAILURE = "summary.json", "failure.json"
+SUMMARY, FAILURE, BLOCKS = "summary.json", "failure.json", "blocks.jsonl"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class RunRecord:
         if metric == "training_perplexity":
             late = [row["loss"] for row in self.rows if row["step"] > 0.99 * self.summary["steps"]]
             return math.exp(sum(late) / len(late)) if late and None not in late else None
-        value = self.summary.get(metric, self.evaluation.get(metric))
+        # evaluation measures whole sets, training perhaps a part
+        value = self.evaluation.get(metric, self.summary.get(metric))
         return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     def _validation(self, metric: str, at: float) -> float | None:
@@ -80,11 +81,18 @@ def read_run(directory: str | Path) -> RunRecord:
         state = FAILED
     else:
         state = STOPPED if rows or any(folder.glob("checkpoints/step-*")) else WAITING
-    return RunRecord(folder, state, rows, summary, _json(folder / "evaluation.json"), failure.get("error"))
+    evaluation = _json(folder / "evaluation.json")
+    if "step" in evaluation and evaluation["step"] != summary.get("steps"):
+        # of another checkpoint than the last
+        evaluation = {}
+    return RunRecord(folder, state, rows, summary, evaluation, failure.get("error"))
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole row of a metrics.jsonl, up to one that is torn; none where there is no file."""
+def read_metrics(path: Path, needed: Set[str] = frozenset({"step", "loss"})) -> Iterator[dict[str, Any]]:
+    """Every whole row of a metrics.jsonl, up to one that is torn; none where there is no file.
+
+    needed: what else than a row lacks one of these. Of blocks.jsonl they are others.
+    """
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
@@ -94,7 +102,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             return
-        if isinstance(row, dict) and {"step", "loss"} <= row.keys():
+        if isinstance(row, dict) and needed <= row.keys():
             yield row
 
 
