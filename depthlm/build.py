@@ -17,6 +17,7 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
     connection, attention = factories(config.model)
     with torch.device("meta"):
         model = Decoder(config.size, config.backbone, connection, attention, loops=config.model.loops)
+    model.kernels = config.kernels
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
         initialize(model, config.seed, config.size.init_std)

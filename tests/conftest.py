@@ -12,6 +12,8 @@ from .two_ranks import TwoRanks
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 TEXT = "the depth of a stream is read by every layer and written once more before the head reads it"
 

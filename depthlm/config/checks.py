@@ -28,6 +28,7 @@ from depthlm.data import (
 )
 from depthlm.errors import UserError
 from depthlm.hugging_face.pretrained import differences, is_pretrained, read_pretrained
+from depthlm.kernels.backend import missing
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -220,6 +221,8 @@ def _check_device(config: Config) -> list[str]:
     elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
         errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
                       "use deepspeed=zero1")  # fmt: skip
+    if config.kernels == "triton" and (lack := missing(device)):
+        errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
     if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         errors.append("training.compile=true: torch.compile on a CPU needs a C++ compiler, and there is no g++ here")
     return errors

@@ -37,7 +37,7 @@ SILENT = {
 
 # what may differ when a run goes on, and is told: rounding at most, and what to do with bad numbers
 CHANGEABLE = {
-    "deterministic", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
+    "deterministic", "kernels", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
     "training.micro_batch_size", "training.activation_checkpointing", "training.compile", "training.on_bad_numbers",
     "training.max_skipped", "training.on_spike", "training.spike_deviations", "training.spike_window",
 }  # fmt: skip

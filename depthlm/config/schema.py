@@ -5,6 +5,7 @@ from typing import Any, Optional
 
 from depthlm.config.experiment import Budget, Experiment
 from depthlm.fields import key
+from depthlm.kernels.backend import CHOICES
 from depthlm.model.shape import Backbone, Size
 
 
@@ -275,6 +276,11 @@ class Config:
         "anew, and a run that has a checkpoint of its own resumes that",
     )
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
+    kernels: str = key(
+        "auto",
+        "operators over depth: triton: fused kernels; torch: plain PyTorch; auto: triton on a GPU, for all that it takes",
+        choices=CHOICES,
+    )
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")
     model: Model = field(default_factory=Model)
     backbone: Backbone = field(default_factory=Backbone)

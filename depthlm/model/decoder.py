@@ -4,6 +4,7 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from depthlm.kernels.backend import using
 from depthlm.kernels.functions import cross_entropy
 from depthlm.model.attention.self_attention import AttentionFactory, Depth, Past
 from depthlm.model.cache import Cache, KVCache
@@ -42,6 +44,7 @@ class Decoder(nn.Module):
     connection, attention: factories, called with (place, size, backbone).
     loops: passes through the same layers; each pass has connections of its own.
     activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
+    kernels: which code the operators over depth run: auto, triton or torch (`depthlm.kernels.backend`).
     end_of_text: the token that ends a document. Attention then stays inside a document, and positions count from its
         beginning, so that its logits are those of the document alone. None: a sequence is one document.
     """
@@ -57,6 +60,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.size, self.backbone, self.loops = size, backbone, loops
         self.activation_checkpointing = False
+        self.kernels = "auto"
         self.end_of_text: int | None = None
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor], Loss] = head_and_loss
         depth = loops * size.num_layers
@@ -107,6 +111,10 @@ class Decoder(nn.Module):
         ends_bt: Tensor | None = None,
     ) -> Tensor:
         """hidden_btd before the final norm."""
+        with using(self.kernels):
+            return self._hidden(tokens_bt, cache, observer, ends_bt)
+
+    def _hidden(self, tokens_bt: Tensor, cache: Cache | None, observer: Observer, ends_bt: Tensor | None) -> Tensor:
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         held_b1 = cache.document_b1 if cache is not None else None
         if ends_bt is None and self.end_of_text is not None:
@@ -128,12 +136,15 @@ class Decoder(nn.Module):
             connections = self.connections[2 * position], self.connections[2 * position + 1]
             past = Past(mask, partial(cache.update, position) if cache is not None else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                layer = partial(checkpoint, layer, use_reentrant=False)
+                layer = partial(checkpoint, layer, use_reentrant=False, context_fn=self._recompute)
             stream, depth = layer(stream, depth, connections, rope, past, observer)
         if cache is not None:
             cache.advance(length, document_b1)
         observer.read(self.connections[-1], stream)
         return self.connections[-1].close(stream)
+
+    def _recompute(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), using(self.kernels)
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
         """logits_btv."""

@@ -1,0 +1,86 @@
+"""Which code an operator runs: the PyTorch that defines it, or the Triton kernels that must equal it."""
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+import torch
+from torch import Tensor
+
+CHOICES = ("auto", "triton", "torch")
+FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_choice: ContextVar[str] = ContextVar("kernels", default="auto")
+
+
+@contextmanager
+def using(choice: str) -> Iterator[None]:
+    """Inside, operators take Triton kernels ("triton"), PyTorch ("torch"), or Triton on a GPU where it can ("auto").
+
+    Raises: ValueError for another choice.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"kernels={choice}: must be one of {', '.join(CHOICES)}")
+    token = _choice.set(choice)
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on the CPU: correct, and slow beyond any use but tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def missing(device: str) -> str | None:
+    """What Triton kernels lack on this kind of device; None: nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device == "cuda" or (device == "cpu" and interpreted()):
+        return None
+    return f"Triton runs on a GPU, not on {device} (for tests: TRITON_INTERPRET=1)"
+
+
+def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = None) -> bool:
+    """Whether the Triton kernels of an operator take these tensors.
+
+    unsupported: why they cannot, of this shape. With kernels=auto one line per reason says that PyTorch is taken.
+    Raises: ValueError with kernels=triton where they cannot.
+    """
+    choice = _choice.get()
+    tensors = list(tensors)
+    device = tensors[0].device.type
+    if choice == "torch" or (choice == "auto" and device != "cuda"):
+        return False
+    reason = missing(device) or unsupported
+    if reason is None and (kinds := {x.dtype for x in tensors if x.dtype not in FUSED_TYPES}):
+        reason = f"{', '.join(map(str, kinds))} is not fp32, fp16 or bf16"
+    if reason is not None and choice == "triton":
+        raise ValueError(f"kernels=triton: {operator}: {reason}; allowed: kernels=torch, or auto")
+    if reason is not None:
+        _say_once(operator, reason)
+    return reason is None
+
+
+@cache
+def _say_once(operator: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("kernels=auto: %s runs in PyTorch: %s", operator, reason)
+
+
+def expect(operator: str, like: Tensor, **arguments: tuple[Tensor, Sequence[int]]) -> None:
+    """The check at an operator's door: each argument (tensor, wanted shape) has that shape, a type that Triton kernels
+    compute with, and the device of `like`.
+
+    Raises: ValueError for a shape or a device, TypeError for a type.
+    """
+    for name, (tensor, shape) in arguments.items():
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{operator}: {name} is {list(tensor.shape)}, must be {list(shape)}")
+        if tensor.dtype not in FUSED_TYPES:
+            raise TypeError(f"{operator}: {name} is {tensor.dtype}, must be fp32, fp16 or bf16")
+        if tensor.device != like.device:
+            raise ValueError(f"{operator}: {name} is on {tensor.device}, must be on {like.device}")
