@@ -278,7 +278,7 @@ class Config:
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
     kernels: str = key(
         "auto",
-        "operators over depth: triton: fused kernels; torch: plain PyTorch; auto: triton on a GPU, for all that it takes",
+        "operators over depth: triton, fused kernels; torch, plain PyTorch; auto, triton on a GPU where it can",
         choices=CHOICES,
     )
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")
