@@ -1,5 +1,8 @@
 """The number formats in which operators compute."""
 
+from collections.abc import Iterable
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -17,3 +20,19 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The widest of their types."""
+    return reduce(torch.promote_types, (x.dtype for x in tensors))
+
+
+def exact_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The widest of their types, fp32 at least."""
+    return torch.promote_types(common_dtype(tensors), torch.float32)
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Inside, products of matrices are in the type of their factors."""
+    kind = x.device.type
+    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)

@@ -68,6 +68,8 @@ class Decoder(nn.Module):
         self.embedding = Embedding(size, backbone)
         places.append(Place(depth, "final", depth))
         connections = [connection(place, size, backbone) for place in places]
+        for one in connections:
+            one.meet(connections)
         inputs = [c.num_inputs for c in connections]
         layers = [
             Layer(
@@ -145,6 +147,11 @@ class Decoder(nn.Module):
 
     def _recompute(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), using(self.kernels)
+
+    def read_alone(self) -> None:
+        """Has every connection read with its own parameters alone, as it must where those of others are sharded."""
+        for connection in self.connections:
+            connection.meet([connection])
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
         """logits_btv."""

@@ -131,7 +131,7 @@ def test_attention_residuals_start_as_the_uniform_mean(build: Any, preset: str, 
     stream = [torch.randn(2, 3, 32)]
     for connection in list(model.connections)[:-1]:
         ((h,), carry) = connection.read(stream)
-        torch.testing.assert_close(h, torch.stack(stream).mean(0))
+        torch.testing.assert_close(h, torch.stack(stream[: connection.num_sources]).mean(0))
         stream = connection.write(stream, torch.randn(2, 3, 32), carry)
     torch.testing.assert_close(model.connections[-1].close(stream), torch.stack(stream).mean(0))
 
@@ -170,7 +170,7 @@ def test_every_parameter_has_moved_after_three_steps(build: Any, preset: str) ->
         optimizer.zero_grad()
         (sums.nll / sums.tokens).backward()
         optimizer.step()
-    unmoved = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
+    unmoved = [n for n, p in model.named_parameters() if torch.allclose(p, before[n], rtol=0, atol=1e-7)]
     assert sorted(unmoved) == sorted(UNMOVED.get(preset, []))
 
 

@@ -1,10 +1,14 @@
 """Attention Residuals (arXiv 2603.15031): a sublayer's input is an attention over the outputs of those before it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from depthlm.kernels.depth_attend import depth_attend
 from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.connections.phases import READS, phase_of
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
@@ -14,7 +18,8 @@ class AttentionResiduals(Connection):
     """Before every sublayer l: h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), with w its pseudo-query.
 
     The sources b_j are sums of `block_size` sublayer outputs. b_0 is the embedding; the newest source is the running
-    sum of the block at work, which is there from the block's second sublayer on. The stream is that list.
+    sum of the block at work, which is there from the block's second sublayer on. The stream is that list, and behind
+    it what the first sublayer of a phase has read for the later ones.
 
     [b_0, ..., b_{n-1}, running sum] --attention over depth--> h -> sublayer -> output --(+)--> running sum
                                                                                   or a new block: [..., b_n, output]
@@ -47,6 +52,8 @@ class AttentionResiduals(Connection):
         self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
         self.num_sources = 1 + -(-place.sublayer // self.block_size)
         self.begins_block = place.sublayer % self.block_size == 0
+        self.two_phase = query == "static" and mixing == "softmax"
+        self.phase: list[AttentionResiduals] = [self]
         if mixing == "scalars":
             self.scores = nn.Parameter(torch.empty(self.num_sources))
             return
@@ -61,23 +68,39 @@ class AttentionResiduals(Connection):
         # a zero query makes the first h the mean of the sources, as the paper asks
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
 
-    def read(self, stream: Stream) -> tuple[Inputs, None]:
-        return (weighted_sum(self.weights(stream), stream),), None
+    def meet(self, connections: Sequence[Connection]) -> None:
+        if self.two_phase:
+            # a phase begins with a block
+            length = -(-READS // self.block_size) * self.block_size
+            self.phase = phase_of(self, [c for c in connections if isinstance(c, AttentionResiduals)], length)
+
+    def read(self, stream: Stream) -> tuple[Inputs, Stream]:
+        if not self.two_phase:
+            return (weighted_sum(self.weights(stream), stream),), []
+        queries = torch.stack([c.key() for c in self.phase]) if self is self.phase[0] else self.key()[None]
+        h, waiting = read_phase(self, stream, queries, self.phase[0].num_sources)
+        return (h,), waiting
+
+    def key(self) -> Tensor:
+        """The query times the weight of the key norm: what x / rms(x) is multiplied with."""
+        return self.query if self.eps is None else self.query * self.key_norm
 
     def weights(self, stream: Stream) -> Tensor:
         """alpha of the sources, [n, b, t], or [n] of scalars."""
+        stream = stream[: self.num_sources]
         if self.mixing == "scalars":
             return self.scores.softmax(0)
         w = self.query_proj(stream[-1]) if hasattr(self, "query_proj") else self.query
         score_nbt = source_scores(w * self.key_norm if self.eps is not None else w, stream, self.eps)
         return score_nbt.softmax(0) if self.mixing == "softmax" else score_nbt.sigmoid()
 
-    def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
+    def write(self, stream: Stream, output_btd: Tensor, carry: Stream) -> Stream:
+        sources = stream[: self.num_sources]
         if self.begins_block:
-            return [*stream, output_btd]
-        *blocks, running_sum = stream
+            return [*sources, output_btd, *carry]
+        *blocks, running_sum = sources
         # in the embedding's type, as a residual stream
-        return [*blocks, running_sum.to(stream[0].dtype) + output_btd]
+        return [*blocks, running_sum.to(sources[0].dtype) + output_btd, *carry]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return read_flops(self.size, self.num_sources, scored=self.mixing != "scalars")
@@ -91,7 +114,8 @@ class AttentionResidualsRecency(Connection):
 
     alpha = softmax_j(w . RMSNorm(b_j) + r [j is the running sum]), with r a parameter that starts at 3.
     The running sum starts as the embedding, takes every output and is never reset; a block is a snapshot of it at the
-    end of a layer. The stream is [embedding, snapshots ..., running sum].
+    end of a layer. The stream is [embedding, snapshots ..., running sum], and behind it what the first sublayer of a
+    phase has read for the later ones.
 
     block_size: sublayers between snapshots; None: ceil(2L / 8).
     """
@@ -103,6 +127,7 @@ class AttentionResidualsRecency(Connection):
         self.eps = backbone.norm_eps
         self.num_sources = 2 + self.snapshots(place.layer)
         self.takes_snapshot = place.kind == "mlp" and self.snapshots(place.layer + 1) > self.snapshots(place.layer)
+        self.phase: list[AttentionResidualsRecency] = [self]
         self.query = nn.Parameter(torch.empty(size.hidden_size))
         self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
         self.recency = nn.Parameter(torch.empty(1))
@@ -117,24 +142,31 @@ class AttentionResidualsRecency(Connection):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0}[name])
 
+    def meet(self, connections: Sequence[Connection]) -> None:
+        self.phase = phase_of(self, [c for c in connections if isinstance(c, AttentionResidualsRecency)], READS)
+
     def open(self, embedding_btd: Tensor) -> Stream:
         return [embedding_btd, embedding_btd]
 
-    def read(self, stream: Stream) -> tuple[Inputs, None]:
-        return (weighted_sum(self.weights(stream), stream),), None
+    def read(self, stream: Stream) -> tuple[Inputs, Stream]:
+        first = self.phase[0]
+        queries = torch.stack([c.query * c.key_norm for c in (self.phase if self is first else [self])])
+        # all but the running sum of that time
+        h, waiting = read_phase(self, stream, queries, first.num_sources - 1, self.recency)
+        return (h,), waiting
 
     def weights(self, stream: Stream) -> Tensor:
         """alpha_nbt of the sources."""
-        score_nbt = source_scores(self.query * self.key_norm, stream, self.eps)
+        score_nbt = source_scores(self.query * self.key_norm, stream[: self.num_sources], self.eps)
         *blocks_nbt, newest_bt = score_nbt
         return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
 
-    def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
-        *blocks, running_sum = stream
+    def write(self, stream: Stream, output_btd: Tensor, carry: Stream) -> Stream:
+        *blocks, running_sum = stream[: self.num_sources]
         running_sum = running_sum + output_btd
         if self.takes_snapshot:
             blocks = [*blocks, running_sum]
-        return [*blocks, running_sum]
+        return [*blocks, running_sum, *carry]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return read_flops(self.size, self.num_sources)
@@ -148,6 +180,33 @@ class Projection(nn.Linear):
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.zero_()
+
+
+def read_phase(
+    reader: AttentionResiduals | AttentionResidualsRecency,
+    stream: Stream,
+    query_sd: Tensor,
+    num_old: int,
+    newest_bias: Tensor | None = None,
+) -> tuple[Tensor, Stream]:
+    """h_btd of a reader, and what waits behind the sources for the later readers of its phase: their outputs over the
+    old sources, and the log-sum-exps, lse_sbt, of all that wait.
+
+    query_sd: of the whole phase for its first reader, else of this one. num_old: sources that the first reader reads
+    for all. newest_bias: is added to the score of the newest source.
+    """
+    sources, waiting = stream[: reader.num_sources], stream[reader.num_sources :]
+    if reader is reader.phase[0]:
+        out_sbtd, lse_sbt = depth_attend(query_sd, sources[:num_old], reader.eps)
+        waiting = [*out_sbtd, lse_sbt]
+    h_btd, *later, lse_sbt = waiting
+    if recent := sources[num_old:]:
+        bias_n = None
+        if newest_bias is not None:
+            bias_n = torch.cat([newest_bias.new_zeros(len(recent) - 1), newest_bias])
+        start = h_btd[None], lse_sbt[-1 - len(later)][None]
+        h_btd = depth_attend(query_sd[:1], recent, reader.eps, bias_n, start)[0][0]
+    return h_btd, [*later, lse_sbt] if later else []
 
 
 def default_block_size(place: Place) -> int:

@@ -3,6 +3,7 @@
 Shapes: b batch, t tokens, d hidden size.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -38,6 +39,10 @@ class Connection(nn.Module):
     def num_inputs(self) -> int:
         """Inputs that `read` gives: 1, or 3 for q, k and v of an attention, each then with a norm of its own."""
         return 1
+
+    def meet(self, connections: "Sequence[Connection]") -> None:
+        """Is called when a decoder has made all its connections, for reads that are made together with those of other
+        sublayers; or with this one alone, where its parameters alone are at hand."""
 
     def open(self, embedding_btd: Tensor) -> Stream:
         """The stream at the bottom of the decoder."""

@@ -1,11 +1,15 @@
 """Generalised residual networks and DeepCrossAttention (arXiv 2502.06785): a block reads a learned combination of all
 earlier block outputs, which in v3 depends on the input."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.depth_reduce import gated_sum, source_scores, weighted_sum
+from depthlm.kernels.depth_reduce import source_scores, weighted_sum
+from depthlm.kernels.depth_sums import gated_reads, weighted_reads
 from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.connections.phases import READS, phase_of
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
@@ -22,7 +26,8 @@ class GRN(Connection):
         |                                `----------------------------'
 
     A block's output is attention + MLP without the skip, so with b = 1 and w = 0, the start, g is the sum that vanilla
-    has. One more read is the final hidden state. The stream is G; between attention and MLP, [*G, attention output, h].
+    has. One more read is the final hidden state. The stream is G; between attention and MLP, [*G, attention output, h];
+    and behind either what the first block of a phase has read for the later ones.
 
     last_k: G holds [embedding, sum of the outputs before, the last k outputs]; None: all.
     gate, of v3: relu_of_sum, as above; printed, the paper's b_j + relu(w_j . G_j), whose w never gets a gradient at 0.
@@ -51,6 +56,9 @@ class GRN(Connection):
         )
         self.version, self.last_k, self.gate, self.separate_qkv = version, last_k, gate, separate_qkv
         self.num_sources = place.layer + 1 if last_k is None else min(place.layer + 1, last_k + 2)
+        # in one pass for all inputs, and for those of later blocks: a product, or a gate of each dimension
+        self.fused = version == 1 or (version == 3 and gate == "relu_of_sum")
+        self.phase: list[GRN] = [self]
         if place.kind == "mlp":
             return
         widths = () if version == 1 else (size.hidden_size,)
@@ -66,30 +74,52 @@ class GRN(Connection):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.fill_(1.0 if name == "b" else 0.0)
 
-    def read(self, stream: Stream) -> tuple[Inputs, Tensor | None]:
+    def meet(self, connections: Sequence[Connection]) -> None:
+        # a shortened stack has another sum in its middle at every block
+        if self.fused and self.last_k is None and self.place.kind != "mlp":
+            readers = [c for c in connections if isinstance(c, GRN) and c.place.kind != "mlp"]
+            self.phase = phase_of(self, readers, max(1, READS // readers[0].num_inputs))
+
+    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Stream] | None]:
         if self.place.kind == "mlp":
-            return (stream[-1],), None
-        g = tuple(self.combine(stream, i) for i in range(self.num_inputs))
-        return g, g[0]
+            return (stream[self.num_sources + 1],), None
+        sources, waiting = stream[: self.num_sources], stream[self.num_sources :]
+        if not self.fused:
+            g = [self.combine(sources, i) for i in range(self.num_inputs)]
+        else:
+            old = self.phase[0].num_sources
+            if self is self.phase[0]:
+                waiting = [*self.sum_up(self.phase, slice(0, old), sources, None)]
+            g, waiting = waiting[: self.num_inputs], waiting[self.num_inputs :]
+            if recent := sources[old:]:
+                g = [*self.sum_up([self], slice(old, None), recent, torch.stack(g))]
+        return tuple(g), (g[0], waiting)
+
+    def sum_up(self, readers: "Sequence[GRN]", part: slice, sources: Stream, start_sbtd: Tensor | None) -> Tensor:
+        """g_sbtd of the inputs of these readers, over this part of their sources, added to a start."""
+        b_snd = torch.cat([c.b[:, part] for c in readers])
+        if self.version == 1:
+            return weighted_reads(b_snd, sources, start_sbtd)
+        w_snd = torch.cat([(c.w if c.w.shape[1] == 1 else c.w[:, part]).expand(-1, len(sources), -1) for c in readers])
+        return gated_reads(b_snd, w_snd, sources, start_sbtd)
 
     def combine(self, sources: Stream, i: int) -> Tensor:
         """g_btd, the i-th of the inputs."""
-        if self.version < 3:
-            return weighted_sum(self.b[i], sources)
-        score_nbt = self.scores(sources, i)
-        if self.gate == "relu_of_sum":
-            return gated_sum(self.b[i], score_nbt, sources)
-        return weighted_sum(self.b[i], sources) + weighted_sum(score_nbt.relu(), sources)
+        g = weighted_sum(self.b[i], sources)
+        return g if self.version == 2 else g + weighted_sum(self.scores(sources, i).relu(), sources)
 
-    def scores(self, sources: Stream, i: int) -> Tensor:
+    def scores(self, stream: Stream, i: int) -> Tensor:
         """w_j . G_j of v3, of each source of the i-th input, [n, b, t]."""
+        sources = stream[: self.num_sources]
         return source_scores(self.w[i].expand(len(sources), -1), sources, eps=None)
 
-    def write(self, stream: Stream, output_btd: Tensor, carry: Tensor | None) -> Stream:
+    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Stream] | None) -> Stream:
+        sources, rest = stream[: self.num_sources], stream[self.num_sources :]
         if carry is not None:
-            return [*stream, output_btd, output_btd + carry]
-        *stack, attention_btd, _ = stream
-        return self.shorten([*stack, attention_btd + output_btd])
+            g, waiting = carry
+            return [*sources, output_btd, output_btd + g, *waiting]
+        attention_btd, _, *waiting = rest
+        return [*self.shorten([*sources, attention_btd + output_btd]), *waiting]
 
     def shorten(self, stack: Stream) -> Stream:
         """The stack with at most `last_k` outputs after the embedding and the sum of the older ones."""

@@ -1,10 +1,13 @@
 """DenseFormer (arXiv 2402.02622): each block's input is a learned average of all earlier block outputs."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.depth_reduce import weighted_sum
+from depthlm.kernels.depth_sums import weighted_reads
 from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.connections.phases import READS, phase_of
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, check
 from depthlm.model.shape import Backbone, Size
@@ -14,7 +17,8 @@ class DenseFormer(Connection):
     """Depth-weighted averaging after every block: Y_i = sum_{j <= i} a_ij X_j.
 
     X_0 is the embedding, X_i the output of block i before its own average, Y_i the input of block i + 1. Within a block
-    the connection is residual. The stream is [X_0, ..., X_i, h], where h is Y_i between blocks.
+    the connection is residual. The stream is [X_0, ..., X_i, h], where h is Y_i between blocks, and behind it what the
+    first average of a phase has summed for the later ones.
 
     X_0 ... X_{i-1} -----------------------------.
     h = Y_{i-1} -> attention -> + -> MLP -> + -> X_i -> a_i . X -> Y_i
@@ -30,6 +34,7 @@ class DenseFormer(Connection):
             raise ValueError(f"period={period}: the {place.num_layers} layers end before the first average")
         block = place.layer + 1
         self.sources: range | None = None
+        self.phase, self.dilation = [self], dilation
         if place.kind == "mlp" and block % period == 0:
             self.sources = range(block % dilation, block + 1, dilation)
             self.a = nn.Parameter(torch.empty(len(self.sources)))
@@ -37,21 +42,36 @@ class DenseFormer(Connection):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor[-1] = 1.0  # Y_i = X_i: the decoder starts as vanilla
 
+    def meet(self, connections: Sequence[Connection]) -> None:
+        averages = [c for c in connections if isinstance(c, DenseFormer) and c.sources]
+        # with a dilation neighbours read different sources
+        self.phase = phase_of(self, averages, READS if self.dilation == 1 else 1) if self.sources else [self]
+
     def open(self, embedding_btd: Tensor) -> Stream:
         return [embedding_btd, embedding_btd]
 
     def read(self, stream: Stream) -> tuple[Inputs, None]:
-        return (stream[-1],), None
+        return (stream[self.place.layer + 1],), None
 
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
-        *history, h = stream
-        h = h + output_btd
+        block = self.place.layer + 1
+        history, h, waiting = stream[:block], stream[block] + output_btd, stream[block + 1 :]
         if self.place.kind == "attention":
-            return [*history, h]
+            return [*history, h, *waiting]
         history = [*history, h]
         if self.sources is None:
-            return [*history, h]
-        return [*history, weighted_sum(self.a, [history[j] for j in self.sources])]
+            return [*history, h, *waiting]
+        return [*history, *self.average([history[j] for j in self.sources], waiting)]
+
+    def average(self, sources: list[Tensor], waiting: Stream) -> Stream:
+        """Y_i, and behind it the sums that wait for the later averages of the phase."""
+        old = self.phase[0].a.numel()
+        if self is self.phase[0]:
+            waiting = [*weighted_reads(torch.stack([c.a[:old] for c in self.phase]), sources)]
+        y, *later = waiting
+        if recent := sources[old:]:
+            y = weighted_reads(self.a[None, old:], recent, y[None])[0]
+        return [y, *later]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return 2.0 * self.size.hidden_size * len(self.sources or ())
