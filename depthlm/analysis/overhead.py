@@ -61,7 +61,7 @@ def held_states(model: Decoder) -> float:
     connections = list(model.connections)[:-1]
     stream, most = connections[0].open(hidden_btd), 0.0
     for connection in connections:
-        most = max(most, sum(x.numel() for x in distinct(stream)) / hidden_btd.numel())
+        most = max(most, sum(x.numel() for x in distinct(connection.settled(stream))) / hidden_btd.numel())
         _, carry = connection.read(stream)
         # a new tensor, as every sublayer's output is
         stream = connection.write(stream, torch.empty_like(hidden_btd), carry)

@@ -24,16 +24,6 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     return call(WeightedSum, weights, *sources)
 
 
-def gated_sum(bias_nd: Tensor, score_np: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """sum_j relu(bias[j] + score[j]) * sources[j] as y_pd, the gate of each position and dimension."""
-    return call(GatedSum, bias_nd, score_np, *sources)
-
-
-def gate(bias_d: Tensor, score_p: Tensor) -> Tensor:
-    """relu(bias + score) of a source, [p, d]."""
-    return (bias_d + score_p[..., None]).relu_()
-
-
 def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -> Tensor:
     """score_np in fp32 or better: query . sources[j], or query . sources[j] / rms(sources[j]) with an eps.
 
@@ -60,26 +50,6 @@ class WeightedSum(torch.autograd.Function):
             grad_weights = torch.stack([_sum(exact, x, dims) for x in sources]).to(weights.dtype)
         pairs = zip(_broadcast(weights, sources), sources, needs, strict=True)
         return grad_weights, *((grad * w.to(grad.dtype)).to(x.dtype) if need else None for w, x, need in pairs)
-
-
-class GatedSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bias_nd: Tensor, score_np: Tensor, *sources: Tensor) -> Tensor:
-        ctx.save_for_backward(bias_nd, score_np, *sources)
-        gates = (gate(bias_d, score_p) for bias_d, score_p in zip(bias_nd, score_np, strict=True))
-        return _sum_of_products(gates, sources)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        bias_nd, score_np, *sources = ctx.saved_tensors
-        grad_bias, grad_score, grad_sources = [], [], []
-        for bias_d, score_p, x in zip(bias_nd, score_np, sources, strict=True):
-            gates = gate(bias_d, score_p)
-            grad_sources.append((grad * gates).to(x.dtype))
-            grad_gate = (upcast(grad) * x).mul_(gates > 0)
-            grad_bias.append(grad_gate.flatten(0, -2).sum(0))
-            grad_score.append(grad_gate.sum(-1))
-        return torch.stack(grad_bias).to(bias_nd.dtype), torch.stack(grad_score).to(score_np.dtype), *grad_sources
 
 
 class SourceScores(torch.autograd.Function):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.backend import using
-from depthlm.kernels.functions import cross_entropy
 from depthlm.model.attention.self_attention import AttentionFactory, Depth, Past
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
@@ -155,9 +154,18 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
         """logits_btv."""
+        return self.head(self.final_norm(hidden_btd), self._tied())
+
+    def losses(self, hidden_btd: Tensor, targets_bt: Tensor) -> tuple[Tensor, Tensor]:
+        """nll_r and logsumexp_r of each token, r = b * t; logits of a large batch are never whole in memory.
+
+        The nll of a target of -100 means nothing, and must get no gradient.
+        """
+        return self.head(self.final_norm(hidden_btd), self._tied(), targets_bt.flatten())
+
+    def _tied(self) -> Tensor | None:
         # only a tied head reads the embedding's matrix, and where weights are sharded each read is a gather
-        embedding_vd = self.embedding.weight if self.backbone.tie_embeddings else None
-        return self.head(self.final_norm(hidden_btd), embedding_vd)
+        return self.embedding.weight if self.backbone.tie_embeddings else None
 
     def make_cache(self, max_length: int = 256) -> KVCache:
         """An empty cache for this decoder, with room for max_length tokens at first."""
@@ -165,10 +173,8 @@ class Decoder(nn.Module):
 
 
 def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:
-    logits_btv = model.logits(hidden_btd)
-    targets = targets_bt.flatten()
-    nll, logsumexp = cross_entropy(logits_btv.flatten(0, 1), targets)
-    counted = targets != -100
+    nll, logsumexp = model.losses(hidden_btd, targets_bt)
+    counted = targets_bt.flatten() != -100
     z = logsumexp.square()
     return Loss(nll.where(counted, 0).sum(), z.where(counted, 0).sum(), counted.sum())
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from depthlm.kernels.dtypes import compute_dtype, upcast
 from depthlm.kernels.functions import linear, rms_norm
+from depthlm.kernels.linear_cross_entropy import linear_cross_entropy
 from depthlm.model.shape import Backbone, Size
 
 Rope = tuple[Tensor, Tensor]
@@ -91,10 +92,18 @@ class Head(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(size.vocab_size, size.hidden_size))
         self.bias = nn.Parameter(torch.zeros(size.vocab_size)) if backbone.head_bias else None
 
-    def forward(self, hidden_btd: Tensor, embedding_vd: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden_btd: Tensor, embedding_vd: Tensor | None, targets_r: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """logits_btv; with targets, -100 where none, nll_r and logsumexp_r of all b * t rows instead.
+
+        Both are made here: where weights are sharded, a module has them in its own forward and backward pass alone.
+        """
         weight_vd = embedding_vd if self.weight is None else self.weight
         assert weight_vd is not None
-        return linear(hidden_btd, weight_vd, self.bias)
+        if targets_r is None:
+            return linear(hidden_btd, weight_vd, self.bias)
+        return linear_cross_entropy(hidden_btd.flatten(0, 1), weight_vd, self.bias, targets_r)
 
 
 def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.kernels.depth_reduce import gated_sum, source_scores, weighted_sum
+from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 
 
 def sources(n: int, t: int = 3, d: int = 4, seed: int = 0) -> list[torch.Tensor]:
@@ -30,15 +30,6 @@ def test_a_weighted_sum(n: int, t: int, d: int, kind: str) -> None:
     expected = sum(w[j] * x for j, x in enumerate(xs))
     torch.testing.assert_close(weighted_sum(weights, xs), expected)
     assert torch.autograd.gradcheck(lambda w, *xs: weighted_sum(w, xs), (weights, *xs))
-
-
-@settings(max_examples=15, deadline=None)
-@given(n=st.integers(1, 5), t=st.integers(1, 5), d=st.integers(1, 6))
-def test_a_gated_sum(n: int, t: int, d: int) -> None:
-    xs, bias, score = sources(n, t, d), normal(n, d), normal(n, 2, t)
-    expected = sum((bias[j] + score[j][..., None]).relu() * x for j, x in enumerate(xs))
-    torch.testing.assert_close(gated_sum(bias, score, xs), expected)
-    assert torch.autograd.gradcheck(lambda b, s, *xs: gated_sum(b, s, xs), (bias, score, *xs))
 
 
 @settings(max_examples=20, deadline=None)

@@ -31,7 +31,7 @@ class MixingMaps(Collector):
         assert isinstance(connection, HyperConnections | ManifoldHyperConnections)
         tokens = stream[0].shape[0] * stream[0].shape[1]
         if connection.place.kind != "final":
-            maps = connection.maps(stream[0])
+            maps = connection.maps(connection.streams(stream))
             for name, value in zip(("pre", "post", "res"), maps, strict=True):
                 self.add((name, connection.place.sublayer), value.mean((0, 1)), tokens)
             self.res_btij.append(maps[2].double())

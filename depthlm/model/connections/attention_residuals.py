@@ -70,15 +70,15 @@ class AttentionResiduals(Connection):
 
     def meet(self, connections: Sequence[Connection]) -> None:
         if self.two_phase:
-            # a phase begins with a block
-            length = -(-READS // self.block_size) * self.block_size
-            self.phase = phase_of(self, [c for c in connections if isinstance(c, AttentionResiduals)], length)
+            self.phase = phase_of(self, [c for c in connections if isinstance(c, AttentionResiduals)], READS)
 
     def read(self, stream: Stream) -> tuple[Inputs, Stream]:
         if not self.two_phase:
             return (weighted_sum(self.weights(stream), stream),), []
         queries = torch.stack([c.key() for c in self.phase]) if self is self.phase[0] else self.key()[None]
-        h, waiting = read_phase(self, stream, queries, self.phase[0].num_sources)
+        # all but the running sum of that time
+        first = self.phase[0]
+        h, waiting = read_phase(self, stream, queries, first.num_sources - (not first.begins_block))
         return (h,), waiting
 
     def key(self) -> Tensor:
@@ -101,6 +101,9 @@ class AttentionResiduals(Connection):
         *blocks, running_sum = sources
         # in the embedding's type, as a residual stream
         return [*blocks, running_sum.to(sources[0].dtype) + output_btd, *carry]
+
+    def settled(self, stream: Stream) -> Stream:
+        return stream[: self.num_sources]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return read_flops(self.size, self.num_sources, scored=self.mixing != "scalars")
@@ -167,6 +170,9 @@ class AttentionResidualsRecency(Connection):
         if self.takes_snapshot:
             blocks = [*blocks, running_sum]
         return [*blocks, running_sum, *carry]
+
+    def settled(self, stream: Stream) -> Stream:
+        return stream[: self.num_sources]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return read_flops(self.size, self.num_sources)

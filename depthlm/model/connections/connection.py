@@ -56,6 +56,11 @@ class Connection(nn.Module):
         """The stream after this sublayer. Every connection defines it."""
         raise NotImplementedError(f"{type(self).__name__} defines no write(stream, output_btd, carry)")
 
+    def settled(self, stream: Stream) -> Stream:
+        """What this stream has by the mechanism's formula when its sublayer is about to read: without what was read
+        ahead, and with what is yet to be written."""
+        return stream
+
     def close(self, stream: Stream) -> Tensor:
         """The hidden state before the final norm: by default one more read."""
         return self.read(stream)[0][0]

@@ -129,6 +129,9 @@ class GRN(Connection):
         # in the embedding's type: this sum grows with depth, as a residual stream does
         return [embedding, sum(middle[1:], middle[0].to(embedding.dtype)), *stack[-self.last_k :]]
 
+    def settled(self, stream: Stream) -> Stream:
+        return stream[: self.num_sources + 2 * (self.place.kind == "mlp")]
+
     def forward_flops(self, length: int, causal: bool) -> float:
         reads = 0 if self.place.kind == "mlp" else self.num_inputs
         return (4.0 if self.version == 3 else 2.0) * reads * self.num_sources * self.size.hidden_size

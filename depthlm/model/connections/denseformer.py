@@ -73,6 +73,9 @@ class DenseFormer(Connection):
             y = weighted_reads(self.a[None, old:], recent, y[None])[0]
         return [y, *later]
 
+    def settled(self, stream: Stream) -> Stream:
+        return stream[: self.place.layer + 2]
+
     def forward_flops(self, length: int, causal: bool) -> float:
         return 2.0 * self.size.hidden_size * len(self.sources or ())
 

@@ -15,7 +15,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.streams import mix_streams, normed_projection, read_streams, sinkhorn
+from depthlm.kernels.mhc_post_pre import Pending, mhc_maps, mhc_post_pre, write_streams
+from depthlm.kernels.streams import mix_streams, normed_projection, read_streams
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check, one_of
@@ -93,6 +94,10 @@ class HyperConnections(Connection):
         post_btn, res_btij = carry
         return [mix_streams(res_btij, stream[0], post_btn, output_btd)]
 
+    def streams(self, stream: Stream) -> Tensor:
+        """X_btnd that this stream stands for."""
+        return stream[0]
+
     def close(self, stream: Stream) -> Tensor:
         assert self.collapse is not None
         return self.collapse(stream[0])
@@ -108,7 +113,10 @@ class HyperConnections(Connection):
 
 
 class ManifoldHyperConnections(Connection):
-    """mHC: maps that keep the size of the signal. The stream is [X].
+    """mHC: maps that keep the size of the signal.
+
+    A write only hands on what it was given, and the next read does both in one operator: the stream is [X] at the
+    bottom, then [X, y, H_post, H_res], which stands for H_res X + H_post^T y.
 
     x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
     H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
@@ -154,32 +162,37 @@ class ManifoldHyperConnections(Connection):
     def open(self, embedding_btd: Tensor) -> Stream:
         return [copies(embedding_btd, self.num_streams)]
 
-    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor]]:
-        (x_btnd,) = stream
-        pre_btn, post_btn, res_btij = self.maps(x_btnd)
-        return (read_streams(pre_btn, x_btnd),), (post_btn, res_btij)
+    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
+        x_btnd, pending = _pending(stream)
+        weights = self.norm * self.phi, self.alpha, self.bias
+        input_btd, x_btnd, post_btn, res_btij = mhc_post_pre(x_btnd, pending, *weights, self.eps, self.iterations)
+        return (input_btd,), (x_btnd, post_btn, res_btij)
 
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """H_pre, H_post and H_res of every token."""
-        projected = normed_projection(x_btnd.flatten(2), self.norm * self.phi, self.eps)
-        alpha = torch.cat([a.expand(width) for a, width in zip(self.alpha, self.widths, strict=True)])
-        pre, post, res = (alpha * projected + self.bias).split(self.widths, dim=-1)
-        n = self.num_streams
-        return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), self.iterations)
+        return mhc_maps(x_btnd, self.norm * self.phi, self.alpha, self.bias, self.eps, self.iterations)
 
-    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor]) -> Stream:
-        post_btn, res_btij = carry
-        return [mix_streams(res_btij, stream[0], post_btn, output_btd)]
+    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor, Tensor]) -> Stream:
+        x_btnd, post_btn, res_btij = carry
+        return [x_btnd, output_btd, post_btn, res_btij]
+
+    def streams(self, stream: Stream) -> Tensor:
+        """X_btnd that this stream stands for."""
+        x_btnd, pending = _pending(stream)
+        return x_btnd if pending is None else write_streams(x_btnd, pending)
+
+    def settled(self, stream: Stream) -> Stream:
+        return [self.streams(stream)]
 
     def close(self, stream: Stream) -> Tensor:
         assert self.collapse is not None
-        return self.collapse(stream[0])
+        return self.collapse(self.streams(stream))
 
     def diagnostics(self, stream: Stream) -> dict[str, Tensor]:
         """How far H_res is from its manifold, where rows and columns sum to 1."""
         if self.collapse is not None:
             return {}
-        _, _, res_btij = self.maps(stream[0])
+        _, _, res_btij = self.maps(self.streams(stream))
         sums = {"row": res_btij.sum(-1), "column": res_btij.sum(-2)}
         return {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
 
@@ -210,6 +223,11 @@ class Collapse(nn.Module):
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.zero_()
+
+
+def _pending(stream: Stream) -> tuple[Tensor, Pending | None]:
+    x_btnd, *rest = stream
+    return x_btnd, (rest[0], rest[1], rest[2]) if rest else None
 
 
 def copies(embedding_btd: Tensor, num_streams: int) -> Tensor:

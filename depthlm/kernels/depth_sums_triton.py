@@ -1,0 +1,211 @@
+# mypy: allow-untyped-defs
+"""`weighted_reads` and `gated_reads` in Triton: sources by pointer, each read once for all reads, forward and backward.
+
+A program goes through rows of positions. A launch takes up to MOST sources; more are chained, as the phases of a read
+are.
+
+Shapes: s reads, n sources, p positions, d width, r programs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthlm.kernels.backend import expect
+from depthlm.kernels.dtypes import common_dtype
+from depthlm.kernels.heads_triton import loaded, padded
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("fused kernels need the package triton") from error
+
+# sources of a launch: its code has a piece for each
+MOST = 16
+# positions that a program goes through
+ROWS = 16
+# programs of a backward pass, each with partial sums of its own
+PROGRAMS = 256
+
+
+def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
+    """As `weighted_reads`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
+    expect("depth_sums", weights_sn, weights=(weights_sn, (len(weights_sn), len(sources))))
+    _check_streams(weights_sn, sources, start_spd)
+    for i in range(0, len(sources), MOST):
+        start_spd = forward(weights_sn[:, i : i + MOST], None, [*sources[i : i + MOST]], start_spd)
+    assert start_spd is not None
+    return start_spd
+
+
+def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
+    """As `gated_reads`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
+    shape = (len(bias_snd), len(sources), sources[0].shape[-1])
+    expect("depth_sums", bias_snd, bias=(bias_snd, shape), gate=(gate_snd, shape))
+    _check_streams(bias_snd, sources, start_spd)
+    for i in range(0, len(sources), MOST):
+        part = slice(i, i + MOST)
+        start_spd = forward(bias_snd[:, part], gate_snd[:, part], [*sources[part]], start_spd)
+    assert start_spd is not None
+    return start_spd
+
+
+def _check_streams(weights: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> None:
+    shape = sources[0].shape
+    expect("depth_sums", weights, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
+    if start_spd is not None:
+        expect("depth_sums", weights, start=(start_spd, (len(weights), *shape)))
+
+
+@torch.library.custom_op("depthlm::depth_sums", mutates_args=())
+def forward(weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor], start_spd: Tensor | None) -> Tensor:
+    """out_spd in the widest type of the sources. weights: [s, n]; with a gate the bias, [s, n, d]."""
+    reads, shape = len(weights), sources[0].shape
+    out = weights.new_empty(reads, *shape, dtype=common_dtype(sources))
+    xs, given = padded([x.contiguous() for x in sources]), _given(weights, gate_snd, start_spd)
+    _launch(_forward, ROWS, [xs, *given, out], weights, gate_snd, shape, START=start_spd is not None)
+    return out
+
+
+@torch.library.custom_op("depthlm::depth_sums_backward", mutates_args=())
+def backward(
+    grad_spd: Tensor, weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The gradients of the weights, of the gate (empty where there is none) and of each source."""
+    xs, shape = padded([x.contiguous() for x in sources]), sources[0].shape
+    positions = sources[0].numel() // shape[-1]
+    rows = max(ROWS, triton.cdiv(positions, PROGRAMS))
+    grads = [torch.empty_like(x) for x in xs[: len(sources)]]
+    programs = triton.cdiv(positions, rows)
+    parts = weights.new_empty(programs, *weights.shape, dtype=torch.float32)
+    parts_gate = parts.new_empty(0) if gate_snd is None else torch.empty_like(parts)
+    given = _given(weights, gate_snd, None)[:2]
+    tensors = [grad_spd.contiguous(), xs, *given, padded(grads), parts, parts_gate]
+    _launch(_backward, rows, tensors, weights, gate_snd, shape)
+    grad_gate = parts_gate if gate_snd is None else parts_gate.sum(0).to(gate_snd.dtype)
+    return parts.sum(0).to(weights.dtype), grad_gate, grads
+
+
+@forward.register_fake
+def _(weights, gate_snd, sources, start_spd):
+    return weights.new_empty((len(weights), *sources[0].shape), dtype=common_dtype(sources))
+
+
+@backward.register_fake
+def _(grad_spd, weights, gate_snd, sources):
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
+    grad_gate = weights.new_empty(0, dtype=torch.float32) if gate_snd is None else gate_snd.new_empty(gate_snd.shape)
+    return weights.new_empty(weights.shape), grad_gate, grads
+
+
+def _setup_context(ctx, inputs, output):
+    weights, gate, sources, start = inputs
+    ctx.start = None if start is None else start.dtype
+    ctx.save_for_backward(weights, gate, *sources)
+
+
+def _differentiate(ctx, grad):
+    weights, gate, *sources = ctx.saved_tensors
+    grad_weights, grad_gate, grads = backward(grad, weights, gate, sources)
+    return grad_weights, None if gate is None else grad_gate, grads, None if ctx.start is None else grad.to(ctx.start)
+
+
+forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _given(weights: Tensor, gate_snd: Tensor | None, start_spd: Tensor | None) -> list[Tensor]:
+    """What a kernel is given: the weights themselves for what is missing."""
+    return [weights.contiguous() if x is None else x.contiguous() for x in (weights, gate_snd, start_spd)]
+
+
+def _launch(kernel, rows, tensors, weights, gate, shape, **switches):
+    (reads, n), d = weights.shape[:2], shape[-1]
+    positions = shape[:-1].numel()
+    reads_padded, width = triton.next_power_of_2(reads), triton.next_power_of_2(d)
+    warps = min(16, max(4, reads_padded * width // 1024))
+    with torch.cuda.device_of(weights):
+        kernel[(triton.cdiv(positions, rows),)](
+            *tensors, n, positions, rows, d, reads, S=reads_padded, D=width, GATED=gate is not None, **switches,
+            num_warps=warps,
+        )  # fmt: skip
+
+
+@triton.jit
+def _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, a_read, inside, GATED: tl.constexpr):
+    """Of a source for each read, [S, 1], or with gates [S, D]."""
+    at_sn = s * n + j
+    if GATED:
+        at_snd = at_sn[:, None] * d + c[None, :]
+        score = tl.sum(loaded(gate_ptr, at_snd, inside) * x[None, :], axis=1)
+        return tl.maximum(loaded(weights_ptr, at_snd, inside) + score[:, None], 0.0)
+    else:
+        return loaded(weights_ptr, at_sn, a_read)[:, None]
+
+
+@triton.jit
+def _forward(
+    x_ptrs, weights_ptr, gate_ptr, start_ptr, out_ptr, n, positions, rows, d, reads,
+    S: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    s, c = tl.arange(0, S), tl.arange(0, D)
+    a_read, a_column = s < reads, c < d
+    inside = a_read[:, None] & a_column[None, :]
+    first = tl.program_id(0) * rows
+    for row in range(first, min(first + rows, positions)):
+        p = tl.cast(row, tl.int64)
+        at_spd = (s.to(tl.int64) * positions + p)[:, None] * d + c[None, :]
+        if START:
+            out = loaded(start_ptr, at_spd, inside)
+        else:
+            out = tl.zeros([S, D], tl.float32)
+        for j in tl.static_range(len(x_ptrs)):
+            if j < n:
+                x = loaded(x_ptrs[j], p * d + c, a_column)
+                out += _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, a_read, inside, GATED) * x[None, :]
+        tl.store(out_ptr + at_spd, out.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _backward(
+    grad_ptr, x_ptrs, weights_ptr, gate_ptr, grad_x_ptrs, parts_ptr, parts_gate_ptr, n, positions, rows, d, reads,
+    S: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    s, c = tl.arange(0, S), tl.arange(0, D)
+    a_read, a_column = s < reads, c < d
+    inside = a_read[:, None] & a_column[None, :]
+    program = tl.program_id(0)
+    first = program * rows
+    # a source at a time: the partial sums of one fit into registers, those of all do not
+    for j in tl.static_range(len(x_ptrs)):
+        if j < n:
+            at_sn = s * n + j
+            at_snd = at_sn[:, None] * d + c[None, :]
+            if GATED:
+                gate = loaded(gate_ptr, at_snd, inside)
+                grad_gate, grad_weights = tl.zeros([S, D], tl.float32), tl.zeros([S, D], tl.float32)
+            else:
+                grad_weights = tl.zeros([S], tl.float32)
+            for row in range(first, min(first + rows, positions)):
+                p = tl.cast(row, tl.int64)
+                at_spd = (s.to(tl.int64) * positions + p)[:, None] * d + c[None, :]
+                grad = loaded(grad_ptr, at_spd, inside)
+                x = loaded(x_ptrs[j], p * d + c, a_column)
+                weights = _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, a_read, inside, GATED)
+                grad_x = tl.sum(weights * grad, axis=0)
+                if GATED:
+                    of_gates = tl.where(weights > 0, grad * x[None, :], 0.0)
+                    grad_weights += of_gates
+                    grad_score = tl.sum(of_gates, axis=1)
+                    grad_gate += grad_score[:, None] * x[None, :]
+                    grad_x += tl.sum(grad_score[:, None] * gate, axis=0)
+                else:
+                    grad_weights += tl.sum(grad * x[None, :], axis=1)
+                tl.store(grad_x_ptrs[j] + p * d + c, grad_x.to(grad_x_ptrs[j].dtype.element_ty), a_column)
+            if GATED:
+                part = program.to(tl.int64) * reads * n * d
+                tl.store(parts_ptr + part + at_snd, grad_weights, inside)
+                tl.store(parts_gate_ptr + part + at_snd, grad_gate, inside)
+            else:
+                tl.store(parts_ptr + program * reads * n + at_sn, grad_weights, a_read)

@@ -1,0 +1,184 @@
+"""The head of a decoder and its loss: logits whole in memory where they are few, else of a chunk of rows at a time.
+
+Of chunked logits only the log-sum-exp is kept; the backward pass computes each chunk again. (torch's own
+`F.linear_cross_entropy` gives no log-sum-exp, which a z-loss needs, and is newer than the oldest torch taken here.)
+
+Shapes: r rows (tokens of all sequences), d hidden size, v vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthlm.kernels.call import call
+from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
+from depthlm.kernels.functions import linear
+
+# logits in fp32 at a time: few enough to stay in a CPU's cache; on a GPU, enough to fill it
+CHUNK = 2**20
+GPU_CHUNK = 2**28
+# logits that may be whole in memory: one more product with the head's matrix would cost more than they do
+WHOLE = 2**25
+GPU_WHOLE = 2**26
+# where they may not, logits that a product with the head's matrix makes at a time
+PRODUCT = 2**23
+GPU_PRODUCT = 2**26
+
+
+def linear_cross_entropy(
+    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor
+) -> tuple[Tensor, Tensor]:
+    """nll_r and logsumexp_r in fp32, of the logits h W^T + b, a product in autocast's type.
+
+    The nll of a target of -100 means nothing, and must get no gradient.
+    """
+    whole, product = (WHOLE, PRODUCT) if hidden_rd.is_cpu else (GPU_WHOLE, GPU_PRODUCT)
+    if len(hidden_rd) * len(weight_vd) <= whole:
+        return cross_entropy(linear(hidden_rd, weight_vd, bias_v), targets_r)
+    rows = max(1, product // len(weight_vd))
+    return chunked(hidden_rd, weight_vd, bias_v, targets_r, rows, compute_dtype(hidden_rd))
+
+
+def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
+    """nll_r and logsumexp_r in fp32. The nll of a target of -100 means nothing, and must get no gradient."""
+    if not torch.compiler.is_compiling():
+        return call(CrossEntropy, logits_rv, targets_r)
+    logits_rv = upcast(logits_rv)
+    logsumexp_r = logits_rv.logsumexp(1)
+    return logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0], logsumexp_r
+
+
+def chunk_rows(logits_rv: Tensor) -> int:
+    """Rows of logits that are in fp32 at a time."""
+    return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Keeps the logits and one number per row; a row's softmax exists for a chunk of rows at a time only."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
+        nll_r, logsumexp_r = losses(logits_rv, targets_r)
+        ctx.save_for_backward(logits_rv, targets_r, logsumexp_r)
+        return nll_r, logsumexp_r
+
+    @staticmethod
+    def backward(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor, None]:
+        logits_rv, targets_r, logsumexp_r = ctx.saved_tensors
+        grad_rv = torch.empty_like(logits_rv)
+        differentiate(logits_rv, targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r, grad_rv)
+        return grad_rv, None
+
+
+def losses(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
+    """nll_r and logsumexp_r."""
+    logsumexp_r = torch.cat([upcast(chunk).logsumexp(1) for chunk in logits_rv.split(chunk_rows(logits_rv))])
+    return logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0], logsumexp_r
+
+
+def differentiate(
+    logits_rv: Tensor,
+    targets_r: Tensor,
+    logsumexp_r: Tensor,
+    grad_nll_r: Tensor,
+    grad_logsumexp_r: Tensor,
+    to_rv: Tensor,
+) -> None:
+    """Writes the gradient of the logits to to_rv, which may be the logits."""
+    index_r1, scale_r = targets_r.clamp(min=0)[:, None], grad_nll_r + grad_logsumexp_r
+    rows = chunk_rows(logits_rv)
+    for i in range(0, len(logits_rv), rows):
+        part = slice(i, i + rows)
+        softmax = (logits_rv[part] - logsumexp_r[part, None]).exp_()
+        to_rv[part] = softmax.mul_(scale_r[part, None]).scatter_add_(1, index_r1[part], -grad_nll_r[part, None])
+
+
+def forward(
+    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, rows: int, kind: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """nll_r and logsumexp_r, with the logits of `rows` rows at a time. kind: the type of the logits."""
+    weight, bias = weight_vd.to(kind), None if bias_v is None else bias_v.to(kind)
+    parts = zip(hidden_rd.split(rows), targets_r.split(rows), strict=True)
+    with no_autocast(hidden_rd):
+        found = [losses(F.linear(hidden.to(kind), weight, bias), targets) for hidden, targets in parts]
+    nll, logsumexp = zip(*found, strict=True)
+    return torch.cat(nll), torch.cat(logsumexp)
+
+
+def backward(
+    grad_nll_r: Tensor,
+    grad_logsumexp_r: Tensor,
+    hidden_rd: Tensor,
+    weight_vd: Tensor,
+    bias_v: Tensor | None,
+    targets_r: Tensor,
+    logsumexp_r: Tensor,
+    rows: int,
+    kind: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden, weight and bias (empty without one); those of the weights are summed in fp32."""
+    weight, bias = weight_vd.to(kind), None if bias_v is None else bias_v.to(kind)
+    exact = torch.promote_types(kind, torch.float32)
+    grad_hidden = torch.empty_like(hidden_rd, memory_format=torch.contiguous_format)
+    grad_weight = torch.zeros_like(weight_vd, dtype=exact, memory_format=torch.contiguous_format)
+    grad_bias = weight_vd.new_zeros(0 if bias_v is None else len(bias_v), dtype=exact)
+    with no_autocast(hidden_rd):
+        for i in range(0, len(hidden_rd), rows):
+            part = slice(i, i + rows)
+            hidden = hidden_rd[part].to(kind)
+            grad = F.linear(hidden, weight, bias)
+            differentiate(grad, targets_r[part], logsumexp_r[part], grad_nll_r[part], grad_logsumexp_r[part], grad)
+            grad_hidden[part] = grad @ weight
+            if kind == exact:
+                grad_weight.addmm_(grad.mT, hidden)
+            else:
+                grad_weight += grad.mT @ hidden
+            if bias_v is not None:
+                grad_bias += grad.sum(0, dtype=exact)
+    return (
+        grad_hidden,
+        grad_weight.to(weight_vd.dtype),
+        grad_bias.to(weight_vd.dtype if bias_v is None else bias_v.dtype),
+    )
+
+
+# operators, so that a compiled head is one graph
+chunked = torch.library.custom_op("depthlm::linear_cross_entropy", forward, mutates_args=())
+chunked_backward = torch.library.custom_op("depthlm::linear_cross_entropy_backward", backward, mutates_args=())
+
+
+@chunked.register_fake
+def _(
+    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, rows: int, kind: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(kind, torch.float32)
+    return hidden_rd.new_empty(len(hidden_rd), dtype=exact), hidden_rd.new_empty(len(hidden_rd), dtype=exact)
+
+
+@chunked_backward.register_fake
+def _(
+    grad_nll_r: Tensor,
+    grad_logsumexp_r: Tensor,
+    hidden_rd: Tensor,
+    weight_vd: Tensor,
+    bias_v: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = weight_vd.new_empty(0) if bias_v is None else bias_v.new_empty(bias_v.shape)
+    return hidden_rd.new_empty(hidden_rd.shape), weight_vd.new_empty(weight_vd.shape), grad_bias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rows, ctx.kind = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    hidden, weight, bias = chunked_backward(grad_nll_r, grad_logsumexp_r, *tensors, ctx.rows, ctx.kind)
+    return hidden, weight, None if tensors[2] is None else bias, None, None, None
+
+
+chunked.register_autograd(_differentiate, setup_context=_setup_context)

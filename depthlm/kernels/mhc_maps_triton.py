@@ -1,0 +1,110 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+"""The maps of `mhc_post_pre` on chip, and their gradients: functions that its Triton kernels call.
+
+The columns of the projection are held apart: those of H_res as [NP, NP], padded to a power of two, and in 16 columns
+H_pre from 0 and H_post from NP. Every product has then the 16 columns that `tl.dot` asks for.
+
+Shapes: p positions (batch and tokens), i new stream, j old stream, c columns, k iterations.
+"""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("fused kernels need the package triton") from error
+
+
+@triton.jit
+def columns(N: tl.constexpr, NP: tl.constexpr):
+    """Where the held columns of H_res, and those of H_pre and H_post, lie among the m; and which of them do."""
+    i, j = tl.arange(0, NP * NP) // NP, tl.arange(0, NP * NP) % NP
+    half, stream = tl.arange(0, 16) // NP, tl.arange(0, 16) % NP
+    return 2 * N + i * N + j, (i < N) & (j < N), half * N + stream, (half < 2) & (stream < N)
+
+
+@triton.jit
+def load(ptr, at_p, inside_p, at_c, held_c):
+    """[p, c] of a matrix of which at_p are the beginnings of the rows, in fp32."""
+    return tl.load(ptr + at_p[:, None] + at_c[None, :], inside_p[:, None] & held_c[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def vectors(ptr, at_p, inside_p, COUNT: tl.constexpr):
+    """COUNT consecutive numbers of each position, as so many vectors over positions, in fp32."""
+    found = ()
+    for c in tl.static_range(COUNT):
+        found += (tl.load(ptr + at_p + c, inside_p, other=0.0).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def logits_and_gates(projected_r, projected_g, alpha_ptr, bias_ptr, N: tl.constexpr, NP: tl.constexpr):
+    """Of H_res the logits, of H_pre and H_post the sigmoid of theirs."""
+    at_r, held_r, at_g, held_g = columns(N, NP)
+    bias_r = tl.load(bias_ptr + at_r, held_r, other=0.0).to(tl.float32)
+    bias_g = tl.load(bias_ptr + at_g, held_g, other=0.0).to(tl.float32)
+    alpha_g = tl.load(alpha_ptr + at_g // N, held_g, other=0.0).to(tl.float32)
+    logits_g = alpha_g[None, :] * projected_g + bias_g[None, :]
+    return tl.load(alpha_ptr + 2).to(tl.float32) * projected_r + bias_r[None, :], tl.sigmoid(logits_g)
+
+
+@triton.jit
+def cells(N: tl.constexpr, NP: tl.constexpr):
+    """Which cells of [i, j] are no padding, and where they lie among n * n."""
+    i, j = tl.arange(0, NP)[None, :, None], tl.arange(0, NP)[None, None, :]
+    return (i < N) & (j < N), i * N + j
+
+
+@triton.jit
+def exponentials(logits_pij, valid_ij):
+    """What Sinkhorn's iterations start from, 0 in the padding; the same as the PyTorch in every factor and floor."""
+    top = tl.max(tl.where(valid_ij, logits_pij, -1e30), axis=1)
+    below_top = tl.where(valid_ij, logits_pij - top[:, None, :], 0.0)
+    return tl.where(valid_ij, tl.maximum(tl.exp(below_top), 1e-30), 0.0)
+
+
+@triton.jit
+def totals(m_pij, DIM: tl.constexpr):
+    total = tl.sum(m_pij, axis=DIM)
+    # the padding sums to 0
+    return tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def sinkhorn(logits_pij, valid_ij, iterations):
+    """exp(logits) scaled to rows and columns that sum to 1."""
+    m = exponentials(logits_pij, valid_ij)
+    for _ in range(iterations):
+        m = m / totals(m, 1)[:, None, :]
+        m = m / totals(m, 2)[:, :, None]
+    return m
+
+
+@triton.jit
+def sinkhorn_backward(logits_pij, grad_ptr, sums_ptr, p, inside, iterations, N: tl.constexpr, NP: tl.constexpr):
+    """The gradient of the logits. The iterations run once more and leave their sums, a few numbers each, in sums_ptr:
+    an iterate is that after it, times its sums."""
+    valid, at_ij = cells(N, NP)
+    at = sums_ptr + (p * iterations * (2 * NP))[:, None] + tl.arange(0, NP)[None, :]
+    m = exponentials(logits_pij, valid)
+    for k in range(iterations):
+        total = totals(m, 1)
+        tl.store(at + 2 * k * NP, total, inside[:, None])
+        m = m / total[:, None, :]
+        total = totals(m, 2)
+        tl.store(at + (2 * k + 1) * NP, total, inside[:, None])
+        m = m / total[:, :, None]
+    # other threads wrote what is read now
+    tl.debug_barrier()
+    grad = tl.load(grad_ptr + (p * N * N)[:, None, None] + at_ij, inside[:, None, None] & valid, other=0.0)
+    grad = grad.to(tl.float32)
+    for step in range(iterations):
+        k = iterations - 1 - step
+        total = tl.load(at + (2 * k + 1) * NP, inside[:, None], other=1.0)[:, :, None]
+        # m = before / s: d before = (d m - sum(d m * m)) / s
+        grad = tl.where(valid, (grad - tl.sum(grad * m, axis=2)[:, :, None]) / total, 0.0)
+        m = m * total
+        total = tl.load(at + 2 * k * NP, inside[:, None], other=1.0)[:, None, :]
+        grad = tl.where(valid, (grad - tl.sum(grad * m, axis=1)[:, None, :]) / total, 0.0)
+        m = m * total
+    return grad * m

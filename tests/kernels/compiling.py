@@ -1,0 +1,37 @@
+"""Compiles Triton kernels for GPUs that need not be there, down to their machine code."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+ARCHITECTURES = (80, 90)
+# in a process of its own: where triton was imported for its interpreter, it compiles nothing
+PROGRAM = """
+import importlib, json, sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for module, name, types, constants, warps, architecture in json.load(sys.stdin):
+    kernel = getattr(importlib.import_module(module), name)
+    types = {key: tuple(kind) if isinstance(kind, list) else kind for key, kind in types.items()}
+    signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
+    places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", architecture, 32),
+                       options={"num_warps": warps})
+    assert compiled.asm["cubin"], (name, architecture)
+"""
+
+
+def compile_kernels(module: str, kernels: list[tuple[str, dict[str, Any], dict[str, Any]]], warps: int = 4) -> None:
+    """Fails where one of the kernels of a module, (name, types of arguments, values of constexprs), does not compile.
+
+    Types as Triton writes them: "*bf16", "i32"; a list of them is a tuple of arguments.
+    """
+    jobs = [(module, *kernel, warps, architecture) for kernel in kernels for architecture in ARCHITECTURES]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]

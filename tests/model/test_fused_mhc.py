@@ -1,0 +1,38 @@
+"""A decoder of mhc with Triton kernels gives the loss and the gradients of one with PyTorch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from depthlm.model.decoder import compile_sublayers
+
+from .test_decoder import batch, gradients
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("streams", [2, 4])
+def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, checkpointing: bool) -> None:
+    model = build("model=mhc", f"model.connection.num_streams={streams}", "size.num_layers=2")
+    model.activation_checkpointing = checkpointing
+    compare(model, copy.deepcopy(model))
+
+
+def test_compiled_too(build: Any) -> None:
+    torch.compiler.reset()
+    model = build("model=mhc", "size.num_layers=2")
+    other = copy.deepcopy(model)
+    compile_sublayers(other, backend="aot_eager")
+    compare(model, other)
+
+
+def compare(model: Any, other: Any) -> None:
+    model.kernels, other.kernels = "torch", "triton"
+    tokens, targets = batch(9, 320)
+    (expected, expected_grads), (sums, grads) = (gradients(m, tokens, targets) for m in (model, other))
+    torch.testing.assert_close(sums.nll, expected.nll, rtol=1e-5, atol=0)
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).abs().max() <= 1e-4 * expected_grads[name].abs().max() + 1e-7, name

@@ -1,0 +1,50 @@
+"""Every preset trains to the same loss with fused kernels as with PyTorch."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import PRESETS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# those that no operator is fused for have nothing to show here
+FUSED = (
+    "attention_residuals", "attention_residuals_full", "attention_residuals_recency", "dca", "denseformer",
+    "depth_attention", "grn_v1", "grn_v3", "mhc", "moda",
+)  # fmt: skip
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton's interpreter is off"
+)
+
+
+def losses(build: Any, preset: str, kernels: str, steps: int) -> torch.Tensor:
+    """Of so many steps of AdamW, per token."""
+    model = build(f"model={preset}", "size.num_layers=3").to(DEVICE)
+    model.kernels = kernels
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 320, (1, 7), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = []
+    for _ in range(steps):
+        sums = model(tokens[:, :-1], tokens[:, 1:])
+        loss = sums.nll / sums.tokens
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("preset", FUSED)
+def test_one_step_is_the_same(build: Any, preset: str) -> None:
+    fused, plain = (losses(build, preset, kernels, steps=2) for kernels in ("triton", "torch"))
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_twenty_steps_are_the_same(build: Any, preset: str) -> None:
+    fused, plain = (losses(build, preset, kernels, steps=20) for kernels in ("triton", "torch"))
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
+    assert fused[-1] < 0.9 * fused[0]
