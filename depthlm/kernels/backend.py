@@ -31,6 +31,11 @@ def using(choice: str) -> Iterator[None]:
         _choice.reset(token)
 
 
+def chosen() -> str:
+    """The choice that holds here. A backward pass runs outside, and asks for that of its forward pass."""
+    return _choice.get()
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter, on the CPU: correct, and slow beyond any use but tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

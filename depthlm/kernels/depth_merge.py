@@ -1,14 +1,11 @@
 """Attention over the sequence and over depth in one softmax: a stock flash attention and a depth part, merged exactly.
 
-Flash attention gives a context o and the log-sum-exp l of its scores; with depth scores s_j = q . k_j / sqrt(e),
-
-    l' = log(exp l + sum_j exp s_j);    o' = exp(l - l') o + sum_j exp(s_j - l') v_j
-
-is the softmax over both. Flash attention's own backward, given o' and l', yields the gradients of the sequence part,
-since it knows the softmax only through them; so no attention kernel is written here, and any grouping works.
+Flash attention gives a context o and the log-sum-exp l of its scores, and `moda_depth` makes of them those of the
+softmax over both, o' and l'. Flash attention's own backward, given o' and l', yields the gradients of the sequence
+part, since it knows the softmax only through them; so no attention kernel is written here, and any grouping works.
 
 Shapes: b batch, t new tokens, s tokens in the cache and new, h query heads, k key/value heads, g queries of one of
-them, e head size, n depth entries.
+them, e head size.
 """
 
 from collections.abc import Sequence
@@ -18,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthlm.kernels.backend import chosen, using
 from depthlm.kernels.call import call
 from depthlm.kernels.dtypes import upcast
+from depthlm.kernels.moda_depth import moda_depth, moda_depth_backward
 
 
 def merged_attention(
@@ -77,40 +76,20 @@ class DepthMerge(torch.autograd.Function):
     def forward(
         ctx: Any, q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
     ) -> Tensor:
-        out_bhte, lse_bht, *rest = _flash(q_bhte, k_bkse, v_bkse, mask_b1ts)
-        keys, values = depth[::2], depth[1::2]
-        q_btkge = _grouped(q_bhte, k_bkse.shape[1]) * q_bhte.shape[3] ** -0.5
-        scores_nbtkg = torch.stack([(q_btkge * _for_groups(key)).sum(-1) for key in keys])
-        lse_btkg = lse_bht.transpose(1, 2).unflatten(2, q_btkge.shape[2:4])
-        merged_btkg = torch.logaddexp(lse_btkg, scores_nbtkg.logsumexp(0))
-        context_btkge = _grouped(out_bhte, k_bkse.shape[1]) * (lse_btkg - merged_btkg).exp_()[..., None]
-        for score, value in zip(scores_nbtkg, values, strict=True):
-            context_btkge.addcmul_((score - merged_btkg).exp_()[..., None], _for_groups(value))
-        context_bhte = context_btkge.flatten(2, 3).transpose(1, 2).to(q_bhte.dtype)
-        # contiguous, as a flash backward on a GPU reads it
-        merged_bht = merged_btkg.flatten(2).transpose(1, 2).contiguous()
-        ctx.rest = rest
-        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, scores_nbtkg, *depth)
+        out_bhte, lse_bht, *ctx.rest = _flash(q_bhte, k_bkse, v_bkse, mask_b1ts)
+        context_bhte, merged_bht = moda_depth(q_bhte, out_bhte, lse_bht, depth[::2], depth[1::2])
+        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, *depth)
+        ctx.kernels = chosen()
         return context_bhte
 
     @staticmethod
     def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, context, merged_bht, scores_nbtkg, *depth = ctx.saved_tensors
-        num_kv_heads, scale = k.shape[1], q.shape[3] ** -0.5
+        q, k, v, mask, context, merged_bht, *depth = ctx.saved_tensors
         grad_q, grad_k, grad_v = _flash_backward(grad_bhte, q, k, v, mask, context, merged_bht, ctx.rest)
-        q_btkge, grad_btkge = _grouped(q, num_kv_heads), _grouped(grad_bhte, num_kv_heads)
-        merged_btkg = merged_bht.transpose(1, 2).unflatten(2, q_btkge.shape[2:4])
-        delta_btkg = (grad_btkge * _grouped(context, num_kv_heads)).sum(-1)
-        grad_q_btkge = torch.zeros_like(q_btkge)
-        grad_depth: list[Tensor] = []
-        for score, key, value in zip(scores_nbtkg, depth[::2], depth[1::2], strict=True):
-            p_btkg = (score - merged_btkg).exp_()
-            grad_score = (grad_btkge * _for_groups(value)).sum(-1).sub_(delta_btkg).mul_(p_btkg).mul_(scale)
-            grad_q_btkge.addcmul_(grad_score[..., None], _for_groups(key))
-            for weight, x in ((grad_score, q_btkge), (p_btkg, grad_btkge)):
-                grad_depth.append((weight[..., None] * x).sum(3).transpose(1, 2).to(key.dtype))
-        grad_q = grad_q + grad_q_btkge.flatten(2, 3).transpose(1, 2)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, *grad_depth
+        with using(ctx.kernels):
+            grad_depth_q, *grads = moda_depth_backward(grad_bhte, q, context, merged_bht, depth[::2], depth[1::2])
+        pairs = zip(*grads, strict=True)
+        return grad_depth_q.add_(grad_q).to(q.dtype), grad_k, grad_v, None, *(grad for pair in pairs for grad in pair)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
@@ -143,13 +122,3 @@ def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
 def _repeated(x_bkse: Tensor, groups: int) -> Tensor:
     """x_bhse in fp32 or better: each key or value of a head for each of its queries."""
     return upcast(x_bkse).repeat_interleave(groups, 1)
-
-
-def _grouped(x_bhte: Tensor, num_kv_heads: int) -> Tensor:
-    """x_btkge in fp32 or better."""
-    return upcast(x_bhte.transpose(1, 2)).unflatten(2, (num_kv_heads, -1))
-
-
-def _for_groups(x_bkte: Tensor) -> Tensor:
-    """x_btk1e, to be multiplied with x_btkge."""
-    return x_bkte.transpose(1, 2).unsqueeze(3)

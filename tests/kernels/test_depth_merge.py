@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.kernels import depth_merge
+from depthlm.kernels import depth_merge, moda_depth
 from depthlm.kernels.depth_merge import DepthMerge, attend_with_scores, merged_attention
 
 
@@ -94,3 +94,34 @@ def test_without_flash_attention_the_result_is_the_same(monkeypatch: pytest.Monk
     monkeypatch.setattr(depth_merge, "has_flash", lambda *_: False)
     for mask, merged in zip(masks, expected, strict=True):
         torch.testing.assert_close(merged_attention(q, k, v, pairs, mask), merged)
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 200])
+def test_the_depth_part_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    inputs = tensors(4, 2, 7, 7, 3)
+    expected = call(attend_with_scores, inputs)
+    monkeypatch.setattr(moda_depth, "CHUNK", chunk)
+    output = call(DepthMerge.apply, inputs)
+    torch.testing.assert_close(output, expected)
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (output, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_entries_may_lie_anyhow_and_be_used_twice() -> None:
+    q, k, v, key, value = tensors(4, 2, 5, 5, 1)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
+    wide = torch.cat([value, key], -1)[..., 4:]
+    outputs = [call(attend, [q, k, v, *turned, wide, value]) for attend in (DepthMerge.apply, attend_with_scores)]
+    torch.testing.assert_close(*outputs)
+    grads = [torch.autograd.grad(y.sum(), [q, k, v, key, value]) for y in outputs]
+    torch.testing.assert_close(*grads)
+
+
+def test_autocast_does_not_round_the_depth_part() -> None:
+    inputs = [x.detach().float().requires_grad_() for x in tensors(4, 2, 7, 7, 3)]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = call(DepthMerge.apply, inputs)
+            found.append([output, *torch.autograd.grad(output.sum(), inputs)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

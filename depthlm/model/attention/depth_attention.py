@@ -7,7 +7,8 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and s
 import torch
 from torch import Tensor
 
-from depthlm.kernels.depth_reduce import source_scores, weighted_sum
+from depthlm.kernels.depth_reduce import weighted_sum
+from depthlm.kernels.depth_value_mix import depth_value_mix, depth_weights
 from depthlm.model.attention.self_attention import Depth, Past, SelfAttention, causal_attention
 from depthlm.model.place import Place
 from depthlm.model.settings import at_least, check, one_of
@@ -74,21 +75,25 @@ class DepthAttention(SelfAttention):
         sources = [depth[position] for position in self.source_positions(len(depth))]
         if sources:
             keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
-            alpha = self.weights(q, keys)
             if "value" in self.objects:
-                v = weighted_sum(alpha, values)
+                v = self.mix(q, keys, values)
             if "key" in self.objects:
-                k = weighted_sum(alpha, keys)
+                k = self.mix(q, keys, keys)
         depth = [*depth, (k, v) if self.is_source() else ()]
         return causal_attention(q, k, v, past), depth
 
+    def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor]) -> Tensor:
+        """The keys or values x_bkte of the sources and of this layer, by the weights of their keys."""
+        if self.mixing == "uniform":
+            return weighted_sum(self.weights(q_bhte, keys), entries)
+        return depth_value_mix(q_bhte, keys, entries)
+
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
         """alpha of the sources, in their order, and of this layer: [n, b, k, t], or [n] where they are uniform."""
+        if self.mixing == "softmax":
+            return depth_weights(q_bhte, keys)
         exact = torch.promote_types(q_bhte.dtype, torch.float32)
-        if self.mixing == "uniform":
-            return torch.full((len(keys),), 1 / len(keys), dtype=exact, device=q_bhte.device)
-        qbar_bkte = q_bhte.unflatten(1, (self.num_kv_heads, -1)).mean(2, dtype=exact)
-        return source_scores(qbar_bkte * self.head_size**-0.5, keys, eps=None).softmax(0)
+        return torch.full((len(keys),), 1 / len(keys), dtype=exact, device=q_bhte.device)
 
     def num_mixed(self) -> float:
         """Sources and self that this layer mixes, as a mean over the loops; 0 where it has no source."""
