@@ -7,7 +7,6 @@ import torch
 
 from depthlm.analysis.inspection.figures import Grid, draw_grids
 from depthlm.analysis.inspection.picture import Array, Collector, Picture, over_tokens, stacked
-from depthlm.kernels.depth_reduce import gate
 from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
 from depthlm.model.connections.connection import Connection, Stream
 from depthlm.model.connections.cross_attention import GRN
@@ -63,7 +62,7 @@ class StackWeights(Collector):
         for i, weights in enumerate(found):
             for b_d, score_bt in zip(connection.b[i], connection.scores(stream, i), strict=True):
                 if connection.gate == "relu_of_sum":
-                    weights.append(gate(b_d, score_bt).mean())
+                    weights.append((b_d + score_bt[..., None]).relu().mean())
                 else:
                     weights.append(b_d.mean() + score_bt.relu().mean())
         means = torch.stack([torch.stack(weights) for weights in found])
