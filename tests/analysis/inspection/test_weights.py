@@ -94,7 +94,7 @@ def test_attention_residuals_that_score_their_sources(build: Build, arrays: Find
     class Look(Observer):
         def read(self, now: Connection, stream: list[torch.Tensor]) -> None:
             if now is connection:
-                one = [x * (x.square().mean(-1, keepdim=True) + connection.eps).rsqrt() for x in stream]
+                one = [x * (x.square().mean(-1, keepdim=True) + connection.eps).rsqrt() for x in now.settled(stream)]
                 found.append(torch.stack([x[..., 0] for x in one]).softmax(0).mean((1, 2)))
 
     model(tokens, observer=Look())
@@ -135,7 +135,7 @@ def test_the_weights_of_dca_are_those_that_make_its_inputs(build: Build, gate: s
     class Look(Observer):
         def read(self, connection: Connection, stream: list[torch.Tensor]) -> None:
             if connection.place.kind == "attention":
-                stacks[connection.place.layer] = torch.stack(stream)[:, 0, 0]
+                stacks[connection.place.layer] = torch.stack(connection.settled(stream))[:, 0, 0]
                 inputs[connection.place.layer] = torch.stack(connection.read(stream)[0])[:, 0, 0]
 
     token = torch.tensor([[42]])
