@@ -15,8 +15,10 @@ class Observer:
     """
 
     def read(self, connection: Connection, stream: Stream) -> None:
-        """A connection, also the final one, is about to read this stream; `connection.settled(stream)` is what of it the
-        mechanism's formula has."""
+        """A connection, also the final one, is about to read this stream.
+
+        `connection.settled(stream)` is what of it the mechanism's formula has.
+        """
 
     def attend(
         self, place: Place, attention: SelfAttention, projected: tuple[Tensor, ...], depth: Depth, past: Past
