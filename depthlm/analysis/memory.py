@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from depthlm.kernels.linear_cross_entropy import GPU_PRODUCT, GPU_WHOLE
 from depthlm.model.shape import Backbone, Size
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ def activation_memory(
         layer:  2 D s + w (3 D + (3 H + 3 K) e + 4 F)    both sublayers' inputs (s = 4 bytes); two normed inputs and the
                                                          MLP's output; q and k before and after norm and rope, v,
                                                          context and output; gate, up, silu(gate) and their product
-        head:   2 w V                                    the logits and their gradient
 
-    With checkpointing: L D s + one layer + the head, else L layers + head.
+    With checkpointing: L D s + one layer, else L layers. The head adds the logits and their gradient, w each, whole or
+    of a chunk (`linear_cross_entropy`, on a GPU).
     A mechanism's stream comes on top.
     """
     w = 4 if precision == "fp32" else 2
@@ -86,4 +87,6 @@ def activation_memory(
     mlp = (4 if backbone.mlp == "swiglu" else 2) * size.intermediate_size
     layer = 2 * 4 * size.hidden_size + w * (3 * size.hidden_size + heads + mlp)
     kept = num_layers * 4 * size.hidden_size + layer if checkpointing else num_layers * layer
-    return micro_batch_size * sequence_length * float(kept + 2 * w * size.vocab_size)
+    tokens = micro_batch_size * sequence_length
+    logits = tokens * size.vocab_size
+    return float(tokens * kept + 2 * w * (logits if logits <= GPU_WHOLE else GPU_PRODUCT))
