@@ -12,6 +12,7 @@ from benchmarks import chaos
 Overrides = Callable[..., list[str]]
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_comes_to_the_undisturbed_one(small_run: Overrides, tmp_path: Path) -> None:
     shared = ("deepspeed=zero1", "training.max_steps=250", "training.checkpoint_every=3", "training.validate_every=10",
               "training.validation_tokens=500", "training.rank_timeout=5")  # fmt: skip

@@ -231,7 +231,7 @@ def test_compile_changes_nothing(build: Any, preset: str) -> None:
     assert_same(model, other, 1e-3)
 
 
-@pytest.mark.parametrize("preset", ["mhc", "dca", "moda"])
+@pytest.mark.parametrize("preset", [pytest.param("mhc", marks=pytest.mark.slow), "dca", "moda"])
 def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}")

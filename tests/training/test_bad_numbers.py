@@ -177,6 +177,7 @@ def test_a_rewind_waits_for_the_checkpoint_that_is_being_written(
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "waiting"))
 
 
+@pytest.mark.slow
 def test_a_rewind_reaches_back_to_a_checkpoint_of_other_ranks(
     two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
