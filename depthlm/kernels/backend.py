@@ -3,9 +3,9 @@
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import shutil
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar, Token
 from functools import cache
 
 import torch
@@ -16,19 +16,28 @@ FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _choice: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
-@contextmanager
-def using(choice: str) -> Iterator[None]:
+class Using:
     """Inside, operators take Triton kernels ("triton"), PyTorch ("torch"), or Triton on a GPU where it can ("auto").
 
+    May be entered again and again, as recomputation for a second backward pass does. A decoder enters its own choice,
+    `Decoder.kernels`.
     Raises: ValueError for another choice.
     """
-    if choice not in CHOICES:
-        raise ValueError(f"kernels={choice}: must be one of {', '.join(CHOICES)}")
-    token = _choice.set(choice)
-    try:
-        yield
-    finally:
-        _choice.reset(token)
+
+    def __init__(self, choice: str):
+        if choice not in CHOICES:
+            raise ValueError(f"kernels={choice}: must be one of {', '.join(CHOICES)}")
+        self.choice = choice
+        self.tokens: list[Token[str]] = []
+
+    def __enter__(self) -> None:
+        self.tokens.append(_choice.set(self.choice))
+
+    def __exit__(self, *raised: object) -> None:
+        _choice.reset(self.tokens.pop())
+
+
+using = Using
 
 
 def chosen() -> str:
@@ -41,11 +50,18 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@cache
 def missing(device: str) -> str | None:
     """What Triton kernels lack on this kind of device; None: nothing."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if device == "cuda" or (device == "cpu" and interpreted()):
+    if device == "cpu" and interpreted():
+        return None
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return "Triton needs a GPU of compute capability 8.0 or newer"
+    if device == "cuda" and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        return "Triton needs a C compiler to launch its kernels"
+    if device == "cuda":
         return None
     return f"Triton runs on a GPU, not on {device} (for tests: TRITON_INTERPRET=1)"
 

@@ -33,13 +33,13 @@ def depth_attend(
     bias_n: Tensor | None = None,
     start: Start | None = None,
 ) -> Start:
-    """(out_spd, lse_sp): out in the widest type of the sources, lse in fp32 or better.
+    """(out_spd, lse_sp): out in the widest type of the sources and the start, lse in fp32 or better.
 
     sources: n of x_pd. eps: of the rms; None: keys are not normed. start: out_spd and lse_sp of the same reads over
     other sources.
     """
     given = (query_sd, bias_n, *(start or (None, None)), *sources)
-    if fused("depth_attend", (x for x in given if x is not None)):
+    if fused("depth_attend", kept(*given)):
         from depthlm.kernels.depth_attend_triton import attend
 
         return attend(query_sd, sources, eps, bias_n, start)
@@ -57,10 +57,10 @@ class DepthAttend(torch.autograd.Function):
         start_sp: Tensor | None,
         *sources: Tensor,
     ) -> Start:
-        kind, (reads, d) = exact_dtype(sources), query_sd.shape
+        kind, (reads, d) = exact_dtype(kept(start_spd, *sources)), query_sd.shape
         sources_pd = [x.reshape(-1, d) for x in sources]
         positions = len(sources_pd[0])
-        out_spd = query_sd.new_empty(reads, positions, d, dtype=common_dtype(sources))
+        out_spd = query_sd.new_empty(reads, positions, d, dtype=common_dtype(kept(start_spd, *sources)))
         lse_ps, scores_pns = (
             query_sd.new_empty(positions, *shape, dtype=kind) for shape in ((reads,), (len(sources), reads))
         )
@@ -145,6 +145,11 @@ def chunks(positions: int, d: int, x: Tensor) -> Iterator[slice]:
     """Positions that are worked on at a time."""
     step = max(1, (CHUNK if x.is_cpu else GPU_CHUNK) // d)
     return (slice(i, i + step) for i in range(0, positions, step))
+
+
+def kept(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are there."""
+    return [x for x in tensors if x is not None]
 
 
 def stacked(sources_pd: Sequence[Tensor], part: slice, kind: torch.dtype) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.backend import expect
+from depthlm.kernels.call import operator_name
+from depthlm.kernels.depth_attend import kept
 from depthlm.kernels.dtypes import common_dtype
 from depthlm.kernels.heads_triton import loaded, padded
 
@@ -24,6 +26,8 @@ except ImportError as error:
 
 # sources of a launch: its code has a piece for each
 MOST = 16
+# numbers of several reads that a program has in registers, times the two or three of their kind
+TILE = 2**14
 # positions that a program goes through
 ROWS = 16
 # programs of a backward pass, each with partial sums of its own
@@ -47,15 +51,26 @@ def attend(
     if out_spd is not None and lse_sp is not None:
         expect("depth_attend", query_sd, **{"start of out": (out_spd, (reads, *shape))})
         expect("depth_attend", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
+    kind, step = common_dtype(kept(out_spd, *sources)), max(1, TILE // shape[-1])
+    if reads > step:
+        parts = [
+            attend(
+                query_sd[i : i + step], sources, eps, bias_n, start and (start[0][i : i + step], start[1][i : i + step])
+            )
+            for i in range(0, reads, step)
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     for i in range(0, len(sources), MOST):
         bias = None if bias_n is None else bias_n[i : i + MOST]
-        out_spd, lse_sp = forward(query_sd, [*sources[i : i + MOST]], eps, bias, out_spd, lse_sp)
+        # rounded once, at the end of a chain
+        part_kind = kind if i + MOST >= len(sources) else torch.float32
+        out_spd, lse_sp = forward(query_sd, [*sources[i : i + MOST]], eps, bias, out_spd, lse_sp, part_kind)
     assert out_spd is not None
     assert lse_sp is not None
     return out_spd, lse_sp
 
 
-@torch.library.custom_op("depthlm::depth_attend", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_attend"), mutates_args=())
 def forward(
     query_sd: Tensor,
     sources: list[Tensor],
@@ -63,10 +78,11 @@ def forward(
     bias_n: Tensor | None,
     start_spd: Tensor | None,
     start_sp: Tensor | None,
+    kind: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """out_spd in the widest type of the sources, and lse_sp in fp32."""
+    """out_spd in this type, and lse_sp in fp32."""
     (reads, d), shape = query_sd.shape, sources[0].shape
-    out = query_sd.new_empty(reads, *shape, dtype=common_dtype(sources))
+    out = query_sd.new_empty(reads, *shape, dtype=kind)
     lse = query_sd.new_empty(reads, *shape[:-1], dtype=torch.float32)
     given = [_contiguous(x, query_sd) for x in (query_sd, bias_n, start_spd, start_sp)]
     tensors = [padded([x.contiguous() for x in sources]), *given, out, lse]
@@ -75,7 +91,7 @@ def forward(
     return out, lse
 
 
-@torch.library.custom_op("depthlm::depth_attend_backward", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_attend_backward"), mutates_args=())
 def backward(
     grad_spd: Tensor,
     grad_sp: Tensor,
@@ -107,9 +123,9 @@ def backward(
 
 
 @forward.register_fake
-def _(query_sd, sources, eps, bias_n, start_spd, start_sp):
+def _(query_sd, sources, eps, bias_n, start_spd, start_sp, kind):
     shape = (len(query_sd), *sources[0].shape)
-    out = query_sd.new_empty(shape, dtype=common_dtype(sources))
+    out = query_sd.new_empty(shape, dtype=kind)
     return out, query_sd.new_empty(shape[:-1], dtype=torch.float32)
 
 
@@ -121,7 +137,7 @@ def _(grad_spd, grad_sp, out_spd, lse_sp, query_sd, sources, eps, bias_n, start_
 
 
 def _setup_context(ctx, inputs, output):
-    query, sources, ctx.eps, bias, start, start_lse = inputs
+    query, sources, ctx.eps, bias, start, start_lse, _ = inputs
     ctx.save_for_backward(*output, query, bias, start, start_lse, *sources)
 
 
@@ -129,7 +145,7 @@ def _differentiate(ctx, grad, grad_lse):
     out, lse, query, bias, start, start_lse, *sources = ctx.saved_tensors
     grad_query, grads, *others = backward(grad, grad_lse, out, lse, query, sources, ctx.eps, bias, start, start_lse)
     others = [None if x is None else g for x, g in zip((bias, start, start_lse), others, strict=True)]
-    return grad_query, grads, None, *others
+    return grad_query, grads, None, *others, None
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)

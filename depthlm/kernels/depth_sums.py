@@ -13,14 +13,13 @@ from torch import Tensor
 
 from depthlm.kernels.backend import fused
 from depthlm.kernels.call import call
-from depthlm.kernels.depth_attend import chunks
+from depthlm.kernels.depth_attend import chunks, kept
 from depthlm.kernels.dtypes import common_dtype, exact_dtype, no_autocast
 
 
 def weighted_reads(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
-    """out_spd = start_s + sum_j weights[s, j] * sources[j], in the widest type of the sources."""
-    given = [weights_sn, *sources] if start_spd is None else [weights_sn, start_spd, *sources]
-    if fused("depth_sums", given):
+    """out_spd = start_s + sum_j weights[s, j] * sources[j], in the widest type of sources and start."""
+    if fused("depth_sums", kept(weights_sn, start_spd, *sources)):
         from depthlm.kernels.depth_sums_triton import weighted
 
         return weighted(weights_sn, sources, start_spd)
@@ -31,8 +30,7 @@ def gated_reads(
     bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None
 ) -> Tensor:
     """out_spd = start_s + sum_j relu(bias[s, j] + gate[s, j] . sources[j]) * sources[j], a gate for each dimension."""
-    given = [bias_snd, gate_snd, *sources] if start_spd is None else [bias_snd, gate_snd, start_spd, *sources]
-    if fused("depth_sums", given):
+    if fused("depth_sums", kept(bias_snd, gate_snd, start_spd, *sources)):
         from depthlm.kernels.depth_sums_triton import gated
 
         return gated(bias_snd, gate_snd, sources, start_spd)
@@ -46,7 +44,7 @@ class WeightedReads(torch.autograd.Function):
         ctx.start = None if start_spd is None else start_spd.dtype
         kind, reads, d = exact_dtype(sources), len(weights_sn), sources[0].shape[-1]
         sources_pd, weights = [x.reshape(-1, d) for x in sources], weights_sn.to(kind)
-        out_spd = weights_sn.new_empty(reads, len(sources_pd[0]), d, dtype=common_dtype(sources))
+        out_spd = weights_sn.new_empty(reads, len(sources_pd[0]), d, dtype=common_dtype(kept(start_spd, *sources)))
         start = None if start_spd is None else start_spd.reshape(out_spd.shape)
         with no_autocast(weights_sn):
             for part in chunks(out_spd.shape[1], d, out_spd):
@@ -84,7 +82,7 @@ class GatedReads(torch.autograd.Function):
         kind, (reads, _, d) = exact_dtype(sources), bias_snd.shape
         sources_pd = [x.reshape(-1, d) for x in sources]
         bias, gate = bias_snd.to(kind), gate_snd.to(kind)
-        out_spd = bias.new_empty(reads, len(sources_pd[0]), d, dtype=common_dtype(sources))
+        out_spd = bias.new_empty(reads, len(sources_pd[0]), d, dtype=common_dtype(kept(start_spd, *sources)))
         start = None if start_spd is None else start_spd.reshape(out_spd.shape)
         with no_autocast(bias):
             for part in chunks(out_spd.shape[1], d, out_spd):

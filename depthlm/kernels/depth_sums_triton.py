@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.backend import expect
+from depthlm.kernels.call import operator_name
+from depthlm.kernels.depth_attend import kept
 from depthlm.kernels.dtypes import common_dtype
 from depthlm.kernels.heads_triton import loaded, padded
 
@@ -24,6 +26,8 @@ except ImportError as error:
 
 # sources of a launch: its code has a piece for each
 MOST = 16
+# numbers of several reads that a program has in registers, times the four of their kind
+TILE = 2**13
 # positions that a program goes through
 ROWS = 16
 # programs of a backward pass, each with partial sums of its own
@@ -33,43 +37,52 @@ PROGRAMS = 256
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
     """As `weighted_reads`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
     expect("depth_sums", weights_sn, weights=(weights_sn, (len(weights_sn), len(sources))))
-    _check_streams(weights_sn, sources, start_spd)
-    for i in range(0, len(sources), MOST):
-        start_spd = forward(weights_sn[:, i : i + MOST], None, [*sources[i : i + MOST]], start_spd)
-    assert start_spd is not None
-    return start_spd
+    return _chained(weights_sn, None, sources, start_spd)
 
 
 def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
     """As `gated_reads`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
     shape = (len(bias_snd), len(sources), sources[0].shape[-1])
     expect("depth_sums", bias_snd, bias=(bias_snd, shape), gate=(gate_snd, shape))
-    _check_streams(bias_snd, sources, start_spd)
-    for i in range(0, len(sources), MOST):
-        part = slice(i, i + MOST)
-        start_spd = forward(bias_snd[:, part], gate_snd[:, part], [*sources[part]], start_spd)
-    assert start_spd is not None
-    return start_spd
+    return _chained(bias_snd, gate_snd, sources, start_spd)
 
 
-def _check_streams(weights: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> None:
+def _chained(weights: Tensor, gate: Tensor | None, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
     shape = sources[0].shape
     expect("depth_sums", weights, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
     if start_spd is not None:
         expect("depth_sums", weights, start=(start_spd, (len(weights), *shape)))
+    kind, step = common_dtype(kept(start_spd, *sources)), max(1, TILE // shape[-1])
+    if len(weights) > step:
+        parts = []
+        for i in range(0, len(weights), step):
+            group = slice(i, i + step)
+            gate_group, start = (None if x is None else x[group] for x in (gate, start_spd))
+            parts.append(_chained(weights[group], gate_group, sources, start))
+        return torch.cat(parts)
+    for i in range(0, len(sources), MOST):
+        part = slice(i, i + MOST)
+        # rounded once, at the end of a chain
+        part_kind = kind if i + MOST >= len(sources) else torch.float32
+        gate_part = None if gate is None else gate[:, part]
+        start_spd = forward(weights[:, part], gate_part, [*sources[part]], start_spd, part_kind)
+    assert start_spd is not None
+    return start_spd
 
 
-@torch.library.custom_op("depthlm::depth_sums", mutates_args=())
-def forward(weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor], start_spd: Tensor | None) -> Tensor:
-    """out_spd in the widest type of the sources. weights: [s, n]; with a gate the bias, [s, n, d]."""
+@torch.library.custom_op(operator_name(__name__, "depth_sums"), mutates_args=())
+def forward(
+    weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor], start_spd: Tensor | None, kind: torch.dtype
+) -> Tensor:
+    """out_spd in this type. weights: [s, n]; with a gate the bias, [s, n, d]."""
     reads, shape = len(weights), sources[0].shape
-    out = weights.new_empty(reads, *shape, dtype=common_dtype(sources))
+    out = weights.new_empty(reads, *shape, dtype=kind)
     xs, given = padded([x.contiguous() for x in sources]), _given(weights, gate_snd, start_spd)
     _launch(_forward, ROWS, [xs, *given, out], weights, gate_snd, shape, START=start_spd is not None)
     return out
 
 
-@torch.library.custom_op("depthlm::depth_sums_backward", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_sums_backward"), mutates_args=())
 def backward(
     grad_spd: Tensor, weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -89,8 +102,8 @@ def backward(
 
 
 @forward.register_fake
-def _(weights, gate_snd, sources, start_spd):
-    return weights.new_empty((len(weights), *sources[0].shape), dtype=common_dtype(sources))
+def _(weights, gate_snd, sources, start_spd, kind):
+    return weights.new_empty((len(weights), *sources[0].shape), dtype=kind)
 
 
 @backward.register_fake
@@ -101,7 +114,7 @@ def _(grad_spd, weights, gate_snd, sources):
 
 
 def _setup_context(ctx, inputs, output):
-    weights, gate, sources, start = inputs
+    weights, gate, sources, start, _ = inputs
     ctx.start = None if start is None else start.dtype
     ctx.save_for_backward(weights, gate, *sources)
 
@@ -109,7 +122,8 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, grad):
     weights, gate, *sources = ctx.saved_tensors
     grad_weights, grad_gate, grads = backward(grad, weights, gate, sources)
-    return grad_weights, None if gate is None else grad_gate, grads, None if ctx.start is None else grad.to(ctx.start)
+    grad_start = None if ctx.start is None else grad.to(ctx.start)
+    return grad_weights, None if gate is None else grad_gate, grads, grad_start, None
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -177,35 +191,40 @@ def _backward(
     inside = a_read[:, None] & a_column[None, :]
     program = tl.program_id(0)
     first = program * rows
-    # a source at a time: the partial sums of one fit into registers, those of all do not
-    for j in tl.static_range(len(x_ptrs)):
-        if j < n:
-            at_sn = s * n + j
-            at_snd = at_sn[:, None] * d + c[None, :]
-            if GATED:
+    if GATED:
+        # a source at a time: the partial sums of one fit into registers, those of all do not
+        for j in tl.static_range(len(x_ptrs)):
+            if j < n:
+                at_snd = (s * n + j)[:, None] * d + c[None, :]
                 gate = loaded(gate_ptr, at_snd, inside)
-                grad_gate, grad_weights = tl.zeros([S, D], tl.float32), tl.zeros([S, D], tl.float32)
-            else:
-                grad_weights = tl.zeros([S], tl.float32)
-            for row in range(first, min(first + rows, positions)):
-                p = tl.cast(row, tl.int64)
-                at_spd = (s.to(tl.int64) * positions + p)[:, None] * d + c[None, :]
-                grad = loaded(grad_ptr, at_spd, inside)
-                x = loaded(x_ptrs[j], p * d + c, a_column)
-                weights = _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, a_read, inside, GATED)
-                grad_x = tl.sum(weights * grad, axis=0)
-                if GATED:
-                    of_gates = tl.where(weights > 0, grad * x[None, :], 0.0)
-                    grad_weights += of_gates
+                grad_gate, grad_bias = tl.zeros([S, D], tl.float32), tl.zeros([S, D], tl.float32)
+                for row in range(first, min(first + rows, positions)):
+                    p = tl.cast(row, tl.int64)
+                    grad = loaded(grad_ptr, (s.to(tl.int64) * positions + p)[:, None] * d + c[None, :], inside)
+                    x = loaded(x_ptrs[j], p * d + c, a_column)
+                    gates = _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, a_read, inside, GATED)
+                    of_gates = tl.where(gates > 0, grad * x[None, :], 0.0)
+                    grad_bias += of_gates
                     grad_score = tl.sum(of_gates, axis=1)
                     grad_gate += grad_score[:, None] * x[None, :]
-                    grad_x += tl.sum(grad_score[:, None] * gate, axis=0)
-                else:
-                    grad_weights += tl.sum(grad * x[None, :], axis=1)
-                tl.store(grad_x_ptrs[j] + p * d + c, grad_x.to(grad_x_ptrs[j].dtype.element_ty), a_column)
-            if GATED:
+                    grad_x = tl.sum(gates * grad + grad_score[:, None] * gate, axis=0)
+                    tl.store(grad_x_ptrs[j] + p * d + c, grad_x.to(grad_x_ptrs[j].dtype.element_ty), a_column)
                 part = program.to(tl.int64) * reads * n * d
-                tl.store(parts_ptr + part + at_snd, grad_weights, inside)
+                tl.store(parts_ptr + part + at_snd, grad_bias, inside)
                 tl.store(parts_gate_ptr + part + at_snd, grad_gate, inside)
-            else:
-                tl.store(parts_ptr + program * reads * n + at_sn, grad_weights, a_read)
+    else:
+        of_source = tl.arange(0, len(x_ptrs))
+        grad_weights = tl.zeros([S, len(x_ptrs)], tl.float32)
+        for row in range(first, min(first + rows, positions)):
+            p = tl.cast(row, tl.int64)
+            grad = loaded(grad_ptr, (s.to(tl.int64) * positions + p)[:, None] * d + c[None, :], inside)
+            for j in tl.static_range(len(x_ptrs)):
+                if j < n:
+                    x = loaded(x_ptrs[j], p * d + c, a_column)
+                    weights = _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, a_read, inside, GATED)
+                    of_weights = tl.sum(grad * x[None, :], axis=1)
+                    grad_weights += tl.where(of_source[None, :] == j, of_weights[:, None], 0.0)
+                    grad_x = tl.sum(weights * grad, axis=0)
+                    tl.store(grad_x_ptrs[j] + p * d + c, grad_x.to(grad_x_ptrs[j].dtype.element_ty), a_column)
+        at_sn = (program * reads + s[:, None]) * n + of_source[None, :]
+        tl.store(parts_ptr + at_sn, grad_weights, a_read[:, None] & (of_source < n)[None, :])

@@ -10,6 +10,7 @@ r rows (b, t, k).
 import torch
 from torch import Tensor
 
+from depthlm.kernels.call import operator_name
 from depthlm.kernels.dtypes import common_dtype
 from depthlm.kernels.heads_triton import empty_heads, loaded, padded, rows_of_heads
 
@@ -23,7 +24,7 @@ except ImportError as error:
 TILE = 2048
 
 
-@torch.library.custom_op("depthlm::depth_value_mix", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_value_mix"), mutates_args=())
 def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
     """vmix_bkte in the widest type of the values, and the log-sum-exp of the scores, lse_btk, in fp32."""
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
@@ -33,7 +34,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
     return mix.transpose(1, 2), lse
 
 
-@torch.library.custom_op("depthlm::depth_value_mix_backward", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_value_mix_backward"), mutates_args=())
 def backward(
     grad_bkte: Tensor, q_bhte: Tensor, mix_bkte: Tensor, lse_btk: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.kernels.call import call
+from depthlm.kernels.call import call, operator_name
 from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.kernels.functions import linear
 
@@ -145,8 +145,10 @@ def backward(
 
 
 # operators, so that a compiled head is one graph
-chunked = torch.library.custom_op("depthlm::linear_cross_entropy", forward, mutates_args=())
-chunked_backward = torch.library.custom_op("depthlm::linear_cross_entropy_backward", backward, mutates_args=())
+chunked = torch.library.custom_op(operator_name(__name__, "linear_cross_entropy"), forward, mutates_args=())
+chunked_backward = torch.library.custom_op(
+    operator_name(__name__, "linear_cross_entropy_backward"), backward, mutates_args=()
+)
 
 
 @chunked.register_fake

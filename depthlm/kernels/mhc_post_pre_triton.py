@@ -7,6 +7,7 @@ Shapes: b batch, t tokens, n streams, d hidden size, m = n (n + 2).
 import torch
 from torch import Tensor
 
+from depthlm.kernels.call import operator_name
 from depthlm.kernels.dtypes import compute_dtype, no_autocast
 from depthlm.kernels.mhc_kernels_triton import backward_kernel, forward_kernel
 
@@ -37,7 +38,7 @@ def mhc_post_pre(
     return read, x_btnd if pending is None else new, new_post, new_res
 
 
-@torch.library.custom_op("depthlm::mhc_post_pre", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())
 def forward(
     x: Tensor,
     output: Tensor | None,
@@ -63,7 +64,7 @@ def forward(
     return outputs
 
 
-@torch.library.custom_op("depthlm::mhc_post_pre_backward", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "mhc_post_pre_backward"), mutates_args=())
 def backward(
     grad_read: Tensor,
     grad_new: Tensor | None,

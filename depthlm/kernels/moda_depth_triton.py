@@ -12,6 +12,7 @@ r rows (b, t, k).
 import torch
 from torch import Tensor
 
+from depthlm.kernels.call import operator_name
 from depthlm.kernels.heads_triton import empty_heads, loaded, padded, rows_of_heads
 
 try:
@@ -26,7 +27,7 @@ PER_LAUNCH = 32
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 
 
-@torch.library.custom_op("depthlm::moda_depth", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "moda_depth"), mutates_args=())
 def forward(
     q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,7 @@ def forward(
     return context.transpose(1, 2), lse
 
 
-@torch.library.custom_op("depthlm::moda_depth_backward", mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "moda_depth_backward"), mutates_args=())
 def backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,

@@ -137,15 +137,14 @@ class Decoder(nn.Module):
             connections = self.connections[2 * position], self.connections[2 * position + 1]
             past = Past(mask, partial(cache.update, position) if cache is not None else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                layer = partial(checkpoint, layer, use_reentrant=False, context_fn=self._recompute)
+                layer = partial(
+                    checkpoint, layer, use_reentrant=False, context_fn=partial(_recomputation, self.kernels)
+                )
             stream, depth = layer(stream, depth, connections, rope, past, observer)
         if cache is not None:
             cache.advance(length, document_b1)
         observer.read(self.connections[-1], stream)
         return self.connections[-1].close(stream)
-
-    def _recompute(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), using(self.kernels)
 
     def read_alone(self) -> None:
         """Has every connection read with its own parameters alone, as it must where those of others are sharded."""
@@ -170,6 +169,11 @@ class Decoder(nn.Module):
     def make_cache(self, max_length: int = 256) -> KVCache:
         """An empty cache for this decoder, with room for max_length tokens at first."""
         return KVCache(self.loops * self.size.num_layers, max_length)
+
+
+def _recomputation(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """What is entered for a layer's forward pass, and for its recomputation, which happens outside of the decoder's."""
+    return nullcontext(), using(kernels)
 
 
 def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:

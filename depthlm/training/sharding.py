@@ -23,6 +23,7 @@ def prepare_sharding(model: Decoder) -> None:
     """
     import deepspeed
 
+    model.read_alone()
     # every gather would warn that torch will rename what DeepSpeed calls
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # DeepSpeed lists the modules at work, and one whose recomputation stops early is never taken off

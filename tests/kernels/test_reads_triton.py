@@ -97,6 +97,23 @@ def test_sixteen_bit_sources_beside_a_wide_one(kind: str, dtype: torch.dtype, to
 
 
 @pytest.mark.parametrize("kind", READS)
+def test_a_chain_of_launches_is_rounded_once(kind: str) -> None:
+    arguments = tensors(kind, 2, 18, 3, 8, started=False)
+    arguments["sources"] = [x.half() for x in arguments["sources"]]
+    assert results(kind, "triton", arguments)[0].dtype == torch.float16
+    assert_same(kind, arguments, 2e-3)
+    arguments["sources"][0] = arguments["sources"][0].float()
+    assert results(kind, "triton", arguments)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_more_reads_than_registers_hold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_ops, "TILE", 24)
+    monkeypatch.setattr(sums_ops, "TILE", 24)
+    assert_same(kind, tensors(kind, 5, 3, 3, 8, started=True))
+
+
+@pytest.mark.parametrize("kind", READS)
 def test_strided_sources_and_one_that_is_used_twice(kind: str) -> None:
     arguments = tensors(kind, 2, 3, 5, 8, started=False)
     arguments["sources"] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in arguments["sources"]]
@@ -121,12 +138,12 @@ def test_the_operators_are_registered_whole() -> None:
                        normal(2, 3, 8), normal(2, 3))  # fmt: skip
     for start in ((None, None), (out, lse)):
         bias = None if start[0] is None else normal(2)
-        torch.library.opcheck(attend_ops.forward, (q, xs, 1e-5, bias, *start))
+        torch.library.opcheck(attend_ops.forward, (q, xs, 1e-5, bias, *start, torch.float32))
         detached = q.detach(), [x.detach() for x in xs]
         torch.library.opcheck(attend_ops.backward, (out, lse, out, lse, *detached, 1e-5, bias, *start))
     weights, gate = normal(2, 2, 8).requires_grad_(), normal(2, 2, 8)
     for arguments in ((weights, gate), (weights[:, :, 0].detach().requires_grad_(), None)):
-        torch.library.opcheck(sums_ops.forward, (*arguments, xs, out))
+        torch.library.opcheck(sums_ops.forward, (*arguments, xs, out, torch.float16))
         torch.library.opcheck(sums_ops.backward, (out, arguments[0].detach(), arguments[1], [x.detach() for x in xs]))
 
 

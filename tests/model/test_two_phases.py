@@ -34,6 +34,38 @@ def test_reads_made_together_are_those_made_alone(build: Any, mechanism: str) ->
     assert_same(alone, model, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_under_autocast_no_read_is_rounded_to_its_newest_source(build: Any, mechanism: str) -> None:
+    model, types = build(*mechanism.split(), LAYERS), []
+    for connection in model.connections:
+        read = connection.read
+
+        def noting(stream: Any, read: Any = read) -> Any:
+            inputs, carry = read(stream)
+            types.append([x.dtype for x in inputs])
+            return inputs, carry
+
+        connection.read = noting
+    both = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(1, 3, dtype=torch.long))
+        both.append(types[:])
+        types.clear()
+        model.read_alone()
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("preset", ["attention_residuals", "mhc"])
+def test_a_graph_with_recomputation_may_be_used_twice(build: Any, preset: str) -> None:
+    model = build(f"model={preset}")
+    model.activation_checkpointing = True
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    loss = model(tokens, tokens).nll
+    first, second = (torch.autograd.grad(loss, [model.embedding.weight], retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second)
+
+
 @pytest.mark.parametrize("preset", ["attention_residuals", "denseformer", "dca"])
 def test_phases_are_recomputed_with_their_layers(build: Any, preset: str) -> None:
     model, recomputed = (build(f"model={preset}", LAYERS).double() for _ in range(2))

@@ -93,6 +93,9 @@ class GRN(Connection):
             g, waiting = waiting[: self.num_inputs], waiting[self.num_inputs :]
             if recent := sources[old:]:
                 g = [*self.sum_up([self], slice(old, None), recent, torch.stack(g))]
+            elif waiting:
+                # a view would keep what waits in memory for as long as itself
+                g = [x.clone() for x in g]
         return tuple(g), (g[0], waiting)
 
     def sum_up(self, readers: "Sequence[GRN]", part: slice, sources: Stream, start_sbtd: Tensor | None) -> Tensor:

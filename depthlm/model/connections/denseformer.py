@@ -71,6 +71,9 @@ class DenseFormer(Connection):
         y, *later = waiting
         if recent := sources[old:]:
             y = weighted_reads(self.a[None, old:], recent, y[None])[0]
+        elif later:
+            # a view would keep what waits in memory for as long as itself
+            y = y.clone()
         return [y, *later]
 
     def settled(self, stream: Stream) -> Stream:

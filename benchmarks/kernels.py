@@ -1,0 +1,204 @@
+"""Every operator over depth, forward and backward: Triton's kernels, PyTorch's reference, and the floor of its bytes.
+
+    python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--operators mhc_post_pre] [--rounds 8]
+    python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
+
+In bf16 on a GPU. On a CPU PyTorch alone is timed, in fp32 and at T 512: Triton's kernels run on a GPU. What both give
+is compared before they are timed. The floor is the time in which this machine, in the same rounds, copies as many
+bytes as the operator must move (`operators.py`); that of merged_attention is flash attention's own time on top.
+Times are those of the fastest turn, comparisons of two contenders the median over rounds.
+"""
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from interleaved import Step, measure, ratio, result_path, spread, write_json
+from operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from depthlm import environment
+from depthlm.kernels.backend import missing
+
+CUDA = torch.cuda.is_available()
+TYPE = torch.bfloat16 if CUDA else torch.float32
+# of a turn: launches of one step overlap with the kernels of the step before
+STEPS = 10 if CUDA else 1
+COPIED = 2**30 if CUDA else 2**28
+# how far both may differ, as a share of the largest number of a tensor
+TOLERANCE = 2e-2 if CUDA else 1e-4
+# the same code a second time: what the machine cannot resolve
+AGAIN = "again"
+
+
+class Job(NamedTuple):
+    """One line of the table. paper: what it adds to flash attention there, as a share of flash attention's time."""
+
+    operator: str
+    setting: str
+    shape: Shape
+    paper: float | None = None
+
+
+def jobs_of(sizes: list[str], lengths: list[int], batch: int, operators: list[str]) -> list[Job]:
+    shapes = {f"{size}, T {length}": shape_of(size, batch, length) for size in sizes for length in lengths}
+    return [Job(name, setting, shape) for setting, shape in shapes.items() for name in operators]
+
+
+def jobs_of_table(name: str) -> list[Job]:
+    return [
+        Job(
+            "merged_attention",
+            f"({row['row']}) T {row['length']}, G {row['groups']}, {row['entries']} entries",
+            shape,
+            row["moda_ms"] / row["flash_ms"] - 1,
+        )
+        for row, shape in read_table(name)
+    ]
+
+
+def time_job(job: Job, kinds: list[str], rounds: int) -> dict[str, Any]:
+    """One line of the results; without seconds where Triton's kernels and PyTorch differ."""
+    device = environment.device_type()
+    case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
+    steps = {kind: step(case.run, case.inputs, kind) for kind in kinds}
+    tokens = job.shape.batch * job.shape.length
+    line: dict[str, Any] = {
+        "operator": job.operator,
+        "setting": job.setting,
+        "shape": job.shape._asdict(),
+        "tokens": tokens,
+        "bytes": case.values * tokens * TYPE.itemsize,
+        "difference": difference(*(turn() for turn in steps.values())) if len(kinds) > 1 else None,
+        "paper_added_to_flash": job.paper,
+    }
+    if line["difference"] is not None and not line["difference"] <= TOLERANCE:
+        return line
+    return line | times(case, steps, rounds, line["bytes"])
+
+
+def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[str, Any]:
+    """Seconds of every contender, and what follows from them. moved: bytes of the floor."""
+    first = next(iter(steps))
+    flash = {} if case.flash is None else {"flash": step(case.flash, case.inputs[:3], first)}
+    seconds = measure({**steps, AGAIN: steps[first], **flash, "copy": copying()}, rounds, STEPS, settle=1)
+    speed = 2 * COPIED / min(seconds["copy"])
+    floor = moved / speed + (min(seconds["flash"]) if flash else 0.0)
+    return {
+        "seconds": seconds,
+        "copied_bytes_per_second": speed,
+        "floor_seconds": floor,
+        "times_floor": {name: min(seconds[name]) / floor for name in steps},
+        "times_as_fast": ratio(seconds, "triton", "torch") if "triton" in steps else None,
+        "again": spread(seconds, first, AGAIN),
+        "added_to_flash": {name: 1 / ratio(seconds, name, "flash") - 1 for name in steps} if flash else None,
+    }
+
+
+def copying() -> Step:
+    """A copy of a tensor too large for a GPU's cache."""
+    source = torch.ones(COPIED, dtype=torch.uint8, device=environment.device_type())
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=("1.5b", "3b"), default=["1.5b", "3b"] if CUDA else ["1.5b"])
+    parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
+    parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
+    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="of a paper")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(markdown(json.loads(arguments.markdown.read_text())))
+        return
+    if arguments.table and not CUDA:
+        parser.error(f"--table {arguments.table}: its shapes need a GPU, and this machine has none")
+    lacks = missing("cuda") if CUDA else "Triton's kernels need a GPU"
+    kinds = ["torch"] if lacks else ["triton", "torch"]
+    if lacks:
+        print(f"{lacks}: what is timed is PyTorch alone")
+    torch.set_num_threads(arguments.threads)
+    if arguments.table:
+        jobs = jobs_of_table(arguments.table)
+    else:
+        jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
+    results: dict[str, Any] = {"timed": kinds, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
+    for job in track(jobs, "timing", transient=True):
+        results["lines"].append(time_job(job, kinds, arguments.rounds))
+        gc.collect()
+    Console(highlight=False).print(table(results))
+    output = arguments.output or result_path(arguments.table or "kernels")
+    write_json(output, results)
+    print(f"written to {output}")
+
+
+COLUMNS = ("operator", "setting", "MB", "floor ms", "PyTorch ms", "Triton ms", "times as fast", "PyTorch / floor",
+           "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
+
+
+def cells(line: dict[str, Any]) -> list[str]:
+    """One line of the table; empty where nothing was measured."""
+    paper = line["paper_added_to_flash"]
+    shown = [line["operator"], line["setting"], f"{line['bytes'] / 1e6:,.0f}"]
+    if "seconds" not in line:
+        return [*shown, f"differ by {line['difference']:.1e}", *[""] * 7, "" if paper is None else f"{paper:+.1%}"]
+    kinds = ("torch", "triton")
+    milliseconds = {name: 1e3 * min(times) for name, times in line["seconds"].items()}
+    added = line["added_to_flash"] or {}
+    return [
+        *shown,
+        f"{1e3 * line['floor_seconds']:.3g}",
+        *(f"{milliseconds[kind]:.3g}" if kind in milliseconds else "" for kind in kinds),
+        f"{line['times_as_fast']:.2f}" if line["times_as_fast"] else "",
+        *(f"{line['times_floor'][kind]:.2f}" if kind in line["times_floor"] else "" for kind in kinds),
+        *(f"{added[kind]:+.1%}" if kind in added else "" for kind in kinds),
+        "" if paper is None else f"{paper:+.1%}",
+    ]
+
+
+def filled(results: dict[str, Any]) -> list[list[str]]:
+    """The header and the lines, without columns that are empty in all of them."""
+    lines = [cells(line) for line in results["lines"]]
+    kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
+    return [[line[i] for i in kept] for line in (COLUMNS, *lines)]
+
+
+def notes(results: dict[str, Any]) -> str:
+    measured = [line for line in results["lines"] if "seconds" in line]
+    speeds = [line["copied_bytes_per_second"] / 1e9 for line in measured] or [0.0]
+    again = max((line["again"] for line in measured), default=0.0)
+    return (
+        f"{results['type'].removeprefix('torch.')}; copies at {min(speeds):.1f} to {max(speeds):.1f} GB/s; "
+        f"the same code again: single rounds off by up to {again:.1%}"
+    )
+
+
+def table(results: dict[str, Any]) -> Table:
+    header, *lines = filled(results)
+    shown = Table(*header, caption=notes(results))
+    for line in lines:
+        shown.add_row(*line)
+    return shown
+
+
+def markdown(results: dict[str, Any]) -> str:
+    machine, (header, *lines) = results["machine"], filled(results)
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    text = [f"{machine['device']}, {threads}, torch {machine['versions']['torch']}; {notes(results)}:", ""]
+    text += [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    return "\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+if __name__ == "__main__":
+    main()

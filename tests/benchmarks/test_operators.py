@@ -1,0 +1,90 @@
+"""The operators that benchmarks/kernels.py times: their floors, their inputs, and a paper's settings of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import depthlm
+from benchmarks import operators
+from benchmarks.operators import CASES, Make, Shape, difference, read_table, shape_of, step
+from depthlm.model.connections.attention_residuals import AttentionResiduals
+from depthlm.model.connections.cross_attention import GRN
+from depthlm.model.connections.denseformer import DenseFormer
+
+TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
+PARAMETERS = {"depth_attend_block": 1, "depth_attend_full": 1, "weighted_reads": 1, "gated_reads": 2}
+
+
+def make() -> Make:
+    return Make(torch.Generator().manual_seed(0), torch.float32)
+
+
+def test_floors_are_those_counted_by_hand() -> None:
+    # 3b: 32 query and 8 key/value heads of 64, D 2048
+    assert operators.value_mix_values(n=3, h=32, k=8, e=64) == 3 * (2048 + 3 * 1024) + 2 * 512 == 16_384
+    assert operators.reads_values(s=8, n=49, d=2048) == 3 * 100_352 + 2 * 16_384 == 333_824
+    assert operators.streams_values(n=4, d=2048) == 25 * 2048 == 51_200
+    assert operators.depth_part_values(n=48, h=32, k=8, e=64) == 7 * 2048 + 3 * 48 * 1024 == 161_792
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_floors_are_inputs_three_times_and_outputs_twice(name: str) -> None:
+    case = CASES[name](TINY, make())
+    inputs = sum(x.numel() for x in case.inputs[PARAMETERS[name] :])
+    assert case.values * TINY.batch * TINY.length == 3 * inputs + 2 * case.run()[0].numel()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton_and_pytorch_agree_on_the_inputs(name: str) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the benchmark compares them itself")
+    case = CASES[name](TINY, make())
+    found, expected = (step(case.run, case.inputs, kernels)() for kernels in ("triton", "torch"))
+    assert len(found) == len(case.run()) + len(case.inputs)
+    assert difference(found, expected) < 1e-4
+
+
+def test_a_difference_is_relative_to_the_largest_number_and_not_overlooked() -> None:
+    x = torch.tensor([1.0, 4.0])
+    assert difference((x, x), (x, torch.tensor([1.5, 4.0]))) == 0.125
+    assert not difference((x, x), (x, torch.tensor([torch.nan, 4.0]))) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "kind"),
+    [
+        ("depth_attend_block", "attention_residuals", AttentionResiduals),
+        ("depth_attend_full", "attention_residuals_full", AttentionResiduals),
+        ("weighted_reads", "denseformer", DenseFormer),
+        ("gated_reads", "dca", GRN),
+    ],
+)
+def test_reads_and_sources_are_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
+    decoder = depthlm.build_model(depthlm.compose(["size=1.5b", f"model={model}"], here=False), "meta")
+    middle = (x for x in decoder.modules() if isinstance(x, kind) and x.place.layer == decoder.size.num_layers // 2)
+    # a phase of its own is what a sublayer has that reads nothing
+    first = next(x for x in middle if x.phase[0] is x and len(x.phase) > 1)
+    reads = sum(getattr(x, "num_inputs", 1) for x in first.phase)
+    sources = first.a.numel() if isinstance(first, DenseFormer) else first.num_sources
+    case = CASES[name](shape_of("1.5b", 1, 1)._replace(d=4), make())
+    assert (len(case.run()[0]), len(case.inputs) - PARAMETERS[name]) == (reads, sources)
+
+
+def test_thirteen_settings_of_moda_agree_with_themselves() -> None:
+    rows = read_table("moda_efficiency")
+    assert [row["row"] for row, _ in rows] == [*range(1, 14)]
+    assert [(shape.length, shape.h, shape.k, shape.e, shape.entries) for _, shape in rows] == [
+        *((2**i, 64, 8, 64, 64) for i in range(12, 17)),
+        *((2**14, 8 * groups, 8, 64, 64) for groups in (2, 4, 8, 16, 32)),
+        *((2**14, 64, 8, 64, entries) for entries in (64, 128, 256)),
+    ]
+    for row, shape in rows:
+        assert shape.h == shape.k * row["groups"]
+        # the paper divides by its own time
+        assert 100 * (1 - row["flash_ms"] / row["moda_ms"]) == pytest.approx(row["extra_time_percent"], abs=0.01)
+        assert 100 * row["groups"] / 64 == pytest.approx(row["depth_utilization"], abs=0.01)
+    added = [row["moda_ms"] / row["flash_ms"] - 1 for row, _ in rows]
+    assert added[0] == pytest.approx(0.349, abs=5e-4)
+    assert added[4] == pytest.approx(0.028, abs=5e-4)
