@@ -58,7 +58,8 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
     config = depthlm.compose([*overrides, f"model={preset}", *own])
     plan = make_plan(config, ranks())
     model = depthlm.build_model(config, device)
-    model.activation_checkpointing = config.training.activation_checkpointing
+    if config.training.activation_checkpointing:
+        model.checkpoint_activations()
     if config.training.compile:
         compile_sublayers(model)
     engine = build_engine(config, plan, model)

@@ -16,7 +16,7 @@ FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _choice: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
-class Using:
+class using:
     """Inside, operators take Triton kernels ("triton"), PyTorch ("torch"), or Triton on a GPU where it can ("auto").
 
     May be entered again and again, as recomputation for a second backward pass does. A decoder enters its own choice,
@@ -35,9 +35,6 @@ class Using:
 
     def __exit__(self, *raised: object) -> None:
         _choice.reset(self.tokens.pop())
-
-
-using = Using
 
 
 def chosen() -> str:

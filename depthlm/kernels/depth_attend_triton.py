@@ -160,13 +160,18 @@ def _like(x: Tensor | None, device: Tensor) -> Tensor:
     return device.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def num_warps(numbers: int) -> int:
+    """Warps of a program that has so many numbers of several reads in registers, some times over."""
+    return min(16, max(4, numbers // 1024))
+
+
 def _launch(kernel, rows, tensors, n, positions, reads, d, eps, switches):
     reads_padded, width = triton.next_power_of_2(reads), triton.next_power_of_2(d)
-    warps = min(16, max(4, reads_padded * width // 1024))
     with torch.cuda.device_of(tensors[-1]):
         kernel[(triton.cdiv(positions, rows),)](
             *tensors, n, positions, rows, d, reads, S=reads_padded, D=width,
-            EPS=0.0 if eps is None else eps, NORMED=eps is not None, **switches, num_warps=warps,
+            EPS=0.0 if eps is None else eps, NORMED=eps is not None, **switches,
+            num_warps=num_warps(reads_padded * width),
         )  # fmt: skip
 
 

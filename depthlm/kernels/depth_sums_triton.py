@@ -15,6 +15,7 @@ from torch import Tensor
 from depthlm.kernels.backend import expect
 from depthlm.kernels.call import operator_name
 from depthlm.kernels.depth_attend import kept
+from depthlm.kernels.depth_attend_triton import MOST, PROGRAMS, ROWS, num_warps
 from depthlm.kernels.dtypes import common_dtype
 from depthlm.kernels.heads_triton import loaded, padded
 
@@ -24,14 +25,8 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# sources of a launch: its code has a piece for each
-MOST = 16
 # numbers of several reads that a program has in registers, times the four of their kind
 TILE = 2**13
-# positions that a program goes through
-ROWS = 16
-# programs of a backward pass, each with partial sums of its own
-PROGRAMS = 256
 
 
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
@@ -138,11 +133,10 @@ def _launch(kernel, rows, tensors, weights, gate, shape, **switches):
     (reads, n), d = weights.shape[:2], shape[-1]
     positions = shape[:-1].numel()
     reads_padded, width = triton.next_power_of_2(reads), triton.next_power_of_2(d)
-    warps = min(16, max(4, reads_padded * width // 1024))
     with torch.cuda.device_of(weights):
         kernel[(triton.cdiv(positions, rows),)](
             *tensors, n, positions, rows, d, reads, S=reads_padded, D=width, GATED=gate is not None, **switches,
-            num_warps=warps,
+            num_warps=num_warps(reads_padded * width),
         )  # fmt: skip
 
 

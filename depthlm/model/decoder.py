@@ -146,6 +146,12 @@ class Decoder(nn.Module):
         observer.read(self.connections[-1], stream)
         return self.connections[-1].close(stream)
 
+    def checkpoint_activations(self) -> None:
+        """Has the backward pass recompute each layer (arXiv 1604.06174), and every connection read alone: what is read
+        ahead would be kept between layers."""
+        self.activation_checkpointing = True
+        self.read_alone()
+
     def read_alone(self) -> None:
         """Has every connection read with its own parameters alone, as it must where those of others are sharded."""
         for connection in self.connections:

@@ -152,10 +152,8 @@ def train_from(
     model = build_model(config, device=device)
     if config.import_from is not None and start is None:
         import_weights(config, model)
-    model.activation_checkpointing = config.training.activation_checkpointing
     if config.training.activation_checkpointing:
-        # what is read ahead would be kept between layers
-        model.read_alone()
+        model.checkpoint_activations()
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     parameters = count_parameters(model)["total"]
     flops = flops_per_token(model, plan.sequence_length).training
