@@ -1,7 +1,18 @@
 """depthlm: pretrain language models whose layers reach across depth."""
 
-from depthlm.build import build_model
-from depthlm.config import compose
-from depthlm.loading import load
+from typing import TYPE_CHECKING
 
-__all__ = ["build_model", "compose", "load"]
+from depthlm.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from depthlm.build import build_model
+    from depthlm.config.compose import compose
+    from depthlm.loading import load
+    from depthlm.training import train
+
+__all__ = ["__version__", "build_model", "compose", "load", "train"]
+__version__ = "0.1.0"
+
+__getattr__ = lazy_attributes(
+    __name__, {"build_model": "build", "compose": "config", "load": "loading", "train": "training"}
+)

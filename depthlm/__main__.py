@@ -1,17 +1,42 @@
-"""`python -m depthlm <command> [key=value ...]`: what one does around training."""
+"""`depthlm <command> [key=value ...]`, the same as `python -m depthlm` and as the scripts of the repository.
+
+Each command imports what it needs when it runs, so that help and version take no time.
+"""
 
 import argparse
 import sys
+from typing import TypeVar
 
-from depthlm.analysis.summary import print_overhead, print_summary
-from depthlm.config import compose
-from depthlm.config.arguments import Arguments, described, read_arguments
-from depthlm.config.command_line import exit_on_mistake
+import depthlm
+
+Schema = TypeVar("Schema")
+INTERRUPTED = 130
 
 
-def summary(arguments: list[str]) -> None:
-    """Parameters, FLOPs and memory of a configuration, without building it."""
-    parser = argparse.ArgumentParser(prog="python -m depthlm summary", description=summary.__doc__)
+def train(arguments: list[str], program: str) -> None:
+    """Train a run, resume it, or with -m train each point of a sweep."""
+    from depthlm.commands.train import main
+
+    main(arguments, program)
+
+
+def prepare(arguments: list[str], program: str) -> None:
+    """Make the token files of a corpus beforehand."""
+    from depthlm.commands.prepare import main
+
+    main(arguments, program)
+
+
+def submit(arguments: list[str], program: str) -> None:
+    """Submit a sweep as one SLURM job array, or show how far it is."""
+    from depthlm.slurm.submit import main
+
+    main(arguments, program)
+
+
+def summary(arguments: list[str], program: str) -> None:
+    """Print parameters, FLOPs and memory of a configuration, without building it."""
+    parser = argparse.ArgumentParser(prog=program, description=summary.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--gpus", type=int, default=8, help="ranks that ZeRO shards over (default 8)")
     parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
@@ -20,15 +45,18 @@ def summary(arguments: list[str]) -> None:
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: at least 1")
+    from depthlm.analysis.summary import print_overhead, print_summary
+    from depthlm.config import compose
+
     if parsed.overhead:
         print_overhead(parsed.overrides, parsed.config_dir, parsed.json)
-        return
-    print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
+    else:
+        print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
 
 
-def report(arguments: list[str]) -> None:
-    """A paper's table or figure: ours beside the paper's, or any runs side by side, as Markdown and PNG."""
-    parser = argparse.ArgumentParser(prog="python -m depthlm report", description=report.__doc__)
+def report(arguments: list[str], program: str) -> None:
+    """Write a paper's table or figure, ours beside the paper's, or any runs side by side, as Markdown and PNG."""
+    parser = argparse.ArgumentParser(prog=program, description=report.__doc__)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -37,51 +65,52 @@ def report(arguments: list[str]) -> None:
     )
     parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
     parsed = parser.parse_intermixed_args(arguments)
-    # drawing needs what the other commands do not
     from depthlm.analysis.report import report as write_report
 
     write_report(parsed.overrides, parsed.config_dir)
 
 
-def evaluate(arguments: list[str]) -> None:
-    """Loss, perplexity and bits per byte of a run on its validation sets, or its accuracy on tasks of lm-eval."""
+def evaluate(arguments: list[str], program: str) -> None:
+    """Measure the loss, perplexity and bits per byte of a run, or its accuracy on tasks of lm-eval."""
     from depthlm.evaluation.evaluate import Evaluate, evaluate
 
-    evaluate(_read("evaluate", Evaluate, arguments))
+    evaluate(_read(program, Evaluate, arguments))
 
 
-def generate(arguments: list[str]) -> None:
-    """Text from a run: after one prompt, as it comes, or after each line of a file."""
+def generate(arguments: list[str], program: str) -> None:
+    """Write text with a trained run, after a prompt or after each line of a file."""
     from depthlm.evaluation.writing import Generate, write_text
 
-    write_text(_read("generate", Generate, arguments))
+    write_text(_read(program, Generate, arguments))
 
 
-def export(arguments: list[str]) -> None:
-    """A run as a folder of Hugging Face, which AutoModelForCausalLM loads."""
+def export(arguments: list[str], program: str) -> None:
+    """Write a run as a Hugging Face folder, which AutoModelForCausalLM loads."""
     from depthlm.hugging_face.command import ExportArguments, export_run
 
-    export_run(_read("export", ExportArguments, arguments))
+    export_run(_read(program, ExportArguments, arguments))
 
 
-def inspect(arguments: list[str]) -> None:
-    """Pictures of what a run does along depth: its weights, maps and magnitudes, and the arrays behind them."""
+def inspect(arguments: list[str], program: str) -> None:
+    """Draw what a trained run does along depth: its weights, maps and magnitudes, and write the arrays."""
     from depthlm.analysis.inspection import Inspect, inspect_run
 
-    inspect_run(_read("inspect", Inspect, arguments))
+    inspect_run(_read(program, Inspect, arguments))
 
 
 COMMANDS = {
-    "summary": summary, "report": report, "evaluate": evaluate, "generate": generate, "export": export,
-    "inspect": inspect,
+    "train": train, "prepare": prepare, "submit": submit, "summary": summary, "report": report, "evaluate": evaluate,
+    "generate": generate, "export": export, "inspect": inspect,
 }  # fmt: skip
 
 
-def _read(name: str, schema: type[Arguments], given: list[str]) -> Arguments:
+def _read(program: str, schema: type[Schema], given: list[str]) -> Schema:
     """The key=value arguments of a command; --help lists its keys."""
+    from depthlm.config.arguments import described, read_arguments
+
     parser = argparse.ArgumentParser(
-        prog=f"python -m depthlm {name}",
-        description=COMMANDS[name].__doc__,
+        prog=program,
+        description=COMMANDS[program.split()[-1]].__doc__,
         epilog=f"keys:\n{described(schema)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,18 +118,36 @@ def _read(name: str, schema: type[Arguments], given: list[str]) -> Arguments:
     return read_arguments(schema, parser.parse_args(given).arguments)
 
 
-def main() -> None:
-    """Run one command; a user's mistake ends the process with 2."""
+def main(command: str | None = None, arguments: list[str] | None = None, program: str | None = None) -> None:
+    """Run one command; a user's mistake ends the process with 2.
+
+    command, arguments, program: as a script of the repository gives them; None: read from the command line.
+    """
+    if command is None:
+        parsed = _parser().parse_args(sys.argv[1:2])
+        command, arguments = parsed.command, sys.argv[2:]
+    program = program or f"depthlm {command}"
+    run, given = COMMANDS[command], arguments or []
+    try:
+        from depthlm.exits import exit_on_mistake
+
+        exit_on_mistake(program, lambda: run(given, program))
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command resumes what was not finished", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:10} {run.__doc__}" for name, run in COMMANDS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m depthlm",
-        description=f"commands:\n{listed}",
-        epilog="<command> --help tells more",
+        prog="depthlm",
+        description=f"{depthlm.__doc__}\n\ncommands:\n{listed}",
+        epilog="`depthlm <command> --help` lists what a command takes.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"depthlm {depthlm.__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command")
-    command = parser.parse_args(sys.argv[1:2]).command
-    exit_on_mistake(f"depthlm {command}", lambda: COMMANDS[command](sys.argv[2:]))
+    return parser
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import depthlm
 from depthlm.launchers import Ranks
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from depthlm.locations import IS_CHECKOUT, REPOSITORY
 
 
 def device_type() -> str:
@@ -58,7 +58,7 @@ def fast_precision() -> str:
 def describe(here: Ranks) -> dict[str, Any]:
     """What `environment.json` records: versions, git commit, command, device."""
     packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {"depthlm": depthlm.__version__}
     for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -69,7 +69,8 @@ def describe(here: Ranks) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions,
         "git": git_state(),
-        "command": sys.argv,
+        "code": str(REPOSITORY),
+        "command": sys.orig_argv,
         "device": device_name(),
         "device_type": device_type(),
         "cores": cores(),
@@ -86,6 +87,8 @@ def git_state() -> dict[str, Any] | None:
     """
     if (REPOSITORY / "git.json").is_file():
         return json.loads((REPOSITORY / "git.json").read_text())
+    if not IS_CHECKOUT:
+        return None
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

@@ -10,8 +10,6 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from depthlm.analysis.points import print_points
-from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
 from depthlm.config import given_config_dir, sweep_points
 
 
@@ -27,6 +25,10 @@ class PointsSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch every point, in order, and show what became of each; exits with 1 where one failed."""
+        # Hydra imports every plugin, also for help
+        from depthlm.analysis.points import print_points
+        from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
+
         assert self.launcher is not None
         points = sweep_points(arguments, self.config_dir)
         done = self.launcher.launch([point.overrides for point in points], initial_job_idx=0)

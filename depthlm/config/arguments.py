@@ -14,8 +14,10 @@ from depthlm.errors import UserError
 Arguments = TypeVar("Arguments")
 
 
-def read_arguments(schema: type[Arguments], given: Sequence[str]) -> Arguments:
+def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = "") -> Arguments:
     """The arguments of a command. Text is taken as it stands, a list is separated by commas, null is None.
+
+    prefix: of the keys on the command line, for the messages.
 
     Raises UserError with every mistake at once: a word that is no key=value, an unknown or missing key, a value that
     its field does not allow.
@@ -24,13 +26,14 @@ def read_arguments(schema: type[Arguments], given: Sequence[str]) -> Arguments:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            errors.append(f"{text}: not key=value")
+            errors.append(f"{prefix}{text}: not key=value")
         elif name not in known:
-            errors.append(f"{text}: no such key; there are {listed(known)}{nearest(name, known)}")
+            errors.append(f"{prefix}{text}: no such key; there are {listed(known)}{nearest(name, known)}")
         else:
             read = _read(known[name], value)
             if read is _WRONG:
-                errors.append(f"{text}: must be {known[name].wanted}{nearest(value, known[name].metadata['choices'])}")
+                close = nearest(value, known[name].metadata["choices"])
+                errors.append(f"{prefix}{text}: must be {known[name].wanted}{close}")
             values[name] = read
     errors += [
         f"{key.name}=...: is missing: {key.metadata['doc']}" for key in _required(schema) if key.name not in values
@@ -74,7 +77,7 @@ def _read(key: Key, text: str) -> Any:
     try:
         if get_origin(plain) is list:
             (kind,) = get_args(plain)
-            return [kind(part) for part in text.split(",")]
+            return [kind(part) for part in text.split(",") if part]
         if plain is bool:
             value: Any = {"true": True, "false": False}[text]
         else:

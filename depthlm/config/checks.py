@@ -27,8 +27,6 @@ from depthlm.data import (
     validation_sources,
 )
 from depthlm.errors import UserError
-from depthlm.hugging_face.pretrained import differences, is_pretrained, read_pretrained
-from depthlm.kernels.backend import missing
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -221,6 +219,8 @@ def _check_device(config: Config) -> list[str]:
     elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
         errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
                       "use deepspeed=zero1")  # fmt: skip
+    from depthlm.kernels.backend import missing
+
     if config.kernels == "triton" and (lack := missing(device)):
         errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
     if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
@@ -250,6 +250,8 @@ def _check_data(config: Config) -> list[str]:
 
 
 def _check_files(config: Config) -> list[str]:
+    from depthlm.hugging_face.pretrained import is_pretrained
+
     data, errors = config.data, []
     for name, source in (train_sources(data) | validation_sources(data)).items():
         key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
@@ -282,6 +284,8 @@ def _check_files(config: Config) -> list[str]:
 
 
 def _check_pretrained(config: Config, folder: Path) -> list[str]:
+    from depthlm.hugging_face.pretrained import differences, read_pretrained
+
     try:
         return differences(read_pretrained(folder), config)
     except UserError as error:

@@ -2,9 +2,8 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
@@ -13,9 +12,8 @@ from depthlm.config.help import print_help
 from depthlm.config.sources import open_names
 from depthlm.config.sweep import check_points, is_axis
 from depthlm.errors import UserError
-from depthlm.launchers import first_rank, ranks
+from depthlm.launchers import ranks
 
-USER_MISTAKE = 2
 # what comes with an extra: the override, its module and the extra
 PLUGINS = (
     ("hydra/launcher=slurm", "hydra_submitit_launcher", "slurm"),
@@ -25,7 +23,7 @@ PLUGINS = (
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
-    """What is left for Hydra of a command line, once it has been found right; exits 0 after help, 2 on mistakes."""
+    """Check a command line; what is left of it for Hydra. Exits 0 after help. Raises UserError with every mistake."""
     # DeepSpeed's launcher adds --local_rank, which Hydra's parser refuses; the environment says the same.
     kept = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     if "--help" in kept or "-h" in kept:
@@ -33,18 +31,17 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
         sys.exit(0)
     # Hydra's own modes (--cfg, --info, ...) look at a configuration without running it.
     parsed, unknown = get_args_parser().parse_known_args(kept)
+    if parsed.shell_completion:
+        return kept
     if unknown:
-        fail("train.py", UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them"))
+        raise UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them")
     if parsed.config_name or parsed.config_path:
-        fail(
-            "train.py",
-            UserError(
-                "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
-            ),
+        raise UserError(
+            "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
         )
     if parsed.resolve and not parsed.cfg:
-        fail("train.py", UserError("--resolve: goes with --cfg job"))
-    exit_on_mistake("train.py", lambda: _check(parsed.overrides, parsed.multirun, parsed.config_dir))
+        raise UserError("--resolve: goes with --cfg job")
+    _check(parsed.overrides, parsed.multirun, parsed.config_dir)
     return open_names(kept, settings=parsed.multirun)
 
 
@@ -62,18 +59,3 @@ def _check(overrides: list[str], multirun: bool, config_dir: str | None) -> None
     check_points([text for text in overrides if not (other and is_axis(text))], config_dir)
     if other:
         Path("outputs").mkdir(exist_ok=True)
-
-
-def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
-    """Run it; a user's mistake is printed and ends the process with 2, without a traceback."""
-    try:
-        action()
-    except UserError as error:
-        fail(command, error)
-
-
-def fail(command: str, error: UserError) -> NoReturn:
-    """Print a user's mistake, on the first rank only, and exit with 2."""
-    if first_rank():
-        print(f"{command}: {error}", file=sys.stderr)
-    sys.exit(USER_MISTAKE)

@@ -19,9 +19,7 @@ from depthlm.config.explain import explain_overrides
 from depthlm.config.resolve import resolve
 from depthlm.config.schema import Config
 from depthlm.config.sources import open_names, type_sources
-from depthlm.environment import REPOSITORY
-
-CONF = REPOSITORY / "conf"
+from depthlm.locations import CONF
 
 ConfigStore.instance().store(name="schema", node=Config)
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -14,7 +12,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from depthlm.config.checks import check_fields
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import keys, leaves
-from depthlm.environment import REPOSITORY
+from depthlm.locations import CONF
 
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
@@ -41,10 +39,11 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
             if override.value() in options or (override.value() is None and name == "experiment"):
                 groups.append(given)
             else:
-                word = f"allowed: {listed(options)}" if options else "there are none yet"
                 # mechanisms are what readers add
                 own = "; one of your own: --config-dir" if name.startswith("model") and config_dir is None else ""
-                errors.append(f"{given}: no such {name}; {word}{nearest(str(override.value()), options)}{own}")
+                errors.append(
+                    f"{given}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{own}"
+                )
         else:
             values[given] = override
     composed, failure = _try(compose, groups, config_dir)
@@ -67,27 +66,19 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
 
 
 def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
-    """Every configuration group with its options, those of config_dir included; inside a Hydra context only."""
-    loader = GlobalHydra.instance().config_loader()
-    found: dict[str, list[str]] = {}
-
-    def visit(group: str) -> None:
-        for name in loader.list_groups(group):
-            path = f"{group}/{name}" if group else name
-            if path in ("hydra", "experiment"):
-                continue
-            options = list(loader.get_group_options(path, ObjectType.CONFIG))
-            if config_dir is not None:
-                options += [file.stem for file in Path(config_dir, path).glob("*.yaml")]
-            found[path] = sorted(set(options))
-            visit(path)
-
-    visit("")
-    # a folder for each paper, and one choice among all their files
-    folders = [Path(place, "experiment") for place in (REPOSITORY / "conf", config_dir) if place is not None]
-    files = [(file, folder) for folder in folders for file in folder.rglob("*.yaml") if not file.stem.startswith("_")]
-    found["experiment"] = sorted({str(file.relative_to(folder).with_suffix("")) for file, folder in files})
-    return found
+    """Every configuration group with its options, those of config_dir included."""
+    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.rglob("*.yaml"):
+            group, _, option = file.relative_to(folder).with_suffix("").as_posix().rpartition("/")
+            root, _, rest = group.partition("/")
+            if root == "experiment":
+                # a folder for each paper, and one choice among all their files
+                group, option = root, f"{rest}/{option}".lstrip("/")
+            if group and root != "hydra" and not file.stem.startswith("_"):
+                found.setdefault(group, set()).add(option)
+    return {group: sorted(options) for group, options in sorted(found.items())}
 
 
 def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) -> tuple[DictConfig | None, list[str]]:

@@ -7,22 +7,23 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
-import torch
 
 from depthlm.config.errors import listed, nearest
 from depthlm.config.schema import Config, Model
-from depthlm.model.attention.self_attention import AttentionFactory, SelfAttention
-from depthlm.model.connections.connection import Connection, ConnectionFactory
 from depthlm.model.place import Place
+
+if TYPE_CHECKING:
+    from depthlm.model.attention.self_attention import AttentionFactory
+    from depthlm.model.connections.connection import ConnectionFactory
 
 # what the decoder itself passes to each of its parts
 PASSED = ("place", "size", "backbone")
 
 
-def factories(model: Model) -> tuple[ConnectionFactory, AttentionFactory]:
+def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
     """What makes a connection and an attention at a place. Settings are data: no `_target_` inside them is built."""
     return (
         hydra.utils.instantiate(model.connection, _partial_=True, _recursive_=False),
@@ -32,6 +33,9 @@ def factories(model: Model) -> tuple[ConnectionFactory, AttentionFactory]:
 
 def check_target(name: str, settings: Any) -> list[str]:
     """Whether the settings of model.connection or model.attention name such a class and what it takes; the mistakes."""
+    from depthlm.model.attention.self_attention import SelfAttention
+    from depthlm.model.connections.connection import Connection
+
     target = settings.get("_target_")
     if not isinstance(target, str) or "." not in target:
         return [f"{name}._target_={target}: not a class, as in depthlm.model.connections.residual.Residual"]
@@ -61,6 +65,8 @@ def check_target(name: str, settings: Any) -> list[str]:
 
 def check_values(config: Config) -> list[str]:
     """What the mechanism's code says of its settings: its parts are made, on meta, at the first and the last places."""
+    import torch
+
     size, depth = config.size, config.model.loops * config.size.num_layers
     connection, attention = factories(config.model)
     # a setting may be wrong for a later layer alone, or for the final read, as one that counts layers

@@ -8,16 +8,17 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from depthlm.config.compose import CONF, compose_raw, hydra_at_conf
+from depthlm.config.compose import compose_raw, hydra_at_conf
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
+from depthlm.locations import CONF, command
 
 # what preparing does not depend on
 _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
 
 
 def prepare_command(config: Config) -> str:
-    """`python data/prepare.py data=<name>` with every setting that differs from that file's."""
+    """The command that prepares `data=<name>`, with every setting that differs from that file's."""
     name, config_dir = config.data.name, None
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
@@ -27,7 +28,9 @@ def prepare_command(config: Config) -> str:
     with hydra_at_conf():
         defaults = OmegaConf.to_container(compose_raw(chosen, config_dir).data)
     place = [] if config_dir is None else ["--config-dir", shlex.quote(config_dir)]
-    return " ".join(["python data/prepare.py", *place, *chosen, *_differing("data", asdict(config.data), defaults)])
+    return " ".join(
+        [command("data/prepare.py", "prepare"), *place, *chosen, *_differing("data", asdict(config.data), defaults)]
+    )
 
 
 def given_config_dir(hydra: Any) -> str | None:

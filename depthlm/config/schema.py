@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 from depthlm.config.experiment import Budget, Experiment
 from depthlm.fields import key
-from depthlm.kernels.backend import CHOICES
+from depthlm.kernels import CHOICES
 from depthlm.model.shape import Backbone, Size
 
 

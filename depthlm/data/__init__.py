@@ -1,5 +1,7 @@
 """Text to tokens to batches: corpora, tokenizers, token files, the sampler."""
 
+from typing import TYPE_CHECKING
+
 from depthlm.data.documents import documents
 from depthlm.data.errors import DataError
 from depthlm.data.estimate import check_prepared
@@ -7,11 +9,14 @@ from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
 from depthlm.data.prepare import prepare
-from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows, validation_batches
 from depthlm.data.settings import token_folder, token_folders
 from depthlm.data.sources import text_files, train_sources, validation_sources
 from depthlm.data.token_files import Corpus, TokenFiles, open_corpus
 from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, padded_vocab_size, train_bpe, vocab_size
+from depthlm.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from depthlm.data.sampler import IGNORED, Batches, loader, sample_windows, validation_batches
 
 __all__ = [
     "IGNORED",
@@ -42,3 +47,7 @@ __all__ = [
     "verify",
     "vocab_size",
 ]
+
+__getattr__ = lazy_attributes(
+    __name__, dict.fromkeys(("IGNORED", "Batches", "loader", "sample_windows", "validation_batches"), "sampler")
+)

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-import pyarrow as pa
-import pyarrow.parquet
-
 from depthlm.data.errors import DataError
 from depthlm.data.sources import TextFile
 
@@ -97,6 +94,9 @@ class Reader:
                 yield self._checked(number, f"line {number + 1}", line)
 
     def _rows(self, raw: BinaryIO, first: int) -> Iterator[Record]:
+        import pyarrow as pa
+        import pyarrow.parquet
+
         table = pyarrow.parquet.ParquetFile(raw)
         names = table.schema_arrow.names
         if self.text_field not in names:
@@ -189,6 +189,8 @@ def _kind(name: str) -> tuple[str, str | None]:
 
 
 def _decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
+    import pyarrow as pa
+
     # pyarrow raises at a stream that stops within a frame; fsspec's zstd, with which `datasets` reads, takes that for
     # its end.
     stream = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
@@ -197,6 +199,8 @@ def _decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
 
 @contextmanager
 def _reading(file: TextFile) -> Iterator[None]:
+    import pyarrow as pa
+
     try:
         yield
     except DataError:

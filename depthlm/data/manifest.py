@@ -9,10 +9,12 @@ from typing import Any
 
 from depthlm.data.errors import DataError
 from depthlm.files import replace_text
+from depthlm.locations import command
 
 VERSION = 2
 FILE_NAME = "manifest.json"
-_REMEDY = "Remove the folder and prepare it again: python data/prepare.py with the same overrides."
+_PREPARE = command("data/prepare.py", "prepare")
+_REMEDY = f"Remove the folder and prepare it again: {_PREPARE} with the same overrides."
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Manifest:
         """The manifest of the folder. Raises DataError where there is none, or one of another version or kind."""
         file = Path(folder, FILE_NAME)
         if not file.is_file():
-            raise DataError("no token files", folder, "Prepare them: python data/prepare.py with the same overrides.")
+            raise DataError("no token files", folder, f"Prepare them: {_PREPARE} with the same overrides.")
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             if found["version"] != VERSION:

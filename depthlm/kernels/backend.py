@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-CHOICES = ("auto", "triton", "torch")
+from depthlm.kernels import CHOICES
+
 FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _choice: ContextVar[str] = ContextVar("kernels", default="auto")
 

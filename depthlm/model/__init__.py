@@ -1,12 +1,17 @@
 """Decoders and their depth mechanisms: plain PyTorch, which knows nothing of configuration or training."""
 
-from depthlm.model.connections.connection import Connection
-from depthlm.model.decoder import Decoder, Loss, compile_sublayers
-from depthlm.model.initialization import initialize
-from depthlm.model.observer import Observer
-from depthlm.model.parameters import optimizer_groups
+from typing import TYPE_CHECKING
+
+from depthlm.lazy import lazy_attributes
 from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
+
+if TYPE_CHECKING:
+    from depthlm.model.connections.connection import Connection
+    from depthlm.model.decoder import Decoder, Loss, compile_sublayers
+    from depthlm.model.initialization import initialize
+    from depthlm.model.observer import Observer
+    from depthlm.model.parameters import optimizer_groups
 
 __all__ = [
     "Backbone",
@@ -20,3 +25,16 @@ __all__ = [
     "initialize",
     "optimizer_groups",
 ]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "Connection": "connections.connection",
+        "Decoder": "decoder",
+        "Loss": "decoder",
+        "Observer": "observer",
+        "compile_sublayers": "decoder",
+        "initialize": "initialization",
+        "optimizer_groups": "parameters",
+    },
+)

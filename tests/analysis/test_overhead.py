@@ -12,7 +12,7 @@ from depthlm.__main__ import main
 from depthlm.analysis import count_parameters, flops_per_token, overhead
 from depthlm.analysis.summary import extra, overhead_texts
 from depthlm.config import mechanisms
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

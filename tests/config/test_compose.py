@@ -12,7 +12,7 @@ from depthlm.config.command_line import prepare_arguments
 from depthlm.config.keys import keys
 from depthlm.config.resolve import run_name
 from depthlm.counts import parse_count
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 
 def test_the_default_is_vanilla_tiny_on_the_standard_library() -> None:

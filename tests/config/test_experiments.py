@@ -11,7 +11,7 @@ import torch
 import depthlm
 from depthlm.config import Config, Point, load_experiment, point_directory, run_steps, sweep_points
 from depthlm.config.budget import matrices
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 FOLDER = REPOSITORY / "conf/experiment"
 EXPERIMENTS = sorted(

@@ -18,7 +18,7 @@ from depthlm import compose
 from depthlm.analysis.runs import read_metrics
 from depthlm.config import prepare_command
 from depthlm.data import DataError, Manifest, Tokenizer, check_prepared, prepare, token_folders, verify
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 from depthlm.training import train
 
 from ..data.fake_hub import FakeHub, fake_hub

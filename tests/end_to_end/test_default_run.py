@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.analysis.runs import read_metrics
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 from ..two_ranks import free_port, rank_variables
 

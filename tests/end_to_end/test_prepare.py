@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 
 def prepare(*overrides: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from depthlm.analysis.runs import read_metrics
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 TRAIN = [sys.executable, str(REPOSITORY / "train.py")]
 FRAGILE = """from pathlib import Path

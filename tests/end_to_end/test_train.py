@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from depthlm.analysis.runs import read_metrics
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 TRAIN = [sys.executable, "train.py"]
 Overrides = Callable[..., list[str]]

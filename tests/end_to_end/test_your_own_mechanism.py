@@ -13,7 +13,7 @@ import pytest
 import depthlm
 from depthlm.analysis.runs import read_metrics
 from depthlm.config import ConfigError
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 from depthlm.errors import UserError
 
 PAGE = (REPOSITORY / "docs/your_own_mechanism.md").read_text()

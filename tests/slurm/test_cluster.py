@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 from ..two_ranks import rank_variables
 
@@ -51,7 +51,7 @@ def test_an_array_of_four_points_over_two_nodes(
             assert json.loads((directory / "summary.json").read_text())["steps"] == 20
             there = json.loads((directory / "environment.json").read_text())
             assert (there["launcher"], there["world_size"], there["nodes"]) == ("srun", 2, 2)
-            assert there["command"][0] == str(tmp_path / "runs/.slurm/0001/code/train.py")
+            assert there["code"] == str(tmp_path / "runs/.slurm/0001/code")
     status = run(cluster, *SUBMIT, "--status", *four_points)
     assert "4 points: 4 complete" in status
     assert "0 points to train" in run(cluster, *SUBMIT, *four_points, *ONE_RANK)

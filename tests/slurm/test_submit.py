@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from depthlm.config import sweep_points
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 
 SUBMIT = [sys.executable, str(REPOSITORY / "slurm/submit.py")]
 
@@ -31,7 +31,7 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_point
     assert {"--array=0-3%3", "--nodes=2", "--mem=8G", "--time=12:00:00", "--requeue", "--signal=B:USR1@120"} <= set(
         shlex.split(command)
     )
-    assert (REPOSITORY / "slurm/train.sbatch").read_text() in done.stdout
+    assert (REPOSITORY / "depthlm/slurm/train.sbatch").read_text() in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
@@ -83,13 +83,16 @@ experiment:
 
 
 def test_a_snapshot_is_the_checkout_as_it_is(tmp_path: Path) -> None:
-    script = "from pathlib import Path; from snapshot import *; take_snapshot(next_snapshot(Path('there')), ['a', 'b'])"
+    script = (
+        "from pathlib import Path; from depthlm.slurm.snapshot import *; "
+        "take_snapshot(next_snapshot(Path('there')), ['a', 'b'])"
+    )
     for number in (1, 2):
-        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY / 'slurm'}:{REPOSITORY}"}
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=environment)
         folder = tmp_path / "there" / f"{number:04d}"
         assert (folder / "points").read_text() == "a\nb\n"
-        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema.py", "slurm/train.sbatch"):
+        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema.py", "depthlm/slurm/train.sbatch"):
             assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
         assert not (folder / "code/.venv").exists()
         assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}

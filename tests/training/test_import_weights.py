@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import depthlm
 from depthlm.analysis.runs import read_metrics
 from depthlm.config.resolve import run_name
-from depthlm.environment import REPOSITORY
+from depthlm.locations import REPOSITORY
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training import train

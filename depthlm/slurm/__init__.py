@@ -1,0 +1,1 @@
+"""Sweeps as SLURM job arrays."""

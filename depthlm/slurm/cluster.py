@@ -1,0 +1,68 @@
+"""What a job gets of the cluster: the keys `slurm.<key>=` and slurm/cluster.yaml."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+
+from depthlm.config.arguments import read_arguments
+from depthlm.errors import UserError
+from depthlm.fields import key
+
+# of the reader's own, below the folder that is submitted from
+SETTINGS = Path("slurm/cluster.yaml")
+
+
+@dataclass
+class Cluster:
+    """What each point of a sweep gets."""
+
+    partition: Optional[str] = key(None, "partition; null: the cluster's default, as for every null below")
+    account: Optional[str] = key(None, "account")
+    qos: Optional[str] = key(None, "quality of service")
+    time: str = key("24:00:00", "time limit of one job; a point that needs longer is saved, requeued and resumed")
+    nodes: int = key(1, "nodes", minimum=1)
+    gpus_per_node: int = key(8, "GPUs of a node, with one task and one rank each; 0: no GPU", minimum=0)
+    tasks_per_node: Optional[int] = key(None, "ranks of a node without GPUs; null: 1", minimum=1)
+    cpus_per_task: int = key(8, "CPU cores of a rank", minimum=1)
+    mem: Optional[str] = key(None, "memory of a node, such as 500G")
+    throttle: Optional[int] = key(None, "points that run at once; null: as many as the cluster allows", minimum=1)
+    signal_seconds: int = key(120, "seconds before the time limit at which a job saves", minimum=1)
+    setup: str = key("", "shell commands run in the job before training, such as `module load cuda/13.0`")
+    extra: list[str] = key([], "further options of sbatch, separated by commas: --exclude=n3,--constraint=h100")
+
+    def options(self) -> list[str]:
+        """As options of sbatch."""
+        tasks = self.tasks_per_node or max(1, self.gpus_per_node)
+        given = {
+            "partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time, "mem": self.mem,
+            "nodes": self.nodes, "ntasks-per-node": tasks, "cpus-per-task": self.cpus_per_task,
+            "gpus-per-node": self.gpus_per_node or None, "signal": f"B:USR1@{self.signal_seconds}",
+        }  # fmt: skip
+        return [f"--{name}={value}" for name, value in given.items() if value is not None] + self.extra
+
+
+def read_cluster(overrides: list[str]) -> Cluster:
+    """slurm/cluster.yaml below the current folder, where there is one, with `key=value` overrides on top.
+
+    Raises UserError for a file or an override that is wrong.
+    """
+    given = [text.replace("=[", "=", 1).removesuffix("]") if "=[" in text else text for text in overrides]
+    return read_arguments(Cluster, [*_settings(SETTINGS), *given], prefix="slurm.")
+
+
+def _settings(file: Path) -> list[str]:
+    if not file.is_file():
+        return []
+    try:
+        # as text: YAML would read 12:00:00 as a number
+        settings: Any = yaml.load(file.read_text(), yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: must have a line `key: value` for each setting")
+    return [
+        f"{name}={','.join(value) if isinstance(value, list) else 'null' if value == '' and name != 'setup' else value}"
+        for name, value in settings.items()
+    ]

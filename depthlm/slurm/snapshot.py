@@ -1,0 +1,57 @@
+"""The code as it was when a sweep was submitted: jobs that wait do not see what is changed afterwards."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from depthlm.environment import git_state
+from depthlm.errors import UserError
+from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
+
+
+def next_snapshot(folder: Path) -> Path:
+    """The folder of the next submission: 0001, 0002, ..."""
+    numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()]
+    return folder.absolute() / f"{max(numbers, default=0) + 1:04d}"
+
+
+def take_snapshot(snapshot: Path, lines: list[str]) -> None:
+    """Copy the code, and write the points beside it.
+
+    Of a git checkout: the files of git and new ones that it does not ignore. Elsewhere: the installed package.
+    Raises UserError where the files cannot be written.
+    """
+    try:
+        for name in _files():
+            target = snapshot / "code" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, target)
+        (snapshot / "code" / "git.json").write_text(json.dumps(git_state()) + "\n")
+        (snapshot / "points").write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise UserError(f"{snapshot}: the code cannot be copied there ({error})") from None
+
+
+def _files() -> Iterator[Path]:
+    """Every file of the code, relative to the checkout or to the folder of installed packages."""
+    listed = _git_files() if IS_CHECKOUT else None
+    if listed is None:
+        folders = [PACKAGE, CONF, REPOSITORY / "hydra_plugins/points_sweeper.py"]
+        found = [file for folder in folders for file in (folder, *folder.rglob("*")) if "__pycache__" not in file.parts]
+        listed = list(dict.fromkeys(file.relative_to(REPOSITORY) for file in found))
+    # git also lists files that were deleted
+    return (file for file in listed if (REPOSITORY / file).is_file())
+
+
+def _git_files() -> list[Path] | None:
+    """What git tracks, and new files that it does not ignore; None outside a git checkout."""
+    if not (REPOSITORY / ".git").exists():
+        return None
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [Path(name) for name in done.stdout.split("\0") if name]
