@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 
-.PHONY: train test test-slow lint format install clean
+.PHONY: train test test-slow lint format install pins resolve clean
 
 train: .venv/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -25,6 +25,16 @@ format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 
 install: .venv/.installed-dev
+
+# the newest versions that work together on every platform, but torch and the triton it requires, which change by hand
+pins: .venv/.installed-dev
+	grep -E '^(torch|triton)==' constraints.txt | sed 's/ *;.*//' > .venv/held
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade --system-certs \
+	  --constraints .venv/held --no-annotate --no-header --quiet --output-file constraints.txt
+
+# whether the pins can be installed on the platforms that users have
+resolve: .venv/.installed-dev
+	.ci/resolve
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import depthlm
 from depthlm.analysis.runs import read_metrics
 from depthlm.config.resolve import run_name
-from depthlm.locations import REPOSITORY
 from depthlm.errors import UserError
+from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
 from depthlm.training import train
 from depthlm.training.import_weights import copy_weights
