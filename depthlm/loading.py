@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import load_file
 
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.config.mechanism import check_target
-from depthlm.config.sources import type_sources
+from depthlm.config.saved import check_trusted, load_config, targets
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.training.checkpoints import WEIGHTS, newest_checkpoint
-from depthlm.training.run_directory import saved_config
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
@@ -36,10 +33,8 @@ def load_checkpoint(
     """As `load`, with the manifest of the checkpoint that the weights are of."""
     directory = Path(run)
     config = load_config(directory)
+    check_trusted(targets(config.model), trust, str(directory))
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
-        module = str(settings.get("_target_")).rpartition(".")[0]
-        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", *trust)):
-            raise UserError(f"{directory}: model.{part} is {module}'s; name that module in trust=[...] to build it")
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
     found = newest_checkpoint(directory)
@@ -55,17 +50,3 @@ def load_checkpoint(
     if config.data.document_mask:
         model.end_of_text = Tokenizer.load(directory).end_of_text
     return model.eval(), config, manifest
-
-
-def load_config(directory: Path) -> Config:
-    """The resolved configuration of a run directory. Raises UserError where there is none."""
-    path = directory / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"{directory}: no run in it (config.yaml is missing)")
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved_config(directory)))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: not the configuration of a run ({error})") from None
-    assert isinstance(config, Config)
-    type_sources(config.data)
-    return config

@@ -3,28 +3,50 @@
 import math
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import NoReturn
 
-from depthlm.config.command_line import prepare_arguments
+from omegaconf import DictConfig, OmegaConf
+
+from depthlm.config import changes, compose, run_of
+from depthlm.config.command_line import CommandLine, check_command_line, read_command_line
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
+from depthlm.launchers import first_rank
 from depthlm.locations import CONF
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 
 def main(arguments: list[str], program: str) -> None:
     """Train a run, or each point of a sweep; ends the process with the exit code of the run."""
-    arguments = prepare_arguments(arguments)
+    line = read_command_line(arguments)
+    run = None if line.completion else run_of(line.overrides)
+    if run is not None and not line.multirun:
+        train_from_run(run, line, program)
+    if not line.completion:
+        check_command_line(line)
     import hydra
 
     # Hydra reads the command line of the process
-    sys.argv[1:] = arguments
+    sys.argv[1:] = line.hydra
     hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(train_point)()
 
 
-def train_point(raw: "DictConfig") -> float | None:
+def train_from_run(run: Path, line: CommandLine, program: str) -> NoReturn:
+    """Train with the configuration of a run; ends the process with the exit code."""
+    config = compose(line.overrides, line.config_dir)
+    if line.cfg:
+        print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+        sys.exit(0)
+    changed = changes(run, config)
+    if changed and first_rank():
+        print(f"{program}: a new run, in {config.output_dir}; what differs from {run}:")
+        print("\n".join(f"  - {name}: {words}" for name, words in changed.items()), flush=True)
+    from depthlm.training import train
+
+    sys.exit(train(config))
+
+
+def train_point(raw: DictConfig) -> float | None:
     """Train one point. Of a sweep, returns its validation loss: infinity where it failed."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -39,7 +61,7 @@ def train_point(raw: "DictConfig") -> float | None:
     return point_of_sweep(raw, overrides)
 
 
-def point_of_sweep(raw: "DictConfig", overrides: list[str]) -> float | None:
+def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
     """Train one point; whatever goes wrong in it is printed and does not stop the others."""
     from depthlm.analysis.runs import read_run
     from depthlm.config import finish

@@ -2,6 +2,7 @@
 
 from depthlm.config.compose import compose, finish, mechanisms
 from depthlm.config.errors import ConfigError
+from depthlm.config.from_run import changes, run_of
 from depthlm.config.length import run_steps, warmup_steps
 from depthlm.config.prepare_command import given_config_dir, prepare_command
 from depthlm.config.schema import Config

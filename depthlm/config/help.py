@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.config.compose import hydra_at_conf
 from depthlm.config.explain import available_groups
+from depthlm.config.hydra_context import hydra_at_conf
 from depthlm.config.keys import keys
 
 USAGE = r"""

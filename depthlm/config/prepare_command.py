@@ -8,7 +8,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from depthlm.config.compose import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.locations import CONF, command

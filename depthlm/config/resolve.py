@@ -43,10 +43,11 @@ CHANGEABLE = {
 }  # fmt: skip
 
 
-def resolve(config: Config, given: set[str], overrides: Sequence[str], here: bool) -> None:
+def resolve(config: Config, given: set[str], overrides: Sequence[str], here: bool, saved: bool = False) -> None:
     """Fill in, in place, what follows from the overrides, the tokenizer and the device.
 
-    given: the keys and groups named by the overrides. here: whether it is to run on this machine.
+    given: the keys and groups named by the overrides. here: whether it is to run on this machine. saved: whether it is
+    the configuration of a run, which a budget has cut already.
     """
     for names in ALTERNATIVES:
         named = [name for name in names if name in given and _get(config, name) is not None]
@@ -65,7 +66,8 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
     training = config.training
     if training.batch_tokens is not None:
         training.batch_size = max(1, training.batch_tokens // training.sequence_length)
-    apply_budget(config, given - keys_of_points(config.experiment.points, overrides))
+    if not saved:
+        apply_budget(config, given - keys_of_points(config.experiment.points, overrides))
     if config.precision.name == "auto":
         config.precision.name = environment.fast_precision() if here else "bf16"
     if "size.vocab_size" not in given and tokenizer_exists(config):
@@ -75,7 +77,7 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
     if config.output_dir is None:
         config.output_dir = run_directory(overrides)
     # what is compared with this run is none of its settings
-    config.experiment = Experiment(name=experiment_of(overrides) or "")
+    config.experiment = Experiment(name=config.experiment.name if saved else experiment_of(overrides) or "")
 
 
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:

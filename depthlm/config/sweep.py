@@ -15,10 +15,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.compose import compose, compose_raw, hydra_at_conf
+from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.explain import explain_overrides
+from depthlm.config.from_run import run_of
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.resolve import by_name, experiment_of, run_directory
 
 
@@ -68,6 +70,8 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
 
     here: whether they are to run on this machine.
     """
+    if run_of(overrides) is not None:
+        raise ConfigError(["run=: takes up one run; a sweep is given by its overrides, or by experiment="])
     points = sweep_points(overrides, config_dir)
     errors: list[str] = []
     directories: set[str | None] = set()

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.resolve import CHANGEABLE, LENGTHS
+from depthlm.config.saved import compare, saved_config
 from depthlm.errors import UserError
 from depthlm.files import digest
-from depthlm.training.run_directory import compare, saved_config
 
 log = logging.getLogger("depthlm")
 STATE, WEIGHTS, MANIFEST = "deepspeed", "model.safetensors", "manifest.json"

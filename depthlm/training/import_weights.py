@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthlm.config import Config, ConfigError
+from depthlm.config.saved import compare
 from depthlm.errors import UserError
 from depthlm.hugging_face.pretrained import (
     Pretrained,
@@ -26,7 +27,6 @@ from depthlm.hugging_face.pretrained import (
 from depthlm.model import Decoder
 from depthlm.training.agreement import on_first_rank
 from depthlm.training.checkpoints import WEIGHTS, checkpoint_of
-from depthlm.training.run_directory import compare
 
 log = logging.getLogger("depthlm")
 

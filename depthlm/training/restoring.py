@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from depthlm.config import Config
+from depthlm.config.saved import compare
 from depthlm.errors import UserError
 from depthlm.training.agreement import on_first_rank
 from depthlm.training.checkpoints import (
@@ -32,7 +33,6 @@ from depthlm.training.checkpoints import (
     read_manifest,
 )
 from depthlm.training.plan import Plan
-from depthlm.training.run_directory import compare
 from depthlm.training.state import Progress
 
 log = logging.getLogger("depthlm")

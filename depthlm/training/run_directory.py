@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from depthlm import environment
 from depthlm.analysis.runs import FAILURE, SUMMARY
 from depthlm.config import Config
-from depthlm.config.resolve import CHANGEABLE, LENGTHS, is_silent
+from depthlm.config.resolve import CHANGEABLE, LENGTHS
+from depthlm.config.saved import compare, saved_config
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.launchers import Ranks
@@ -148,32 +148,6 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"fork_from={directory} goes on from its state, and import_from={directory} starts with its weights"
         )
     return None if differences.keys() & {*LENGTHS} else summary
-
-
-def saved_config(directory: Path) -> Any:
-    """The configuration of the run in a directory, as plain data. Raises UserError where it cannot be read."""
-    try:
-        saved = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-    except (OSError, YAMLError) as error:
-        raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
-    if not saved:
-        raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it is empty)")
-    return saved
-
-
-def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
-    """The keys that change the result and differ, and both values in words."""
-    differences: dict[str, str] = {}
-    for key in sorted({*saved, *now}):
-        name = f"{prefix}{key}"
-        if is_silent(name):
-            continue
-        old, new = saved.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            differences |= compare(old, new, f"{name}.")
-        elif old != new:
-            differences[name] = f"the run has {old}, this command gives {new}"
-    return differences
 
 
 def finished(directory: Path) -> dict[str, Any] | None:

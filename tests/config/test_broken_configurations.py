@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.config import ConfigError, compose
-from depthlm.config.command_line import prepare_arguments
+from depthlm.config.command_line import check_command_line, read_command_line
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 
@@ -213,7 +213,7 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_the_command_line_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UserError):
-        prepare_arguments(arguments)
+        check_command_line(read_command_line(arguments))
 
 
 @pytest.mark.parametrize(

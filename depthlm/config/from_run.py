@@ -1,0 +1,127 @@
+"""`run=<directory> [overrides]`: the configuration of a run that exists, with overrides on top."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from depthlm.config.errors import ConfigError, nearest
+from depthlm.config.explain import available_groups, explain_overrides
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.keys import keys
+from depthlm.config.resolve import CHANGEABLE, LENGTHS, run_name
+from depthlm.config.saved import check_trusted, compare, load_config, targets
+from depthlm.config.schema import Config
+from depthlm.config.sources import NAMED
+from depthlm.errors import UserError
+
+RUN, TRUST = "run=", "trust="
+# what shapes the whole configuration, and so cannot be changed in one that is complete
+PROTOCOL = ("experiment", "budget")
+# what belongs to one call of the command, and not to the run
+MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
+# groups of keys whose names are not the schema's
+OPEN = ("model.connection.", "model.attention.", *(f"{group}." for group in NAMED))
+
+
+def run_of(overrides: Sequence[str]) -> Path | None:
+    """The run directory that `run=` names, if it is among the overrides. Raises UserError for an empty or a second."""
+    given = [text.partition("=")[2] for text in overrides if text.startswith(RUN)]
+    if len(given) > 1 or given == [""]:
+        raise UserError("run=: give one run directory, as in run=outputs/default/base")
+    return Path(given[0]) if given else None
+
+
+def own_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides without `run=` and `trust=`, which are no keys of a configuration."""
+    return [text for text in overrides if not text.startswith((RUN, TRUST))]
+
+
+def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    """The saved configuration of a run with overrides on top, unchecked.
+
+    A group (`schedule=wsd`) replaces the run's whole group, a key its value. Raises UserError where there is no run, or
+    its mechanism is from a module that `trust=` does not name, and ConfigError with every override that is wrong.
+    """
+    trust = [name for text in overrides if text.startswith(TRUST) for name in text.removeprefix(TRUST).split(",")]
+    saved = load_config(run)
+    groups, values, errors = _parsed(own_overrides(overrides), config_dir)
+    raw = OmegaConf.structured(saved)
+    OmegaConf.set_struct(raw, True)
+    for name, default in MOMENTARY.items():
+        OmegaConf.update(raw, name, default)
+    with hydra_at_conf():
+        try:
+            chosen = compose_raw([text for text, _ in groups], config_dir)
+        except (HydraException, OmegaConfBaseException):
+            raise ConfigError([*errors, *explain_overrides([g for g, _ in groups], config_dir, compose_raw)]) from None
+    for _, override in groups:
+        name = override.key_or_group.replace("/", ".")
+        OmegaConf.update(raw, name, OmegaConf.select(chosen, name), merge=False, force_add=True)
+    for text, override in values:
+        errors += _set(raw, text, override)
+    if errors:
+        raise ConfigError(errors)
+    # what the command line names itself is trusted
+    now = {part: OmegaConf.select(raw, f"model.{part}._target_") for part in targets(saved.model)}
+    check_trusted({part: name for part, name in targets(saved.model).items() if name == now[part]}, trust, str(run))
+    return raw
+
+
+def changes(run: Path, config: Config) -> dict[str, str]:
+    """The settings that make a configuration another run than the one it was taken from, each with both values."""
+    extending = {*LENGTHS} if config.resume == "extend" else set()
+    differences = compare(asdict(load_config(run)), asdict(config))
+    return {name: words for name, words in differences.items() if name not in CHANGEABLE | extending}
+
+
+def directory_of(run: Path, config: Config, overrides: Sequence[str]) -> str:
+    """Where a configuration that was taken from a run trains: in the run's directory, unless it is another run."""
+    if any(text.startswith("output_dir=") for text in overrides):
+        return str(config.output_dir)
+    if not changes(run, config):
+        return str(run)
+    name = run_name(own_overrides(overrides))
+    return str(run.parent / (name if run.name == "base" else f"{run.name}__{name}"))
+
+
+def _parsed(
+    overrides: Sequence[str], config_dir: str | Path | None
+) -> tuple[list[tuple[str, Override]], list[tuple[str, Override]], list[str]]:
+    """Of the overrides: those of groups, those of keys, and the mistakes."""
+    available = available_groups(config_dir)
+    groups, values, errors = [], [], []
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException:
+            errors.append(f"{text}: not an override; write key=value, and quote a value that holds spaces or commas")
+            continue
+        name = override.key_or_group
+        if name in PROTOCOL:
+            errors.append(f"{text}: not with run=, whose configuration is complete; leave out run= to compose it anew")
+        elif override.is_delete():
+            errors.append(f"{text}: not with run=; set the key to another value")
+        elif override.is_sweep_override():
+            errors.append(f"{text}: several values; run= starts one run")
+        elif name in available:
+            groups.append((text, override))
+        else:
+            values.append((text, override))
+    return groups, values, errors
+
+
+def _set(raw: DictConfig, text: str, override: Override) -> list[str]:
+    name, known = override.key_or_group, keys()
+    if name not in known and not name.startswith(OPEN):
+        return [f"{text}: no such key{nearest(name, known)}"]
+    try:
+        OmegaConf.update(raw, name, override.value(), merge=False, force_add=name.startswith(OPEN))
+    except OmegaConfBaseException:
+        return [f"{text}: must be {known[name].wanted}" if name in known else f"{text}: cannot be set"]
+    return []

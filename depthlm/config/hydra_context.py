@@ -1,0 +1,36 @@
+"""Hydra's compose API over conf/."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.singleton import Singleton
+from omegaconf import DictConfig
+
+from depthlm.config.schema import Config
+from depthlm.config.sources import open_names
+from depthlm.locations import CONF
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+@contextmanager
+def hydra_at_conf() -> Iterator[None]:
+    """Hydra's compose API over conf/. A caller's own Hydra application is set aside and restored untouched."""
+    outer = Singleton._instances.pop(GlobalHydra, None)
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        Singleton._instances.pop(GlobalHydra, None)
+        if outer is not None:
+            Singleton._instances[GlobalHydra] = outer
+
+
+def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    """What Hydra makes of the overrides, unchecked; inside `hydra_at_conf` only."""
+    search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
+    return hydra.compose("config", [*open_names(overrides), *search])
