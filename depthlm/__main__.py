@@ -4,6 +4,7 @@ Each command imports what it needs when it runs, so that help and version take n
 """
 
 import argparse
+import os
 import sys
 from typing import TypeVar
 
@@ -123,7 +124,11 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
 
     command, arguments, program: as a script of the repository gives them; None: read from the command line.
     """
-    if command is None:
+    if command is None and sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
+        command, arguments = "train", sys.argv[1:]
+        if not _complete():
+            return
+    elif command is None:
         parsed = _parser().parse_args(sys.argv[1:2])
         command, arguments = parsed.command, sys.argv[2:]
     program = program or f"depthlm {command}"
@@ -135,6 +140,20 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command resumes what was not finished", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _complete() -> bool:
+    """Prepare a shell's request for completions for Hydra, which knows overrides alone; False where it is answered."""
+    line = os.environ.get("COMP_LINE")
+    if line is None:
+        return True
+    program, *words = line.split(" ")
+    if len(words) < 2:
+        print(" ".join(COMMANDS))
+    elif words[0] in ("train", "prepare", "submit", "summary", "report"):
+        os.environ["COMP_LINE"] = " ".join([program, *words[1:]])
+        return True
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:

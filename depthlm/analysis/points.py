@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from depthlm.analysis.runs import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, read_run
 from depthlm.config import Point
+from depthlm.console import stdout_console
 
 STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
 
@@ -17,8 +17,7 @@ def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None
 
     known: the states of run directories that others know better than what lies there, as a scheduler does.
     """
-    screen = Console()
-    console = Console(highlight=False, width=None if screen.is_terminal else 150)
+    console = stdout_console()
     common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
     table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
     states = []

@@ -18,6 +18,7 @@ from depthlm.analysis.overhead import Overhead, overhead
 from depthlm.analysis.parameters import count_parameters
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
+from depthlm.console import stdout_console
 
 
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary, indent=1))
         return
-    console = Console(highlight=False)
+    console = stdout_console()
     title = f"{summary['model']}, backbone {summary['backbone']}, size {summary['size']}"
     table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
     table.add_column("parameters")
@@ -116,7 +117,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
         table.add_column(column, justify="right", no_wrap=True)
     for name in names:
         table.add_row(name, *overhead_texts(costs[name]).values())
-    Console(highlight=False).print(table)
+    stdout_console().print(table)
 
 
 def extra(cost: Overhead) -> dict[str, int]:

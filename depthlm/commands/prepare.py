@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from depthlm.config import compose
+from depthlm.console import stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.documents import REASONS
 
@@ -32,7 +33,7 @@ def main(arguments: list[str], program: str) -> None:
     folders = {name: folder for name, folder in folders.items() if not given.only or name in given.only}
     if given.verify:
         verify_all(list(folders.values()))
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    console = stdout_console()
     console.print(table(folders))
     for folder in folders.values():
         console.print(notes(folder), soft_wrap=True)

@@ -9,6 +9,7 @@ from depthlm.config.schema import Config
 from depthlm.config.sweep import Point, check_points, load_experiment, point_directory, sweep_points
 
 __all__ = [
-    "Config", "ConfigError", "Point", "check_points", "compose", "finish", "given_config_dir", "load_experiment",
-    "mechanisms", "point_directory", "prepare_command", "run_steps", "sweep_points", "warmup_steps",
+    "Config", "ConfigError", "Point", "changes", "check_points", "compose", "finish", "given_config_dir",
+    "load_experiment", "mechanisms", "point_directory", "prepare_command", "run_of", "run_steps", "sweep_points",
+    "warmup_steps",
 ]  # fmt: skip

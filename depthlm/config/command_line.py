@@ -1,5 +1,6 @@
 """The command line of train.py before Hydra sees it: help, and every mistake at once."""
 
+import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,10 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     # DeepSpeed's launcher adds --local_rank, which Hydra's parser refuses; the environment says the same.
     kept = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     if "--help" in kept or "-h" in kept:
-        print_help()
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_argument("--config-dir", "-cd")
+        given, others = flags.parse_known_args(kept)
+        print_help([topic for topic in others if not topic.startswith("-")], given.config_dir)
         sys.exit(0)
     if "--version" in kept:
         print(f"depthlm {depthlm.__version__}")

@@ -7,10 +7,10 @@ from typing import Any, Optional
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from depthlm.config import Config
+from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
 from depthlm.environment import device_type
 from depthlm.errors import UserError
@@ -72,7 +72,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
     _show(found)
     if arguments.limit is not None:
         # a part of the questions is not the task's score
-        Console().print(f"limit={arguments.limit}: a try, not written to {EVALUATION}", markup=False, highlight=False)
+        stdout_console().print(f"limit={arguments.limit}: a try, not written to {EVALUATION}", markup=False)
         return found
     return _keep(directory, config, manifest, found)
 
@@ -105,7 +105,7 @@ def _keep(directory: Path, config: Config, manifest: dict[str, Any], found: dict
     if config.tracker.name != "none" and manifest.get("wandb_id"):
         tracker = start_tracker(config.tracker, directory, directory.name, asdict(config), manifest["wandb_id"])
         tracker.close(told)
-    Console().print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
     return told
 
 
@@ -113,4 +113,4 @@ def _show(found: dict[str, Any]) -> None:
     table = Table("", "", box=box.SIMPLE, show_header=False)
     for name, value in found.items():
         table.add_row(name, "-" if value is None else f"{value:.4f}", end_section=name.endswith("average"))
-    Console(highlight=False).print(table)
+    stdout_console().print(table)

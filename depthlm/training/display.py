@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from depthlm.console import stdout_console
+
 log = logging.getLogger("depthlm")
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+console = stdout_console()
 
 
 def start_logging(rank: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from depthlm import environment
@@ -18,6 +17,7 @@ from depthlm.analysis.inspection.collect import collect
 from depthlm.analysis.inspection.picture import Picture
 from depthlm.analysis.report.figures.style import save
 from depthlm.config import Config
+from depthlm.console import stdout_console
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
@@ -114,7 +114,7 @@ def write(folder: Path, pictures: Sequence[Picture]) -> None:
 
 
 def _show(folder: Path, pictures: Sequence[Picture], told: Sequence[str]) -> None:
-    console = Console(highlight=False)
+    console = stdout_console()
     lines = [*told, f"{folder}:"]
     wide = max(len(f"{picture.name}.png") for picture in pictures) if pictures else 0
     lines += [f"  {picture.name + '.png':{wide}}  {picture.about}" for picture in pictures]

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from depthlm.analysis.report.experiment_report import experiment_report
 from depthlm.analysis.report.head import state_line, warnings
 from depthlm.analysis.report.runs_report import find_runs, runs_report
 from depthlm.analysis.report.sweep import read_sweep
 from depthlm.analysis.report.tables import Table, show
 from depthlm.config.resolve import run_name
+from depthlm.console import stdout_console
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 
@@ -58,7 +57,7 @@ def _last(given: Sequence[str], name: str) -> str | None:
 
 
 def _show(path: Path, tables: Sequence[Table], state: str, told: Sequence[str]) -> None:
-    console = Console(highlight=False)
+    console = stdout_console()
     if not console.is_terminal:
         # in a file nothing wraps
         console.width = 240

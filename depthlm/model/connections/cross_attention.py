@@ -29,10 +29,11 @@ class GRN(Connection):
     has. One more read is the final hidden state. The stream is G; between attention and MLP, [*G, attention output, h];
     and behind either what the first block of a phase has read for the later ones.
 
+    version: 1, 2 or 3, as above.
     last_k: G holds [embedding, sum of the outputs before, the last k outputs]; None: all.
-    gate, of v3: relu_of_sum, as above; printed, the paper's b_j + relu(w_j . G_j), whose w never gets a gradient at 0.
-    w, of v3: per_source, as the paper's parameter counts have it; shared by all sources, as its text.
-    separate_qkv: DeepCrossAttention.
+    gate: of v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
+    w: of v3; per_source, as the paper's parameter counts have it, or shared by all sources, as its text.
+    separate_qkv: one read for each of q, k and v, as in DeepCrossAttention; else one for all three.
     """
 
     def __init__(

@@ -121,7 +121,9 @@ class ManifoldHyperConnections(Connection):
     x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
     H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
 
-    num_streams: n. iterations: of Sinkhorn-Knopp. collapse: as in HyperConnections.
+    num_streams: n.
+    iterations: of Sinkhorn-Knopp.
+    collapse: as in HyperConnections.
     """
 
     def __init__(

@@ -22,8 +22,9 @@ class Laurel(Connection):
           +--- skip --------^
           `--- B A x -------'       the stream is [x_{i-k+1}, ..., x_i] (pa), else [x_i]
 
-    variant: rw, lr or pa. rank: r of A (r x D) and B (D x r, zero at the start), of lr and pa. last_k: k, of pa, this
-    sublayer's own input included.
+    variant: rw, lr or pa.
+    rank: r of A (r x D) and B (D x r, zero at the start), of lr and pa.
+    last_k: k, of pa, this sublayer's own input included.
     """
 
     def __init__(
