@@ -68,11 +68,9 @@ def test_a_meaning_may_go_over_lines_and_serve_several() -> None:
     assert setting_meanings(text) == {"a": "first second line", "b": "first second line", "c": "alone"}
 
 
-@pytest.mark.parametrize(
-    ("topic", "word"), [("modle", "`model`"), ("model=dcb", "`dca`"), ("optimzer.lr", "optimizer.lr")]
-)
+@pytest.mark.parametrize(("topic", "word"), [("modle", "model"), ("model=dcb", "dca"), ("optimzer.lr", "optimizer.lr")])
 def test_an_unknown_topic_is_refused_with_the_nearest(topic: str, word: str) -> None:
-    with pytest.raises(UserError, match=word):
+    with pytest.raises(UserError, match=f"did you mean `{word}`"):
         print_help([topic], None)
 
 
@@ -94,7 +92,7 @@ def complete(line: str, *command: str) -> list[str]:
 
 def test_a_shell_is_given_completions() -> None:
     assert complete("python train.py model=dep", "train.py") == ["model=depth_attention"]
-    assert "experiment=dca/" in " ".join(complete("depthlm train experiment=dc", "-m", "depthlm"))
+    assert complete("depthlm train optimizer=", "-m", "depthlm") == ["optimizer=adamw", "optimizer=muon"]
     assert "summary" in complete("depthlm su", "-m", "depthlm")
     done = subprocess.run(
         [sys.executable, "train.py", "-sc", "install=bash"], cwd=REPOSITORY, capture_output=True, text=True
