@@ -35,6 +35,13 @@ def submit(arguments: list[str], program: str) -> None:
     main(arguments, program)
 
 
+def runs(arguments: list[str], program: str) -> None:
+    """List run directories: state, model, size, tokens, losses, age."""
+    from depthlm.commands.runs import main
+
+    main(arguments, program)
+
+
 def summary(arguments: list[str], program: str) -> None:
     """Print parameters, FLOPs and memory of a configuration, without building it."""
     parser = argparse.ArgumentParser(prog=program, description=summary.__doc__)
@@ -100,8 +107,8 @@ def inspect(arguments: list[str], program: str) -> None:
 
 
 COMMANDS = {
-    "train": train, "prepare": prepare, "submit": submit, "summary": summary, "report": report, "evaluate": evaluate,
-    "generate": generate, "export": export, "inspect": inspect,
+    "train": train, "prepare": prepare, "submit": submit, "runs": runs, "summary": summary, "report": report,
+    "evaluate": evaluate, "generate": generate, "export": export, "inspect": inspect,
 }  # fmt: skip
 
 

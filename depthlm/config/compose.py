@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.checks import check_fields, check_starts, check_together
 from depthlm.config.errors import ConfigError
-from depthlm.config.explain import explain_overrides
+from depthlm.config.explain import explain_overrides, is_odd
 from depthlm.config.from_run import directory_of, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.resolve import resolve
@@ -38,11 +39,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     with hydra_at_conf():
         try:
             raw = compose_raw(overrides, config_dir)
-            mistaken = bool(check_fields(raw))
-        except (HydraException, OmegaConfBaseException, ValueError):
+            mistaken = bool(check_fields(raw)) or any(map(is_odd, overrides))
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
             mistaken = True
-        if mistaken:
-            raise ConfigError(explain_overrides(overrides, config_dir, compose_raw))
+        if mistaken and (errors := explain_overrides(overrides, config_dir, compose_raw)):
+            raise ConfigError(errors)
     return finish(raw, overrides, here)
 
 

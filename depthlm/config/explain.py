@@ -1,8 +1,11 @@
 """Why overrides do not compose: every mistake of a command line at once, each with what is allowed."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -12,7 +15,12 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from depthlm.config.checks import check_fields
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import keys, leaves
+from depthlm.config.sources import NAMED
 from depthlm.locations import CONF
+
+# the settings of a mechanism, and the sources of a mixture: keys that the schema does not list
+MECHANISM = ("model.connection", "model.attention")
+OPEN = tuple(f"{name}." for name in (*MECHANISM, *NAMED))
 
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
@@ -32,9 +40,13 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     for override in parsed:
         name = override.key_or_group
         given = override.input_line or name
-        if override.is_sweep_override():
+        if override.is_delete():
+            errors += _refuse_deletion(given, name, available)
+        elif override.value() == {}:
+            errors.append(f"{given}: sets nothing; give the keys inside it, or leave it out")
+        elif override.is_sweep_override():
             errors.append(f"{given}: several values; add -m to train each, or write [a,b] for a list")
-        elif name in available and not override.is_delete():
+        elif name in available:
             options = available[name]
             if override.value() in options or (override.value() is None and name == "experiment"):
                 groups.append(given)
@@ -53,7 +65,7 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     for given, override in values.items():
         alone, failure = _try(compose, [*groups, given], config_dir)
         if alone is None:
-            errors.append(_explain_value(override, composed, available, failure))
+            errors.append(_explain_value(override, composed, available, failure, config_dir))
         else:
             errors.extend(error for error in check_fields(alone) if error not in base)
     # what the groups themselves leave open, such as data.source of data=local, unless an override closes it
@@ -90,8 +102,34 @@ def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) 
         return None, [f"{error.full_key}: has no default; give {error.full_key}=..."]
     except InterpolationResolutionError as error:
         return None, [f"{error.full_key}: {str(error).splitlines()[0]}"]
+    except yaml.YAMLError as error:
+        return None, [_broken_file(error)]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         return None, [_one_line(error)]
+
+
+def _broken_file(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}" if mark else "a configuration file"
+    return f"{where}: not valid YAML ({problem or ' '.join(str(error).split())})"
+
+
+def is_odd(text: str) -> bool:
+    """Whether an override is to be explained although it composes: it deletes, or sets nothing."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return True
+    return override.is_delete() or (not override.is_sweep_override() and override.value() == {})
+
+
+def _refuse_deletion(given: str, name: str, groups: Iterable[str]) -> list[str]:
+    if name in groups:
+        return [f"{given}: every group has an option; choose another by {name}=..."]
+    if name in keys():
+        return [f"{given}: a key cannot be removed; set it to another value"]
+    # a source of a mixture, or a setting of a mechanism
+    return [] if name.startswith(OPEN) else [f"{given}: no such key{nearest(name, keys())}"]
 
 
 def _one_line(error: BaseException) -> str:
@@ -100,12 +138,20 @@ def _one_line(error: BaseException) -> str:
         cause = cause.__cause__
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = getattr(cause, "full_key", None)
+    if lines and re.match(r"Key '.*' (is )?not in '", lines[0]):
+        return f"{key}: no such key"
     # what Hydra says of a file ends in a colon, and the reason follows
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), type(cause).__name__)
     return (f"{key}: " if key else "") + text
 
 
-def _explain_value(override: Override, composed: DictConfig, groups: Iterable[str], failure: list[str]) -> str:
+def _explain_value(
+    override: Override,
+    composed: DictConfig,
+    groups: dict[str, list[str]],
+    failure: list[str],
+    config_dir: str | Path | None,
+) -> str:
     name, given = override.key_or_group, override.input_line
     known = keys()
     if name in known and not override.is_delete():
@@ -119,4 +165,33 @@ def _explain_value(override: Override, composed: DictConfig, groups: Iterable[st
     if name in sections:
         inside = [key for key in known if key.startswith(name + ".")]
         return f"{given}: a group of keys; set one of {listed(inside)}"
+    group, _, setting = name.rpartition(".")
+    if group in MECHANISM and (owners := _owners(group.replace(".", "/"), setting, groups, config_dir)):
+        return f"{given}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
     return f"{given}: no such key{nearest(name, present)}"
+
+
+def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> list[str]:
+    """The presets, and the parts that are in none, that have a setting."""
+    having = [option for option in groups[group] if setting in _content(option_file(group, option, config_dir))]
+    part, presets, used = group.rpartition("/")[2], [], set()
+    for preset in groups["model"]:
+        for entry in _content(option_file("model", preset, config_dir)).get("defaults", []):
+            if isinstance(entry, dict) and entry.get(part) in having:
+                presets.append(f"model={preset}")
+                used.add(entry[part])
+    return presets + [f"{group}={option}" for option in having if option not in used]
+
+
+def _content(file: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:
+    """The file of an option; one of config_dir takes the place of ours."""
+    folders = [CONF] if config_dir is None else [Path(config_dir), CONF]
+    return next(file for folder in folders if (file := folder / group / f"{option}.yaml").is_file())

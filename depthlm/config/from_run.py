@@ -11,13 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.errors import ConfigError, nearest
-from depthlm.config.explain import available_groups, explain_overrides
+from depthlm.config.explain import OPEN, available_groups, explain_overrides
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import keys
 from depthlm.config.resolve import CHANGEABLE, LENGTHS, run_name
 from depthlm.config.saved import check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
-from depthlm.config.sources import NAMED
 from depthlm.errors import UserError
 
 RUN, TRUST = "run=", "trust="
@@ -25,8 +24,6 @@ RUN, TRUST = "run=", "trust="
 PROTOCOL = ("experiment", "budget")
 # what belongs to one call of the command, and not to the run
 MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
-# groups of keys whose names are not the schema's
-OPEN = ("model.connection.", "model.attention.", *(f"{group}." for group in NAMED))
 
 
 def run_of(overrides: Sequence[str]) -> Path | None:

@@ -16,12 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from depthlm.config.errors import nearest
-from depthlm.config.explain import available_groups
+from depthlm.config.explain import available_groups, option_file
 from depthlm.config.hydra_context import hydra_at_conf
 from depthlm.config.keys import Key, keys
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
-from depthlm.locations import CONF
 
 USAGE = r"""
 [bold]python train.py \[key=value ...][/bold]        train; again: resume, or say that the run is complete
@@ -168,12 +167,6 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
 def spelt(value: object) -> str:
     """A value as an override has it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:
-    """The file of an option; one of config_dir takes the place of ours."""
-    folders = [CONF] if config_dir is None else [Path(config_dir), CONF]
-    return next(file for folder in folders if (file := folder / group / f"{option}.yaml").is_file())
 
 
 def comment(file: Path) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 import depthlm
 from depthlm.config import run_steps, warmup_steps
-from depthlm.config.command_line import prepare_arguments
+from depthlm.config.command_line import read_command_line
 from depthlm.config.keys import keys
 from depthlm.config.resolve import run_name
 from depthlm.counts import parse_count
@@ -102,7 +102,7 @@ def test_names_that_lose_characters_stay_different() -> None:
 
 
 def test_arguments_of_launchers_are_dropped() -> None:
-    assert prepare_arguments(["--local_rank=0", "size=micro"]) == ["size=micro"]
+    assert read_command_line(["--local_rank=0", "size=micro"]).hydra == ["size=micro"]
 
 
 def test_a_mechanism_from_a_folder_outside_composes(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_composing_inside_a_hydra_application_leaves_it_as_it_was() -> None:
 
 def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        prepare_arguments(["--help"])
+        read_command_line(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert all(name in text for name in keys())

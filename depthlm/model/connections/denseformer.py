@@ -32,6 +32,10 @@ class DenseFormer(Connection):
         check(at_least(1, period=period, dilation=dilation))
         if period > place.num_layers:
             raise ValueError(f"period={period}: the {place.num_layers} layers end before the first average")
+        if dilation > place.num_layers:
+            raise ValueError(
+                f"dilation={dilation}: no average of {place.num_layers} layers reads that far below itself"
+            )
         block = place.layer + 1
         self.sources: range | None = None
         self.phase, self.dilation = [self], dilation

@@ -1,0 +1,128 @@
+"""`depthlm runs [filter ...]`: the run directories, and how far each run is."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.table import Table
+
+from depthlm.analysis.points import STYLES
+from depthlm.analysis.runs import SUMMARY, read_run
+from depthlm.console import stdout_console
+from depthlm.counts import count_text
+from depthlm.errors import UserError
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run as the list shows it. loss: of training, the newest. age: seconds since something was written there."""
+
+    directory: str
+    state: str
+    model: str
+    size: str
+    step: int | None
+    tokens: int | None
+    loss: float | None
+    validation_loss: float | None
+    age: float
+
+
+def main(arguments: list[str], program: str) -> None:
+    """List the runs that match every filter, newest last."""
+    parser = argparse.ArgumentParser(
+        prog=program, description="List run directories: state, model, size, tokens, losses, age."
+    )
+    parser.add_argument(
+        "filter",
+        nargs="*",
+        help="a part of, or a pattern for, the directory, state, model or size: mhc, failed, 'outputs/sweep/*'; "
+        "of several, a run must match each",
+    )
+    parser.add_argument("--root", default="outputs", help="the folder below which runs lie (default outputs)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parsed = parser.parse_args(arguments)
+    if not Path(parsed.root).is_dir():
+        raise UserError(f"--root {parsed.root}: no such folder; name the one below which the runs lie")
+    runs = list_runs(Path(parsed.root), parsed.filter)
+    if parsed.json:
+        print(json.dumps([asdict(run) for run in runs], indent=1))
+        return
+    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", "age", box=box.SIMPLE)
+    for run in runs:
+        table.add_row(*_cells(run))
+    console = stdout_console()
+    console.print(table)
+    console.print(f"{len(runs)} runs below {parsed.root}")
+
+
+def list_runs(root: Path, filters: Sequence[str] = ()) -> list[Listed]:
+    """Every run below a folder that matches all filters, in the order of their last change."""
+    folders = sorted({file.parent for file in root.rglob("config.yaml") if ".slurm" not in file.parts})
+    runs = [_listed(folder) for folder in folders]
+    return sorted((run for run in runs if all(_matches(run, text) for text in filters)), key=lambda run: -run.age)
+
+
+def _matches(run: Listed, text: str) -> bool:
+    words = (run.directory, run.state, run.model, run.size)
+    return text in run.directory or any(text == word or fnmatch(word, text) for word in words)
+
+
+def _listed(folder: Path) -> Listed:
+    run, config = read_run(folder), _config(folder)
+    files = [folder / name for name in ("config.yaml", "metrics.jsonl", SUMMARY)]
+    newest = max(file.stat().st_mtime for file in files if file.exists())
+    last = run.rows[-1] if run.rows else {}
+    return Listed(
+        directory=str(folder),
+        state=run.state,
+        model=str(_name(config, "model")),
+        size=str(_name(config, "size")),
+        step=run.step,
+        tokens=run.summary.get("tokens", last.get("tokens")),
+        loss=run.loss,
+        validation_loss=run.number("validation_loss"),
+        age=max(0.0, time.time() - newest),
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        found = yaml.load((folder / "config.yaml").read_text(), loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(config: dict[str, Any], group: str) -> str:
+    part = config.get(group)
+    return str(part.get("name", "?")) if isinstance(part, dict) else "?"
+
+
+def _cells(run: Listed) -> list[str]:
+    return [
+        run.directory,
+        f"[{STYLES[run.state]}]{run.state}[/]",
+        run.model,
+        run.size,
+        "" if run.tokens is None else count_text(run.tokens),
+        "" if run.loss is None else f"{run.loss:.4f}",
+        "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
+        age_text(run.age),
+    ]
+
+
+def age_text(seconds: float) -> str:
+    """90 as `1 min`, 10 000 as `2 h`, 400 000 as `4 days`."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size or (unit != "days" and seconds >= size):
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
