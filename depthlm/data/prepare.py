@@ -19,9 +19,18 @@ from depthlm.data.errors import DataError
 from depthlm.data.estimate import check_room
 from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, check_sizes
+from depthlm.data.progress import TrainingBar
 from depthlm.data.settings import check_settings, quota, settings, token_folder
 from depthlm.data.sources import is_remote, text_files, train_sources, validation_sources
-from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, parallel_tokenizers, sample, train_bpe
+from depthlm.data.tokenizers import (
+    Tokenizer,
+    bytes_tokenizer,
+    is_on_hub,
+    parallel_tokenizers,
+    sample,
+    sample_bytes,
+    train_bpe,
+)
 from depthlm.data.tokenizers import vocab_size as vocab_size_of
 from depthlm.files import sync
 
@@ -64,9 +73,12 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
-        console.print(f"training a tokenizer of {data.vocab_size:,} tokens")
-        with parallel_tokenizers():
-            return train_bpe(_text_for_training(data), data.vocab_size)
+        sources = len(train_sources(data))
+        with (
+            parallel_tokenizers(),
+            TrainingBar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as bar,
+        ):
+            return train_bpe(bar.reading(_text_for_training(data)), data.vocab_size)
     if not is_on_hub(data.tokenizer):
         return Tokenizer.load(data.tokenizer)
     tokenizer = Tokenizer.from_hub(data.tokenizer)
@@ -82,7 +94,7 @@ def _text_for_training(data: "Data") -> Iterator[str]:
         fraction = held_out_fraction(files, field, cut, data.validation_fraction)
         found = documents(files.train, field, cut)
         kept = ((document, text) for document, text in found if not is_validation(document, fraction))
-        yield from sample(kept, files.description.get("bytes"))
+        yield from sample(kept, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 
 def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], console: Console) -> Path:

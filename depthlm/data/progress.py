@@ -3,12 +3,13 @@
 import json
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from depthlm.data.sources import TextFiles
 from depthlm.data.split_writer import SplitWriter
@@ -64,6 +65,36 @@ def read(folder: Path) -> dict[str, Any] | None:
         return found if whole and (folder / "tokenizer.json").is_file() else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+class TrainingBar:
+    """A bar while a tokenizer is trained: over the text that it reads, then over the time that its merges take."""
+
+    def __init__(self, console: Console, vocab_size: int, total_bytes: int) -> None:
+        words = f"training a tokenizer of {vocab_size:,} tokens"
+        if not console.is_terminal:
+            console.print(words)
+        columns = TextColumn(words), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
+        self._bar = Progress(
+            *columns, console=console, disable=console.quiet or not console.is_terminal, transient=True
+        )
+        self._task = self._bar.add_task("", total=total_bytes, doing="reading")
+
+    def reading(self, texts: Iterable[str]) -> Iterator[str]:
+        """The same texts, each counted when it is taken."""
+        for text in texts:
+            self._bar.advance(self._task, len(text))
+            yield text
+        self._bar.update(self._task, total=None, doing="finding merges")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
 
 
 class ProgressBar:

@@ -11,7 +11,7 @@ from depthlm.data.documents import PIECE, PIECES
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERSION, Manifest
 from depthlm.data.sources import is_remote, train_sources, validation_sources
-from depthlm.data.tokenizers import is_on_hub
+from depthlm.data.tokenizers import is_on_hub, sample_bytes
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
@@ -97,6 +97,7 @@ def _tokenizer(data: "Data") -> dict[str, Any]:
     if name != "bpe":
         return {"tokenizer": name if is_on_hub(name) else _digest_of_file(name)}
     found: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": data.vocab_size}
+    found["trained_on_bytes"] = sample_bytes(data.vocab_size)
     if data.sources or data.validation:
         # it is trained on the text of every source, and shared by the further validation sets
         texts = [_text(source_name, source) for source_name, source in train_sources(data).items()]

@@ -33,8 +33,9 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
-# Text that the BPE is trained on: more of it changes few merges and costs time.
-BPE_BYTES = 2**25
+# Text that the BPE is trained on, for each token of its vocabulary and within bounds: more changes few merges and costs
+# time.
+BYTES_PER_TOKEN, MIN_BPE_BYTES, MAX_BPE_BYTES = 2**12, 2**23, 2**25
 
 
 _REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model of the hub."
@@ -145,19 +146,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(encoder.to_str())
 
 
-def sample(documents: Iterable[tuple[str, str]], total_bytes: int | None) -> Iterator[str]:
-    """About BPE_BYTES of the documents' text, in pieces chosen by a hash of the name and place.
+def sample_bytes(vocab_size: int) -> int:
+    """How much text a BPE of so many tokens is trained on."""
+    return max(MIN_BPE_BYTES, min(MAX_BPE_BYTES, BYTES_PER_TOKEN * vocab_size))
 
-    total_bytes: of the source; null where it is not known, and then the first BPE_BYTES are taken.
+
+def sample(documents: Iterable[tuple[str, str]], wanted: int, total_bytes: int | None) -> Iterator[str]:
+    """About so many bytes of the documents' text, in pieces chosen by a hash of the name and place.
+
+    total_bytes: of the source; None where it is not known, and then the first bytes are taken.
     """
-    kept = BPE_BYTES / max(total_bytes, 1) if total_bytes is not None else 1.0
+    kept = wanted / max(total_bytes, 1) if total_bytes is not None else 1.0
     taken = 0
     for name, text in documents:
         for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
             if kept >= 1 or share(f"{number}:{name}") < kept:
                 taken += len(piece)
                 yield piece
-        if total_bytes is None and taken >= BPE_BYTES:
+        if total_bytes is None and taken >= wanted:
             return
 
 
