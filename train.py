@@ -3,6 +3,12 @@
 `python train.py --help` lists what can be composed; `-m` trains each point of an experiment, or of a sweep.
 """
 
+from depthlm.interrupts import quiet_interrupts
+
+if __name__ == "__main__":
+    # the imports below take seconds
+    quiet_interrupts("train.py", "outside of training nothing is lost, and the same command starts again")
+
 import math
 import sys
 import traceback
@@ -47,9 +53,5 @@ def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.argv[1:] = prepare_arguments(sys.argv[1:])
-        main()
-    except KeyboardInterrupt:
-        print("train.py: interrupted outside of training; the same command goes on from the last checkpoint")
-        sys.exit(FAILED)
+    sys.argv[1:] = prepare_arguments(sys.argv[1:])
+    main()

@@ -4,23 +4,29 @@ Takes the overrides of train.py and prepares what they would train on; does noth
 Killed at any moment, the same command goes on from the last whole file, and ends with the same bytes.
 """
 
-import argparse
+import os
 import sys
+
+# The package lies beside this folder, also where it is not installed.
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+from depthlm.interrupts import quiet_interrupts
+
+if __name__ == "__main__":
+    # the imports below take seconds
+    quiet_interrupts("prepare.py", "the same command resumes from the last complete file")
+
+import argparse
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-# The package lies beside this folder, also where it is not installed.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from depthlm.config import compose
 from depthlm.config.command_line import exit_on_mistake
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.documents import REASONS
-
-INTERRUPTED = 130
 
 
 def main() -> None:
@@ -81,11 +87,4 @@ def notes(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        exit_on_mistake("prepare.py", main)
-    except KeyboardInterrupt:
-        print(
-            "prepare.py: interrupted; the same command goes on from the last whole file, if one is whole",
-            file=sys.stderr,
-        )
-        sys.exit(INTERRUPTED)
+    exit_on_mistake("prepare.py", main)

@@ -1,7 +1,14 @@
 """`python -m depthlm <command> [key=value ...]`: what one does around training."""
 
-import argparse
 import sys
+
+from depthlm.interrupts import quiet_interrupts
+
+if __name__ == "__main__":
+    # the imports below take seconds
+    quiet_interrupts(" ".join(["depthlm", *sys.argv[1:2]]))
+
+import argparse
 
 from depthlm.analysis.summary import print_overhead, print_summary
 from depthlm.config import compose

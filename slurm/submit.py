@@ -7,21 +7,28 @@ changed afterwards does not reach jobs that wait. The same command again submits
     python slurm/submit.py --status experiment=depth_attention/scaling
 """
 
-import argparse
 import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+from depthlm.interrupts import quiet_interrupts
+
+if __name__ == "__main__":
+    # the imports below take seconds
+    quiet_interrupts("submit.py", "--status shows what has been submitted")
+
+import argparse
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Optional, get_args
 
+from jobs import max_array_size, queued_points, remember_jobs, submitted
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from jobs import max_array_size, queued_points, remember_jobs, submitted
 from snapshot import next_snapshot, take_snapshot
 
 from depthlm.analysis.points import print_points
