@@ -14,7 +14,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
     from types import FrameType
     from typing import NoReturn
 
@@ -23,6 +23,8 @@ INTERRUPTED = 130
 END = 0
 # write ends of the pipes of this process, which a forked child must not write to
 _pipes: set[int] = set()
+# of threads that fork: the signals that each has blocked otherwise
+_masks: "dict[int, Iterable[int]]" = {}
 
 
 class on_signals:
@@ -104,10 +106,20 @@ def _write(stream: int, text: str) -> None:
         return  # the terminal or the reader of the pipe is gone
 
 
-def _leave_pipes_to_parent() -> None:
+def _before_fork() -> None:
+    # a signal that reaches the child while it still has the pipe would be the parent's
+    _masks[_thread.get_ident()] = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+
+
+def _after_fork_in_parent() -> None:
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, _masks.pop(_thread.get_ident()))
+
+
+def _after_fork_in_child() -> None:
     wakeup = _signal.set_wakeup_fd(-1)
     if wakeup not in _pipes:
         _signal.set_wakeup_fd(wakeup)
+    _after_fork_in_parent()
 
 
-os.register_at_fork(after_in_child=_leave_pipes_to_parent)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
