@@ -28,7 +28,7 @@ from depthlm.data import (
 )
 from depthlm.errors import UserError
 from depthlm.hugging_face.pretrained import differences, is_pretrained, read_pretrained
-from depthlm.kernels.backend import missing
+from depthlm.kernels.backend import launch_lacks, missing
 
 # the settings of a mechanism are its own: its code says which there are
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -215,7 +215,9 @@ def _check_sharding(config: Config) -> list[str]:
 
 
 def _check_device(config: Config) -> list[str]:
-    errors, device = [], environment.device_type()
+    errors, device = [], environment.device_type(config.device)
+    if error := environment.device_error(config.device):
+        errors.append(error)
     if config.precision.name == "fp16" and device == "cpu":
         errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
     elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
@@ -225,6 +227,8 @@ def _check_device(config: Config) -> list[str]:
         errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
     if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         errors.append("training.compile=true: torch.compile on a CPU needs a C++ compiler, and there is no g++ here")
+    if config.training.compile and device == "cuda" and (lack := launch_lacks()):
+        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
     return errors
 
 

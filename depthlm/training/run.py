@@ -78,7 +78,7 @@ def train_together(config: Config, ranks: Ranks) -> int:
     training = config.training
     # the watch is to judge first: it knows a name
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
-    device = start_distributed(ranks, timeout)
+    device = start_distributed(ranks, timeout, device_choice=config.device)
     try:
         with (
             watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch,
@@ -197,7 +197,7 @@ def train_from(
         diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,
         flops_per_token=flops,
-        peak_flops=peak_flops(environment.device_name(), config.precision.name),
+        peak_flops=peak_flops(environment.device_name(device.type), config.precision.name),
         metrics=metrics,
         bad_batches=MetricsFile(directory / "bad_batches.jsonl" if first else None, progress.step),
         blocks=MetricsFile(block_rows if first and (logs_blocks or block_rows.exists()) else None, progress.step),
@@ -235,7 +235,7 @@ def forget_the_run_before() -> None:
     """Free what an earlier point of a sweep held in this process, and its peak memory (of a GPU; a CPU's stays)."""
     undo_sharding()
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
