@@ -78,9 +78,21 @@ def inspect(arguments: list[str]) -> None:
     inspect_run(_read("inspect", Inspect, arguments))
 
 
+def doctor(arguments: list[str]) -> None:
+    """What a run would meet on this machine, and what is wrong with it."""
+    parser = argparse.ArgumentParser(prog="python -m depthlm doctor", description=doctor.__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run, as for train.py")
+    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_intermixed_args(arguments)
+    from depthlm.doctor.command import doctor as examine
+
+    sys.exit(examine(parsed.overrides, parsed.config_dir, parsed.json))
+
+
 COMMANDS = {
     "summary": summary, "report": report, "evaluate": evaluate, "generate": generate, "export": export,
-    "inspect": inspect,
+    "inspect": inspect, "doctor": doctor,
 }  # fmt: skip
 
 

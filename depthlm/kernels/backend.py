@@ -78,7 +78,7 @@ def launch_lacks() -> str | None:
     if not Path(python_headers(), "Python.h").is_file():
         return (
             f"Triton needs Python's headers for its launcher, and {python_headers()} has no Python.h; install them "
-            f"(Debian, Ubuntu: apt install python3.{sys.version_info.minor}-dev), or use a Python that has them (conda, uv)"
+            f"(Debian, Ubuntu: apt install python3.{sys.version_info.minor}-dev), or use conda's Python"
         )
     if not _finds_driver():
         return "Triton does not find the driver's libcuda.so.1; export TRITON_LIBCUDA_PATH=<the folder that it is in>"

@@ -53,7 +53,7 @@ def test_without_headers_it_says_what_to_install(complete: Path) -> None:
     (complete / "Python.h").unlink()
     lack = backend.launch_lacks() or ""
     assert str(complete) in lack
-    assert "-dev), or use a Python that has them" in lack
+    assert "-dev), or use conda" in lack
 
 
 def test_without_the_drivers_library_it_says_so(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
