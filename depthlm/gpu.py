@@ -38,7 +38,8 @@ def unusable(gpu: Gpu) -> str | None:
     hidden = gpu.visible is not None and gpu.visible.split(",")[0].strip() in NO_DEVICE
     if not gpu.devices or hidden or gpu.failure is None:
         return None
-    there = f"this machine has an NVIDIA GPU ({gpu.devices[0]}, driver {gpu.driver or 'of unknown version'})"
+    there = f"this machine has an NVIDIA GPU ({gpu.devices[0]})"
+    driver = f"its driver{f' {gpu.driver}' if gpu.driver else ''}"
     supported = "" if gpu.driver_cuda is None else f"{gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}"
     if gpu.torch_cuda is None:
         which = f"one for CUDA {supported} or older" if supported else "one with CUDA"
@@ -46,19 +47,19 @@ def unusable(gpu: Gpu) -> str | None:
         return f"{there}, but {cpu_build}; install {which} (pytorch.org), or give device=cpu"
     if gpu.driver_cuda is None:
         return (
-            f"{there}, but the driver's library libcuda.so.1 is not found; install it (a container gets it "
+            f"{there}, but the library of {driver}, libcuda.so.1, is not found; install it (a container gets it "
             "by --gpus or --nv), or give device=cpu"
         )
     major = gpu.torch_cuda.partition(".")[0]
     # within a major version, older drivers run newer CUDA
     if gpu.driver_cuda[0] < int(major):
         return (
-            f"{there} that supports CUDA up to {supported}, but torch {gpu.torch} is built for CUDA {gpu.torch_cuda}; "
-            f"update the driver to one for CUDA {major}, install a torch build for CUDA {supported} or older "
-            "(pytorch.org), or give device=cpu"
+            f"{there}, but {driver} supports CUDA up to {supported}, and torch {gpu.torch} is built for CUDA "
+            f"{gpu.torch_cuda}; update the driver to one for CUDA {major}, install a torch build for CUDA {supported} "
+            "or older (pytorch.org), or give device=cpu"
         )
-    shown = "" if gpu.visible is None else f" (CUDA_VISIBLE_DEVICES={gpu.visible})"
-    return f"{there}, but CUDA does not start{shown}: {gpu.failure}; see whether nvidia-smi works, or give device=cpu"
+    shown = "" if gpu.visible is None else f" with CUDA_VISIBLE_DEVICES={gpu.visible}"
+    return f"{there}, but CUDA does not start{shown} ({gpu.failure}); see whether nvidia-smi works, or give device=cpu"
 
 
 def probe(environment: Mapping[str, str] = os.environ) -> Gpu:

@@ -22,8 +22,7 @@ OLD = Gpu(
 
 def test_a_driver_too_old_for_torch_is_named_with_both_versions() -> None:
     reason = unusable(OLD) or ""
-    assert "driver 470.57.02" in reason
-    assert "supports CUDA up to 11.4, but torch 2.13.0 is built for CUDA 13.0" in reason
+    assert "its driver 470.57.02 supports CUDA up to 11.4, and torch 2.13.0 is built for CUDA 13.0" in reason
     assert "update the driver to one for CUDA 13, install a torch build for CUDA 11.4 or older" in reason
     assert "give device=cpu" in reason
 
@@ -32,7 +31,7 @@ def test_an_older_driver_of_the_same_major_version_is_not_blamed() -> None:
     newer = replace(
         OLD, driver="580.65.06", driver_cuda=(13, 0), torch_cuda="13.1", failure="system not yet initialized"
     )
-    assert "CUDA does not start: system not yet initialized" in (unusable(newer) or "")
+    assert "CUDA does not start (system not yet initialized)" in (unusable(newer) or "")
 
 
 def test_a_build_for_the_cpu_is_named() -> None:
@@ -41,7 +40,9 @@ def test_a_build_for_the_cpu_is_named() -> None:
 
 
 def test_a_missing_library_of_the_driver_is_named() -> None:
-    assert "libcuda.so.1 is not found" in (unusable(replace(OLD, driver_cuda=None)) or "")
+    assert "the library of its driver 470.57.02, libcuda.so.1, is not found" in (
+        unusable(replace(OLD, driver_cuda=None)) or ""
+    )
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
@@ -51,7 +52,7 @@ def test_a_hidden_gpu_is_not_wanted(visible: str) -> None:
 
 def test_a_number_that_no_gpu_has_is_shown() -> None:
     typo = replace(OLD, driver_cuda=(13, 0), visible="7", failure="No CUDA GPUs are available")
-    assert "(CUDA_VISIBLE_DEVICES=7): No CUDA GPUs are available" in (unusable(typo) or "")
+    assert "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)" in (unusable(typo) or "")
 
 
 def test_a_container_without_device_files_has_no_gpu() -> None:

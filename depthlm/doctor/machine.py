@@ -19,7 +19,8 @@ def device(choice: str) -> Item:
     import torch
 
     if error := environment.device_error(choice):
-        return Item("device", "none that can be used", PROBLEM, error)
+        reason, _, remedy = error.partition("; ")
+        return Item("device", reason, PROBLEM, remedy)
     if environment.device_type(choice) == "cpu":
         return Item("device", f"CPU: {environment.device_name('cpu')}")
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
