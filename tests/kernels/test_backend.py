@@ -68,14 +68,15 @@ def test_without_the_drivers_library_it_says_so(complete: Path, monkeypatch: pyt
     assert backend.launch_lacks() is None
 
 
-def test_auto_falls_back_with_one_line_and_triton_is_an_error(complete: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_with_one_line_and_triton_is_an_error(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (complete / "Python.h").unlink()
     on_gpu: list[Any] = [SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)]
-    caplog.set_level(logging.WARNING)
-    logging.getLogger("depthlm").propagate = True
+    lines: list[str] = []
+    logger = logging.getLogger("depthlm.kernels.backend")
+    monkeypatch.setattr(logger, "warning", lambda text, *arguments: lines.append(text % arguments))
     for operator in ("depth_attend", "depth_sums", "depth_attend"):
         assert not backend.fused(operator, on_gpu)
-    (line,) = caplog.messages
+    (line,) = lines
     assert line.startswith("kernels=auto: the operators over depth run in PyTorch: Triton needs Python's headers")
     with (
         backend.using("triton"),
