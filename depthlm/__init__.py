@@ -1,9 +1,9 @@
 """depthlm: pretrain language models whose layers reach across depth."""
 
-from typing import TYPE_CHECKING
-
 from depthlm.lazy import lazy_attributes
 
+# without `typing`: a command must answer Ctrl-C from its first moment
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from depthlm.build import build_model
     from depthlm.config.compose import compose

@@ -9,9 +9,15 @@ import sys
 from typing import TypeVar
 
 import depthlm
+from depthlm.interrupts import quiet_interrupts
 
 Schema = TypeVar("Schema")
-INTERRUPTED = 130
+# what a command prints when it is interrupted, besides that it was
+NOTES = {
+    "train": "outside of training nothing is lost, and the same command starts again",
+    "prepare": "the same command resumes from the last complete file",
+    "submit": "--status shows what has been submitted",
+}
 
 
 def train(arguments: list[str], program: str) -> None:
@@ -106,9 +112,21 @@ def inspect(arguments: list[str], program: str) -> None:
     inspect_run(_read(program, Inspect, arguments))
 
 
+def doctor(arguments: list[str], program: str) -> None:
+    """Print what a run would meet on this machine, and what is wrong with it."""
+    parser = argparse.ArgumentParser(prog=program, description=doctor.__doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run, as for train.py")
+    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_intermixed_args(arguments)
+    from depthlm.doctor.command import doctor as examine
+
+    sys.exit(examine(parsed.overrides, parsed.config_dir, parsed.json))
+
+
 COMMANDS = {
     "train": train, "prepare": prepare, "submit": submit, "runs": runs, "summary": summary, "report": report,
-    "evaluate": evaluate, "generate": generate, "export": export, "inspect": inspect,
+    "evaluate": evaluate, "generate": generate, "export": export, "inspect": inspect, "doctor": doctor,
 }  # fmt: skip
 
 
@@ -131,6 +149,8 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
 
     command, arguments, program: as a script of the repository gives them; None: read from the command line.
     """
+    named = command or " ".join(sys.argv[1:2])
+    quiet_interrupts(program or f"depthlm {named}".rstrip(), NOTES.get(named, ""))
     if command is None and sys.argv[1:2] in (["-sc"], ["--shell-completion"]):
         command, arguments = "train", sys.argv[1:]
         if not _complete():
@@ -139,14 +159,10 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
         parsed = _parser().parse_args(sys.argv[1:2])
         command, arguments = parsed.command, sys.argv[2:]
     program = program or f"depthlm {command}"
-    run, given = COMMANDS[command], arguments or []
-    try:
-        from depthlm.exits import exit_on_mistake
+    from depthlm.exits import exit_on_mistake
 
-        exit_on_mistake(program, lambda: run(given, program))
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command resumes what was not finished", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    run, given = COMMANDS[command], arguments or []
+    exit_on_mistake(program, lambda: run(given, program))
 
 
 def _complete() -> bool:

@@ -10,22 +10,45 @@ from pathlib import Path
 from typing import Any
 
 import depthlm
+from depthlm.errors import UserError
+from depthlm.gpu import probe, unusable
 from depthlm.launchers import Ranks
 from depthlm.locations import IS_CHECKOUT, REPOSITORY
 
+# what a configuration or a command may ask for
+DEVICES = ("auto", "cpu", "cuda")
 
-def device_type() -> str:
-    """`cuda` where torch sees a GPU, else `cpu`."""
+
+def device_type(choice: str = "auto") -> str:
+    """`cuda` or `cpu`: of `auto`, the GPU where torch can use one."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def device_name() -> str:
-    """The name of the accelerator, or of the processor."""
+def device_error(choice: str) -> str | None:
+    """Why the device of this choice cannot be used here, or a GPU would stay idle; None where all is well."""
+    if choice == "cpu" or device_type() == "cuda":
+        return None
+    if reason := unusable(probe()):
+        return f"device={choice}: {reason}"
+    if choice == "cuda":
+        return "device=cuda: there is no NVIDIA GPU that this process may use; allowed here: auto, cpu"
+    return None
+
+
+def usable_device(choice: str) -> str:
+    """`cuda` or `cpu`. Raises UserError where the choice cannot be used, or a GPU would stay idle."""
+    if error := device_error(choice):
+        raise UserError(error)
+    return device_type(choice)
+
+
+def device_name(device: str) -> str:
+    """The name of the GPU (`cuda`), or of the processor (`cpu`)."""
     import torch
 
-    if torch.cuda.is_available():
+    if device == "cuda":
         return torch.cuda.get_device_name()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -45,18 +68,21 @@ def threads(ranks: Ranks) -> int:
     return cores() if bound else max(1, cores() // ranks.local_world_size)
 
 
-def fast_precision() -> str:
-    """bf16 where the device multiplies it faster than fp32, else fp32: without such units it can be 45 times slower."""
+def fast_precision(device: str) -> str:
+    """bf16 where the device (`cuda` or `cpu`) multiplies it faster than fp32, else fp32.
+
+    Without units for it, bf16 can be 45 times slower.
+    """
     import torch
 
-    if torch.cuda.is_available():
+    if device == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     capabilities = torch.cpu.get_capabilities()
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
-def describe(here: Ranks) -> dict[str, Any]:
-    """What `environment.json` records: versions, git commit, command, device."""
+def describe(here: Ranks, device: str) -> dict[str, Any]:
+    """What `environment.json` records: versions, git commit, command, device (`cuda` or `cpu`)."""
     packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
     versions: dict[str, str | None] = {"depthlm": depthlm.__version__}
     for package in packages:
@@ -71,8 +97,8 @@ def describe(here: Ranks) -> dict[str, Any]:
         "git": git_state(),
         "code": str(REPOSITORY),
         "command": sys.orig_argv,
-        "device": device_name(),
-        "device_type": device_type(),
+        "device": device_name(device),
+        "device_type": device,
         "cores": cores(),
         "world_size": here.world_size,
         "launcher": here.launcher,

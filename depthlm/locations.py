@@ -13,3 +13,10 @@ IS_CHECKOUT = CONF.parent == REPOSITORY
 def command(script: str, name: str) -> str:
     """How a person runs a command from here: `python <script>` in a checkout, else `depthlm <name>`."""
     return f"python {script}" if IS_CHECKOUT else f"depthlm {name}"
+
+
+def install_command(extra: str = "") -> str:
+    """What installs depthlm, or one of its extras, here."""
+    if IS_CHECKOUT:
+        return f"pip install -e '.[{extra}]' -c constraints.txt" if extra else "pip install -e . -c constraints.txt"
+    return f"pip install 'depthlm[{extra}]'" if extra else "pip install --upgrade depthlm"

@@ -213,18 +213,22 @@ def _check_sharding(config: Config) -> list[str]:
 
 
 def _check_device(config: Config) -> list[str]:
-    errors, device = [], environment.device_type()
+    errors, device = [], environment.device_type(config.device)
+    if error := environment.device_error(config.device):
+        errors.append(error)
     if config.precision.name == "fp16" and device == "cpu":
         errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
     elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
         errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
                       "use deepspeed=zero1")  # fmt: skip
-    from depthlm.kernels.backend import missing
+    from depthlm.kernels.backend import launch_lacks, missing
 
     if config.kernels == "triton" and (lack := missing(device)):
         errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
     if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         errors.append("training.compile=true: torch.compile on a CPU needs a C++ compiler, and there is no g++ here")
+    if config.training.compile and device == "cuda" and (lack := launch_lacks()):
+        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
     return errors
 
 

@@ -18,6 +18,7 @@ from depthlm.config.sources import open_names
 from depthlm.config.sweep import check_points, is_axis, sweep_points
 from depthlm.errors import UserError
 from depthlm.launchers import ranks
+from depthlm.locations import install_command
 
 # what comes with an extra: the override, its module and the extra
 PLUGINS = (
@@ -100,7 +101,7 @@ def check_command_line(line: CommandLine) -> None:
         raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
     for group, plugin, extra in PLUGINS:
         if group in line.overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            raise UserError(f"{group}: not installed; pip install -e '.[{extra}]' -c constraints.txt")
+            raise UserError(f"{group}: not installed; {install_command(extra)}")
     # another sweeper makes points of its own, and may keep what it knows there before there is a run
     other = any(text.startswith("hydra/sweeper=") for text in line.overrides)
     check_points([text for text in line.overrides if not (other and is_axis(text))], line.config_dir)

@@ -37,7 +37,7 @@ SILENT = {
 
 # what may differ when a run goes on, and is told: rounding at most, and what to do with bad numbers
 CHANGEABLE = {
-    "deterministic", "kernels", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
+    "deterministic", "device", "kernels", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
     "training.micro_batch_size", "training.activation_checkpointing", "training.compile", "training.on_bad_numbers",
     "training.max_skipped", "training.on_spike", "training.spike_deviations", "training.spike_window",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
     if not saved:
         apply_budget(config, given - keys_of_points(config.experiment.points, overrides))
     if config.precision.name == "auto":
-        config.precision.name = environment.fast_precision() if here else "bf16"
+        config.precision.name = environment.fast_precision(environment.device_type(config.device)) if here else "bf16"
     if "size.vocab_size" not in given and tokenizer_exists(config):
         config.size.vocab_size = max(config.size.vocab_size, padded_vocab_size(config.data))
     if "model.name" not in given:

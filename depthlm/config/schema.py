@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from depthlm.config.experiment import Budget, Experiment
+from depthlm.environment import DEVICES
 from depthlm.fields import key
 from depthlm.kernels import CHOICES
 from depthlm.model.shape import Backbone, Size
@@ -276,6 +277,11 @@ class Config:
         "anew, and a run that has a checkpoint of its own resumes that",
     )
     deterministic: bool = key(False, "allow only operations that give the same bits each time")
+    device: str = key(
+        "auto",
+        "auto: the GPU, or the CPU where there is none; a GPU that torch cannot use is an error, unless cpu is given",
+        choices=DEVICES,
+    )
     kernels: str = key(
         "auto",
         "operators over depth: triton, fused kernels; torch, plain PyTorch; auto, triton on a GPU where it can",

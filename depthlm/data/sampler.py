@@ -124,7 +124,7 @@ def loader(
 
 def _ignore_signals(worker: int) -> None:
     # schedulers signal the whole process group: the main process decides when its workers end
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from depthlm.config import Config
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
-from depthlm.environment import device_type
+from depthlm.environment import DEVICES, usable_device
 from depthlm.errors import UserError
 from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
 from depthlm.fields import key
@@ -40,6 +40,7 @@ class Evaluate:
     batch_size: int = key(16, "sequences at a time; changes no result", minimum=1)
     limit: Optional[int] = key(None, "only the first questions of each task, to try it out", minimum=1)
     precision: str = key("fp32", "number format of the computation", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto: the GPU, or the CPU where there is none", choices=DEVICES)
     trust: Optional[list[str]] = key(None, "modules that the run's own mechanism may come from")
 
 
@@ -52,7 +53,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
     _check(arguments)
     if arguments.datasets is not None and not Path(arguments.datasets).is_dir():
         raise UserError(f"datasets={arguments.datasets}: no such folder")
-    device = torch.device(device_type())
+    device = torch.device(usable_device(arguments.device))
     model, config, manifest = load_checkpoint(directory, device, arguments.trust or ())
     if arguments.tasks is None:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")

@@ -11,6 +11,7 @@ from depthlm.config import Config
 from depthlm.config.errors import nearest
 from depthlm.errors import UserError
 from depthlm.evaluation.tasks import SUITES, Suite
+from depthlm.locations import install_command
 from depthlm.model import Decoder
 
 WORDS = {0: "zero", 1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 10: "ten"}
@@ -44,7 +45,7 @@ def run_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise UserError("tasks=: lm-eval is not installed; pip install -e '.[evaluation]' -c constraints.txt") from None
+        raise UserError(f"tasks=: lm-eval is not installed; {install_command('evaluation')}") from None
     from depthlm.hugging_face import as_causal_lm, as_tokenizer
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from depthlm.data import Tokenizer
-from depthlm.environment import device_type
+from depthlm.environment import DEVICES, usable_device
 from depthlm.errors import UserError
 from depthlm.evaluation.generation import stream
 from depthlm.fields import key
@@ -38,6 +38,7 @@ class Generate:
     seed: int = key(1, "of the sampling", minimum=0)
     batch_size: int = key(16, "prompts of a file at a time", minimum=1)
     precision: str = key("fp32", "number format of the computation", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto: the GPU, or the CPU where there is none", choices=DEVICES)
     trust: Optional[list[str]] = key(None, "modules that the run's own mechanism may come from")
 
 
@@ -51,7 +52,7 @@ def write_text(arguments: Generate) -> None:
         raise UserError("give prompt=<text> or prompts=<file>")
     lines = {1: arguments.prompt or ""} if arguments.prompts is None else _lines(Path(arguments.prompts))
     prompts = list(lines.values())
-    device = torch.device(device_type())
+    device = torch.device(usable_device(arguments.device))
     model, config = load(arguments.run, device, arguments.trust or ())
     tokenizer = Tokenizer.load(arguments.run)
     # before a document there is the end of another

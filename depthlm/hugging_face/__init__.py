@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthlm.errors import UserError
+from depthlm.locations import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -49,7 +50,7 @@ def _check_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError:
-        raise UserError("transformers is not installed; pip install -e '.[evaluation]' -c constraints.txt") from None
+        raise UserError(f"transformers is not installed; {install_command('evaluation')}") from None
 
 
 __all__ = ["as_causal_lm", "as_tokenizer", "export"]

@@ -10,7 +10,7 @@ depthlm.json                              what it was made from, and its files
 import dataclasses
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,12 +154,14 @@ def check_folder(folder: Path) -> None:
 def replaced(folder: Path) -> Iterator[Path]:
     """A new folder beside this one, which takes its place once all is written. Raises OSError."""
     folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as held:
-        new = Path(held, "new")
-        new.mkdir()
+    held = folder.with_name(f".{folder.name}.partial")
+    # of an export that was killed
+    shutil.rmtree(held, ignore_errors=True)
+    new = held / "new"
+    new.mkdir(parents=True)
+    try:
         yield new
-        old = Path(held, "old")
+        old = held / "old"
         if folder.exists():
             os.replace(folder, old)
         try:
@@ -168,3 +170,5 @@ def replaced(folder: Path) -> Iterator[Path]:
             if old.exists():
                 os.replace(old, folder)
             raise
+    finally:
+        shutil.rmtree(held, ignore_errors=True)

@@ -4,9 +4,13 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -57,11 +61,47 @@ def missing(device: str) -> str | None:
         return None
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         return "Triton needs a GPU of compute capability 8.0 or newer"
-    if device == "cuda" and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
-        return "Triton needs a C compiler to launch its kernels"
     if device == "cuda":
-        return None
+        return launch_lacks()
     return f"Triton runs on a GPU, not on {device} (for tests: TRITON_INTERPRET=1)"
+
+
+def launch_lacks() -> str | None:
+    """What Triton lacks to compile its launcher, which it does at its first launch on a GPU, and what to install.
+
+    As triton/runtime/build.py and triton/backends/nvidia/driver.py of Triton 3.7.1 look for it.
+    """
+    compiler = os.environ.get("CC")
+    if compiler is not None and shutil.which(compiler) is None:
+        return f"CC={compiler} is no program, and Triton compiles its launcher with it; export CC=<a C compiler>"
+    if compiler is None and not (shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler for its launcher; install gcc (Debian, Ubuntu: apt install gcc)"
+    if not Path(python_headers(), "Python.h").is_file():
+        return (
+            f"Triton needs Python's headers for its launcher, and {python_headers()} has no Python.h; install them "
+            f"(Debian, Ubuntu: apt install python3.{sys.version_info.minor}-dev), or use conda's Python"
+        )
+    if not _finds_driver():
+        return "Triton does not find the driver's libcuda.so.1; export TRITON_LIBCUDA_PATH=<the folder that it is in>"
+    return None
+
+
+def python_headers() -> str:
+    """The folder in which Triton looks for Python.h."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder that need not exist
+    return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+
+
+def _finds_driver() -> bool:
+    if folder := os.environ.get("TRITON_LIBCUDA_PATH"):
+        return Path(folder, "libcuda.so.1").is_file()
+    try:
+        known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return "libcuda.so.1" in known or any(Path(folder, "libcuda.so.1").is_file() for folder in folders if folder)
 
 
 def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = None) -> bool:
@@ -75,19 +115,23 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
     device = tensors[0].device.type
     if choice == "torch" or (choice == "auto" and device != "cuda"):
         return False
-    reason = missing(device) or unsupported
+    lack = missing(device)
+    if lack is not None and choice == "auto":
+        _say_once("the operators over depth run", lack)
+        return False
+    reason = lack or unsupported
     if reason is None and (kinds := {x.dtype for x in tensors if x.dtype not in FUSED_TYPES}):
         reason = f"{', '.join(map(str, kinds))} is not fp32, fp16 or bf16"
     if reason is not None and choice == "triton":
         raise ValueError(f"kernels=triton: {operator}: {reason}; allowed: kernels=torch, or auto")
     if reason is not None:
-        _say_once(operator, reason)
+        _say_once(f"{operator} runs", reason)
     return reason is None
 
 
 @cache
-def _say_once(operator: str, reason: str) -> None:
-    logging.getLogger(__name__).warning("kernels=auto: %s runs in PyTorch: %s", operator, reason)
+def _say_once(what: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("kernels=auto: %s in PyTorch: %s", what, reason)
 
 
 def expect(operator: str, like: Tensor, **arguments: tuple[Tensor, Sequence[int]]) -> None:

@@ -45,7 +45,7 @@ def derived(
         f"{', activation checkpointing' if training.activation_checkpointing else ''})"
         f"{f', and {resting / 2**30:.2f} GiB of the memory of the CPU' if resting else ''}",
         "numbers": number_formats(config),
-        "device": f"{environment.device_name()}, {config.precision.name}"
+        "device": f"{environment.device_name(environment.device_type(config.device))}, {config.precision.name}"
         f"{', compiled' if training.compile else ''}, {ranks().launcher}",
         "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),

@@ -19,7 +19,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
-    if environment.device_type() == "cpu":
+    if environment.device_type(config.device) == "cpu":
         # its shared-memory helper needs a compiler, and was seen to abort finished runs
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = build_optimizer(model, config.optimizer)
@@ -65,7 +65,7 @@ def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str,
     if sharding.communication_data_type != "auto":
         settings["communication_data_type"] = sharding.communication_data_type
     if sharding.offload == "cpu":
-        pinned = {"device": "cpu", "pin_memory": environment.device_type() == "cuda"}
+        pinned = {"device": "cpu", "pin_memory": environment.device_type(config.device) == "cuda"}
         settings["zero_optimization"] |= {"offload_optimizer": pinned, "offload_param": pinned}
     if precision.name == "bf16" and stage == 0:
         # bf16 weights at stage 0 start with a wrong Adam step: fp32 weights under autocast instead

@@ -23,6 +23,7 @@ from depthlm.training.profiling import Profiler
 from depthlm.training.schedules import lr_factor
 from depthlm.training.signals import StopRequest
 from depthlm.training.state import Progress, Run
+from depthlm.training.validation import ValidationStopped
 
 log = logging.getLogger("depthlm")
 
@@ -30,7 +31,8 @@ log = logging.getLogger("depthlm")
 def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
     """Train from `progress` to the plan's last step; False if a signal ended it earlier. A checkpoint ends both.
 
-    Raises DivergedError where bad numbers end the run.
+    Raises DivergedError where bad numbers end the run, ValidationStopped where a signal ends a validation; all is saved
+    then.
     """
     config, plan, engine = run.config, run.plan, run.engine
     watch = Stopwatch(progress.wall_seconds)
@@ -39,12 +41,14 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
     logged_at = progress.step
     if on_any_rank((request.name is not None,), run.device)[0]:
         return False  # it came while the run was starting
+    request.training = True
     if (
         run.metrics.last.get("step") == progress.step
         and validation_due(config, plan, progress.step)
         and not run.metrics.validated
     ):
-        validate(run)  # the run was killed between a checkpoint and its validation
+        validate(run)  # the run ended between a checkpoint and its validation
+        run.tracker.write(run.metrics.last)
     with Bar(progress.step, plan.last_step, torch.distributed.get_rank()) as bar:
         watch.start()
         while progress.step < plan.last_step:
@@ -91,7 +95,13 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
                 run.saver.save(asdict(progress), last=ending)
             if validating:
                 mark("validating")
-                validate(run)
+                try:
+                    validate(run)
+                except ValidationStopped:
+                    if not saving or run.saver.writing is not None:
+                        mark("saving")
+                        run.saver.save(asdict(progress), last=True)
+                    raise
             if run.metrics.last.get("step") == progress.step:
                 run.tracker.write(run.metrics.last)
             if profiler is not None:

@@ -21,14 +21,16 @@ _store: Store | None = None
 _waits = 0
 
 
-def start_distributed(ranks: Ranks, timeout: timedelta = OPERATION, arrival: timedelta = ARRIVAL) -> torch.device:
+def start_distributed(
+    ranks: Ranks, timeout: timedelta = OPERATION, arrival: timedelta = ARRIVAL, device_choice: str = "auto"
+) -> torch.device:
     """Join the process group (once a process), choose this rank's device, and log what was found.
 
-    timeout: for one collective operation; arrival: for all ranks to come.
+    timeout: for one collective operation; arrival: for all ranks to come; device_choice: as the key `device`.
     Raises UserError where ranks would share a GPU, or do not meet.
     """
     device = torch.device("cpu")
-    if environment.device_type() == "cpu":
+    if environment.device_type(device_choice) == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
         device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))

@@ -16,7 +16,7 @@ class Profiler:
     def __init__(self, directory: Path) -> None:
         self.path = directory / "profile" / "trace.json"
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.steps_seen = 0
         self.profile: torch.profiler.profile | None = torch.profiler.profile(activities=activities)

@@ -43,15 +43,15 @@ from depthlm.training.run_directory import (
 )
 from depthlm.training.saving import NotSavedError, Saver
 from depthlm.training.sharding import undo_sharding
-from depthlm.training.signals import StopRequest, stop_on_signal
+from depthlm.training.signals import STOPPED, StopRequest, end_on_signal, stop_on_signal
 from depthlm.training.state import Run
 from depthlm.training.trackers import NoTracker, Tracker, start_tracker
-from depthlm.training.validation import diagnoser, validator
+from depthlm.training.validation import ValidationStopped, diagnoser, validator
 from depthlm.training.watchdog import Watch, watch_ranks
 
 log = logging.getLogger("depthlm")
 
-COMPLETE, FAILED, STOPPED = 0, 1, 75
+COMPLETE, FAILED = 0, 1
 
 
 def train(config: Config) -> int:
@@ -78,9 +78,12 @@ def train_together(config: Config, ranks: Ranks) -> int:
     training = config.training
     # the watch is to judge first: it knows a name
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
-    device = start_distributed(ranks, timeout)
+    device = start_distributed(ranks, timeout, device_choice=config.device)
     try:
-        with watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch:
+        with (
+            watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch,
+            end_on_signal(watch.report),
+        ):
             try:
                 code = train_on(config, ranks, device, watch)
             except (DivergedError, NotSavedError) as error:
@@ -118,9 +121,9 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
         ranks=ranks.world_size,
     )
     if config.dry_run:
-        return train_from(None, config, ranks, plan, corpus, batches, device, watch, StopRequest())
+        return train_from(None, config, ranks, plan, corpus, batches, device, watch, StopRequest(watch.report))
     with ExitStack() as held:
-        request = held.enter_context(stop_on_signal())
+        request = held.enter_context(stop_on_signal(watch.report))
         on_first_rank(lambda: held.enter_context(lock_run_directory(directory)))
         # again: another process may have gone on with the run until now
         summary = on_first_rank(lambda: check_run_directory(config))
@@ -190,11 +193,11 @@ def train_from(
         seen=batches.seen if len(corpus.train) > 1 else None,
         windows=lambda step: batches.windows(step - 1),
         go_back=partial(go_back, config, plan, engine),
-        validate=validator(config, plan, corpus, model, device, watch),
+        validate=validator(config, plan, corpus, model, device, watch, request),
         diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,
         flops_per_token=flops,
-        peak_flops=peak_flops(environment.device_name(), config.precision.name),
+        peak_flops=peak_flops(environment.device_name(device.type), config.precision.name),
         metrics=metrics,
         bad_batches=MetricsFile(directory / "bad_batches.jsonl" if first else None, progress.step),
         blocks=MetricsFile(block_rows if first and (logs_blocks or block_rows.exists()) else None, progress.step),
@@ -210,6 +213,8 @@ def train_from(
             losses = final_losses(run)
             summary = finish(run, progress, corpus, losses) if first else None
             show_sample(run, model, corpus)
+    except ValidationStopped:
+        whole = False
     except DivergedError:
         if run.saver.writing is not None:
             run.saver.finish()
@@ -230,7 +235,7 @@ def forget_the_run_before() -> None:
     """Free what an earlier point of a sweep held in this process, and its peak memory (of a GPU; a CPU's stays)."""
     undo_sharding()
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

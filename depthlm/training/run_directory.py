@@ -106,7 +106,9 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             os.replace(directory / SUMMARY, directory / f"summary-step-{summary['steps']:08d}.json")
         (directory / FAILURE).unlink(missing_ok=True)
         replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        (directory / "environment.json").write_text(json.dumps(environment.describe(ranks), indent=1) + "\n")
+        (directory / "environment.json").write_text(
+            json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
+        )
     except OSError as error:
         raise UserError(f"output_dir={directory}: cannot be written to ({error})") from None
 

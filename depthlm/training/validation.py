@@ -10,24 +10,40 @@ from depthlm.config import Config
 from depthlm.data import Corpus, TokenFiles, validation_batches
 from depthlm.evaluation import diagnose, perplexity, total_loss
 from depthlm.model import Decoder
+from depthlm.training.agreement import on_any_rank
 from depthlm.training.engine import autocast
 from depthlm.training.plan import Plan
+from depthlm.training.signals import StopRequest
 from depthlm.training.watchdog import Watch
+
+# batches between two times that several ranks ask each other whether to stop
+ASK_EVERY = 8
+
+
+class ValidationStopped(Exception):
+    """A signal came to a rank; the next start of the run repeats the validation."""
 
 
 def validator(
-    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device, watch: Watch
+    config: Config,
+    plan: Plan,
+    corpus: Corpus,
+    model: Decoder,
+    device: torch.device,
+    watch: Watch,
+    request: StopRequest,
 ) -> Callable[[], dict[str, float | None]]:
     """A function that measures the mean loss (nats per token) and perplexity on each validation set; collective.
 
-    By their names in metrics.jsonl; what is not finite is None.
+    By their names in metrics.jsonl; what is not finite is None. It raises ValidationStopped once `request` holds a
+    signal on any rank.
     """
 
     def losses() -> dict[str, float | None]:
         measured: dict[str, float | None] = {}
         for name, tokens in corpus.validation.items():
             with autocast(config, device):
-                loss = total_loss(model, marked(batches(config, plan, tokens), watch), device).mean
+                loss = total_loss(model, marked(batches(config, plan, tokens), watch, request, device), device).mean
             finite = loss if math.isfinite(loss) else None
             measured |= {f"validation/{name}/loss": finite, f"validation/{name}/perplexity": perplexity(finite)}
         return measured
@@ -56,10 +72,15 @@ def diagnoser(
     return diagnostics
 
 
-def marked(batches: Iterator[tuple[Tensor, Tensor]], watch: Watch) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same batches; each is progress."""
-    for batch in batches:
+def marked(
+    batches: Iterator[tuple[Tensor, Tensor]], watch: Watch, request: StopRequest, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same batches; each is progress. Raises ValidationStopped where a rank is to stop; collective."""
+    ask_every = 1 if torch.distributed.get_world_size() == 1 else ASK_EVERY
+    for number, batch in enumerate(batches):
         watch.go_on()
+        if number % ask_every == 0 and on_any_rank((request.name is not None,), device)[0]:
+            raise ValidationStopped
         yield batch
 
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -27,9 +27,13 @@ ALIKE = 5.0
 
 
 class Watch:
-    """Where the main thread marks its progress; costs as good as nothing."""
+    """Where the main thread marks its progress; costs as good as nothing.
+
+    report: reports an exception that is about to end this rank to the other ranks; any thread may call it.
+    """
 
     def __init__(self) -> None:
+        self.report: Callable[[BaseException], None] = lambda error: None
         self.phase, self.step, self.turn, self.limited = "starting", 0, 0, True
         self.marked = time.monotonic()
 
@@ -67,6 +71,7 @@ def watch_ranks(ranks: Ranks, rank_timeout: float, stall_timeout: float) -> Iter
     if watcher is None:
         yield watch
         return
+    watch.report = watcher.fail
     try:
         yield watch
     except BaseException as error:

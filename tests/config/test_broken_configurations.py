@@ -194,7 +194,7 @@ def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(monkeypatch: pytes
 
 def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("depthlm.environment.device_type", lambda: "cpu")
+    monkeypatch.setattr("depthlm.environment.device_type", lambda choice="auto": "cpu")
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
         compose(["training.compile=true"])
 

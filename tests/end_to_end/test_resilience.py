@@ -55,3 +55,20 @@ def test_a_signal_to_one_rank_has_all_save_and_exit_to_be_requeued(
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     chaos.finish([*overrides, f"training.stop_after={stopped_at + 2}"])
     assert chaos.newest_step(tmp_path / "run") == stopped_at + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_before_the_first_step_ends_both(small_run: Overrides, tmp_path: Path, rank: int) -> None:
+    ranks = chaos.start(small_run("size.num_layers=100"))
+    while not (tmp_path / "run/config.yaml").exists():
+        assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
+        time.sleep(0.005)
+    ranks[rank].send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    assert time.monotonic() - started < 15
+    assert [process.returncode for process in ranks] == [75, 75], outputs
+    assert "SIGTERM: stopped before the first step" in outputs[rank]
+    assert f"rank {rank} " in outputs[1 - rank]
+    assert not (tmp_path / "run/checkpoints").exists()

@@ -22,6 +22,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_an_earlier_export_is_replaced_whole(make_run: MakeRun, tmp_path: Path) -> None:
     to = tmp_path / "some/export"
     first = export(make_run("model=mhc", name="mhc"), to)
+    left_by_a_killed_export = tmp_path / "some/.export.partial/new"
+    left_by_a_killed_export.mkdir(parents=True)
     second = export(make_run("model=moda", name="moda"), to)
     assert second.files.keys() == contents(to).keys()
     assert second.files["model.safetensors"] != first.files["model.safetensors"]

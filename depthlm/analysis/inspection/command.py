@@ -36,6 +36,7 @@ class Inspect:
     to: Optional[str] = key(None, "folder of the pictures; null: inspect/ in the run directory")
     tokens: Any = key(8192, "at most so many tokens of the first validation set", minimum=1, count=True)
     text: Optional[str] = key(None, "text of your own instead of the validation set")
+    device: str = key("auto", "auto: the GPU, or the CPU where there is none", choices=environment.DEVICES)
     trust: Optional[list[str]] = key(None, "modules that the run's own mechanism may come from")
 
 
@@ -46,7 +47,7 @@ def inspect_run(arguments: Inspect) -> Path:
     cannot be written to.
     """
     directory = Path(arguments.run)
-    model, config = load(directory, device=environment.device_type(), trust=arguments.trust or ())
+    model, config = load(directory, device=environment.usable_device(arguments.device), trust=arguments.trust or ())
     tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
     folder = Path(arguments.to) if arguments.to is not None else directory / "inspect"
     length = config.training.sequence_length

@@ -1,0 +1,116 @@
+"""Device, driver, memory, disk and ranks, as `doctor` prints them."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from depthlm import environment, launchers
+from depthlm.doctor.item import PROBLEM, WARNING, Item, gibibytes
+from depthlm.errors import UserError
+from depthlm.gpu import probe
+
+# below these, a small run may meet the limit
+LOW_MEMORY, LOW_SHARED_MEMORY, LOW_DISK = 2 * 2**30, 256 * 2**20, 5 * 2**30
+
+
+def device(choice: str) -> Item:
+    """What trains."""
+    import torch
+
+    if error := environment.device_error(choice):
+        reason, _, remedy = error.partition("; ")
+        return Item("device", reason, PROBLEM, remedy)
+    if environment.device_type(choice) == "cpu":
+        return Item("device", f"CPU: {environment.device_name('cpu')}")
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = [f"{gpu.name}, {gibibytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}" for gpu in found]
+    return Item("device", "; ".join(f"cuda:{index}: {name}" for index, name in enumerate(names)))
+
+
+def driver() -> Item:
+    """NVIDIA's driver, and the CUDA that torch is built for."""
+    gpu = probe()
+    built = f"torch {gpu.torch} is built for {f'CUDA {gpu.torch_cuda}' if gpu.torch_cuda else 'the CPU'}"
+    if gpu.driver is None and gpu.driver_cuda is None:
+        return Item("driver", f"no NVIDIA driver; {built}")
+    supports = (
+        "" if gpu.driver_cuda is None else f", which supports CUDA up to {gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}"
+    )
+    return Item("driver", f"NVIDIA {gpu.driver or 'of unknown version'}{supports}; {built}")
+
+
+def communication(kind: str) -> Item:
+    """How ranks talk to each other."""
+    import torch
+
+    if kind == "cpu":
+        return Item("NCCL", "not used: ranks on a CPU talk by gloo")
+    if not torch.distributed.is_nccl_available():
+        return Item("NCCL", "none in this torch", PROBLEM, "install a torch build with CUDA (pytorch.org)")
+    return Item("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def memory() -> Item:
+    """RAM, and the limit that a container or scheduler sets."""
+    total, available, limit = memory_limits()
+    shown = "no limit for this process" if limit is None else f"this process may use {gibibytes(limit)}"
+    value = f"{gibibytes(available)} of {gibibytes(total)} are free; {shown}"
+    if min(available, total if limit is None else limit) < LOW_MEMORY:
+        return Item("memory", value, WARNING, "free some, or ask the scheduler or container for more")
+    return Item("memory", value)
+
+
+def memory_limits() -> tuple[int, int, int | None]:
+    """RAM of the machine, what is free of it, and the smallest limit of this process' control groups: bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {words[0]: 1024 * int(words[1]) for words in lines}
+    total = sizes["MemTotal:"]
+    limits = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        root, file = Path("/sys/fs/cgroup"), "memory.max"
+        if controllers:
+            root, file = root / "memory", "memory.limit_in_bytes"
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for folder in (root / name.lstrip("/"), *(root / name.lstrip("/")).parents):
+            if (folder / file).is_file() and (text := (folder / file).read_text().strip()) != "max":
+                limits.append(int(text))
+    limit = min(limits, default=total)
+    return total, sizes["MemAvailable:"], limit if limit < total else None
+
+
+def shared_memory() -> Item:
+    """/dev/shm, in which data workers and NCCL pass tensors on."""
+    if not Path("/dev/shm").is_dir():
+        return Item("shared memory", "no /dev/shm", WARNING, "data.num_workers=0 works without it")
+    free = shutil.disk_usage("/dev/shm").free
+    if free < LOW_SHARED_MEMORY:
+        remedy = "data workers and NCCL may fail; a container gets more by --shm-size=1g"
+        return Item("shared memory", f"{gibibytes(free)} free in /dev/shm", WARNING, remedy)
+    return Item("shared memory", f"{gibibytes(free)} free in /dev/shm")
+
+
+def disk(name: str, folder: Path) -> Item:
+    """The room where a run writes."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Item(name, f"{existing} cannot be written to", PROBLEM, "give output_dir= (data.path= for token files)")
+    free = shutil.disk_usage(existing).free
+    if free < LOW_DISK:
+        remedy = "a checkpoint takes 12 bytes a parameter, and two are kept; make room, or give another folder"
+        return Item(name, f"{gibibytes(free)} free in {existing}", WARNING, remedy)
+    return Item(name, f"{gibibytes(free)} free in {existing}")
+
+
+def ranks() -> Iterator[Item]:
+    """Who started this process, and what a rank gets of the cores."""
+    try:
+        found = launchers.ranks()
+    except UserError as error:
+        yield Item("ranks", "the launcher's variables contradict each other", PROBLEM, str(error))
+        return
+    yield Item("ranks", launchers.found(found, "this machine"))
+    bound = environment.cores()
+    yield Item("cores", f"{bound} of {os.cpu_count()} for this process, {environment.threads(found)} threads a rank")

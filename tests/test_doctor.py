@@ -1,0 +1,162 @@
+"""What doctor prints of machines that are made up, and of this one."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from depthlm import environment
+from depthlm.doctor import machine, software
+from depthlm.doctor.command import doctor, examine, look_at
+from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
+from depthlm.gpu import Gpu
+from depthlm.locations import REPOSITORY
+
+OLD = Gpu(("/dev/nvidia0",), "470.57.02", (11, 4), "2.13.0", "13.0", "The NVIDIA driver on your system is too old")
+Usage = namedtuple("Usage", "total used free")
+
+
+def by_name(overrides: list[str]) -> dict[str, Item]:
+    return {item.name: item for item in examine(overrides, None)}
+
+
+def test_a_run_would_start_here(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "depthlm", "doctor", "device=cpu", f"output_dir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "A run would start here" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 120
+    assert "\x1b" not in done.stdout
+    assert not done.stderr
+    for name in ("Python", "packages", "device", "driver", "NCCL", "C compiler", "Python headers", "memory", "W&B"):
+        assert f" {name} " in done.stdout
+
+
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(["device=cpu"], None, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["starts"] is True
+    assert {"name": "configuration", "value": "device=cpu: no mistakes", "state": OK, "remedy": ""} in told["items"]
+
+
+def test_an_old_driver_is_a_problem_that_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(environment, "probe", lambda: OLD)
+    monkeypatch.setattr(machine, "probe", lambda: OLD)
+    items = by_name([])
+    assert [item.name for item in items.values() if item.state == PROBLEM] == ["device"]
+    assert "update the driver to one for CUDA 13" in items["device"].remedy
+    assert items["driver"].value == (
+        "NVIDIA 470.57.02, which supports CUDA up to 11.4; torch 2.13.0 is built for CUDA 13.0"
+    )
+    assert doctor([], None, as_json=False) == 1
+    assert "A run would not start here: problems: 1" in capsys.readouterr().out
+    assert doctor(["device=cpu"], None, as_json=False) == 0
+
+
+def test_a_wrong_configuration_is_a_problem() -> None:
+    item = by_name(["device=cpu", "size=hug"])["configuration"]
+    assert item.state == PROBLEM
+    assert "size=hug: no such size" in item.value
+    item = by_name(["device=cpu", "data=local", "data.source=/nowhere"])["configuration"]
+    assert "data.source=/nowhere: no such folder or file" in item.value
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> None:
+        raise ImportError(f"lib{name}.so: cannot open shared object file\nmore")
+
+    monkeypatch.setattr("importlib.import_module", import_module)
+    *_, last = examine([], None)
+    assert (last.state, last.value) == (
+        PROBLEM,
+        "import torch: ImportError: libtorch.so: cannot open shared object file",
+    )
+
+
+def test_packages_of_a_version_that_is_not_allowed_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.0.0", "rich": None, "lm-eval": None}
+    known = software.installed_version
+    monkeypatch.setattr(
+        software, "installed_version", lambda name: versions.get(name, known(name)) if name in versions else known(name)
+    )
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda _: ["torch>=2.9", "rich>=13", "numpy", "x; extra == 'dev'"]
+    )
+    packages, extras = software.packages()
+    assert packages.state == PROBLEM
+    assert packages.value.startswith(
+        "torch is 2.0.0, and torch>=2.9 is needed; rich is not installed; torch 2.0.0, numpy"
+    )
+    assert "pip install" in packages.remedy
+    assert (extras.state, "not evaluation: pip install -e '.[evaluation]'" in extras.value) == (OK, True)
+
+
+def test_compilers_matter_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert [item.state for item in software.c_compiler("cpu")] == [OK, OK]
+    compiler, headers = software.c_compiler("cuda")
+    assert (compiler.state, headers.state) == (WARNING, OK)
+    assert "install gcc" in compiler.remedy
+    states = [software.cpp_compiler(*case).state for case in (("cpu", False), ("cpu", True), ("cuda", True))]
+    assert states == [WARNING, PROBLEM, OK]
+
+
+def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
+    assert machine.disk("disk", tmp_path / "a/b").state == WARNING
+    assert machine.shared_memory().state == WARNING
+    (tmp_path / "file").touch()
+    assert machine.disk("disk", tmp_path / "file/run").state == PROBLEM
+    monkeypatch.setattr(machine, "memory_limits", lambda: (64 * 2**30, 60 * 2**30, 2**30))
+    limited = machine.memory()
+    assert (limited.state, "this process may use 1.0 GiB" in limited.value) == (WARNING, True)
+
+
+def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("WANDB_API_KEY", "x")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        assert by_name(["device=cpu"])["W&B"].value.startswith("online")
+    assert by_name(["device=cpu"])["W&B"].state == WARNING
+    assert by_name(["device=cpu", "tracker=none"])["W&B"].value.startswith("not used")
+
+
+def test_variables_of_a_launcher_that_contradict_each_other_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("depthlm.launchers._told", ({}, None))
+    (item,) = machine.ranks()
+    assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
+
+
+def test_an_item_that_fails_does_not_hide_the_others() -> None:
+    def broken() -> Item:
+        raise ZeroDivisionError("by zero")
+
+    (item,) = look_at("memory", broken)
+    assert (item.state, item.value) == (PROBLEM, "cannot be looked at: ZeroDivisionError: by zero")
+
+
+def test_a_gpu_that_works_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    Properties = namedtuple("Properties", "name total_memory major minor")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: Properties("NVIDIA H100", 80 * 2**30, 9, 0))
+    value = machine.device("auto").value
+    assert value == (
+        "cuda:0: NVIDIA H100, 80.0 GiB, compute capability 9.0; cuda:1: NVIDIA H100, 80.0 GiB, compute capability 9.0"
+    )
+    monkeypatch.setattr(machine, "probe", lambda: replace(OLD, driver="580.1", driver_cuda=(13, 0), failure=None))
+    assert machine.driver().state == OK
