@@ -9,6 +9,21 @@ from typing import BinaryIO
 CHUNK, SYNC_EVERY = 2**25, 2**27
 
 
+def _umask() -> int:
+    # to ask for it is to set it, which other threads would see: once, at the import
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+UMASK = _umask()
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the mode of a new one: safetensors makes its files for their owner alone."""
+    path.chmod(0o666 & ~UMASK)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the list of a folder's files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

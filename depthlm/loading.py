@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from depthlm.analysis.runs import SUMMARY
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.config.mechanism import check_target
@@ -14,7 +15,7 @@ from depthlm.config.saved import check_trusted, load_config, targets
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.training.checkpoints import WEIGHTS, newest_checkpoint
+from depthlm.training.checkpoints import WEIGHTS, newest_checkpoint, retrain
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
@@ -39,7 +40,8 @@ def load_checkpoint(
             raise UserError(f"{directory}: {'; '.join(errors)}")
     found = newest_checkpoint(directory)
     if found is None:
-        raise UserError(f"{directory}: no whole checkpoint in it; train it first, or name another run")
+        what = retrain(directory) if (directory / SUMMARY).exists() else "train it first, or name another run"
+        raise UserError(f"{directory}: no checkpoint in it; {what}")
     path, manifest = found
     model = build_model(config, "meta").to_empty(device=device)
     weights = load_file(path / WEIGHTS, device=str(device))

@@ -261,9 +261,10 @@ class Config:
     )
     resume: str = key(
         "auto",
-        "auto: go on from the newest whole checkpoint; extend: also where the run is to be longer than it was, "
-        "finished or not; never: refuse a directory that holds a run",
-        choices=("auto", "extend", "never"),
+        "auto: resume from the newest valid checkpoint; extend: also where the run is to be longer than it was, "
+        "finished or not; retrain: also where a finished run has lost its last checkpoint, or none is valid; never: "
+        "refuse a directory that holds a run",
+        choices=("auto", "extend", "retrain", "never"),
     )
     fork_from: Optional[str] = key(
         None,

@@ -43,11 +43,15 @@ class Estimate:
 
     def words(self) -> str:
         """The estimate as a person reads it."""
+        cores = environment.cores()
         download = f"{_size(self.download_bytes)} of download, " if self.download_bytes else ""
-        return (
-            f"about {_size(self.disk_bytes)} of disk for {count_text(self.tokens)} tokens, {download}"
-            f"{_duration(self.seconds)} on this machine's {environment.cores()} cores"
-        )
+        count = "one core" if cores == 1 else f"{cores} cores"
+        return f"{self._disk()}, {download}{_duration(self.seconds)} on {count} of this machine"
+
+    def _disk(self) -> str:
+        if not self.disk_bytes:
+            return "next to no disk"
+        return f"about {_size(self.disk_bytes)} of disk for {count_text(round(self.tokens))} tokens"
 
 
 def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:

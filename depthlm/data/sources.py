@@ -4,7 +4,6 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -120,11 +119,7 @@ def _files_here(name: str, source: "Source") -> TextFiles:
         found, held_out = [TextFile(root.name, str(root))], None
     else:
         everything = _walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
-        found = _matching(everything, source.files, "data.files", root)
-        held_out = None
-        if source.validation_files is not None:
-            held_out = _matching(everything, source.validation_files, "data.validation_files", root)
-            found = [file for file in found if file not in set(held_out)]
+        found, held_out = _matching(everything, source, root)
     files = [(file.name, os.stat(file.location)) for file in (*found, *(held_out or ()))]
     description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
     description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
@@ -156,9 +151,16 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
     return sorted(files)
 
 
-def _matching(files: Iterable[TextFile], pattern: str | None, key: str, root: Path) -> list[TextFile]:
-    found = [file for file in files if pattern is None or fnmatchcase(file.name, pattern)]
-    if not found:
-        remedy = f"Set {key} to a pattern of their names below the folder, or to null."
-        raise DataError(f"no file matches {key}={pattern}", root, remedy)
-    return found
+def _matching(files: list[TextFile], source: "Source", root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
+    """The files to train on and those held out, None without a pattern for them. Raises DataError for both patterns."""
+    patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
+    given = {key: pattern for key, pattern in patterns.items() if pattern is not None}
+    matching = {key: [file for file in files if fnmatchcase(file.name, pattern)] for key, pattern in given.items()}
+    if wrong := [key for key in given if not matching[key]]:
+        what = " and ".join(f"{key}={given[key]}" for key in wrong)
+        names = ", ".join(file.name for file in files[:3])
+        remedy = f"Set {' and '.join(wrong)} to patterns of their names below the folder ({names}, ...), or to null."
+        raise DataError(f"no file matches {what}", root, remedy)
+    held_out = matching.get("data.validation_files")
+    apart = set(held_out or ())
+    return [file for file in matching.get("data.files", files) if file not in apart], held_out

@@ -20,6 +20,8 @@ from depthlm.model import Decoder
 
 # of bytes that are no character yet
 UNFINISHED = "\ufffd"
+# after a prompt, where the command does not say
+NEW_TOKENS = 128
 
 
 @dataclass
@@ -29,7 +31,11 @@ class Generate:
     run: str = key(doc="run directory; its newest whole checkpoint writes")
     prompt: Optional[str] = key(None, "what to go on from; empty: a document's beginning")
     prompts: Optional[str] = key(None, "a file with a prompt a line instead; prints a JSON object a line")
-    max_new_tokens: int = key(128, "tokens after the prompt, fewer where the text ends", minimum=1)
+    max_new_tokens: Optional[int] = key(
+        None,
+        f"tokens after the prompt, fewer where the text ends; null: {NEW_TOKENS}, or what the context has room for",
+        minimum=1,
+    )
     temperature: float = key(0.8, "0: always the most likely token; below 1: nearer to it", minimum=0)
     top_k: Optional[int] = key(50, "sample only from the k most likely tokens", minimum=1)
     top_p: Optional[float] = key(
@@ -58,23 +64,25 @@ def write_text(arguments: Generate) -> None:
     # before a document there is the end of another
     encoded = [ids or [tokenizer.end_of_text] for ids in tokenizer.encode_batch(prompts)]
     context = config.training.sequence_length
+    room = context - max(map(len, encoded))
+    wanted = arguments.max_new_tokens or max(1, min(NEW_TOKENS, room))
     for number, ids in zip(lines, encoded, strict=True):
-        if len(ids) + arguments.max_new_tokens > context:
+        if len(ids) + wanted > context:
             which = "prompt=" if arguments.prompts is None else f"prompts={arguments.prompts}, line {number}:"
             raise UserError(
-                f"{which} {len(ids)} tokens and max_new_tokens={arguments.max_new_tokens} are more than the {context} "
+                f"{which} {len(ids)} tokens and max_new_tokens={wanted} are more than the {context} "
                 f"of the run's context; allowed: max_new_tokens up to {max(0, context - len(ids))} here"
             )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
     generator = torch.Generator(device).manual_seed(arguments.seed)
     with autocast:
         if arguments.prompts is None:
-            steps = _continue(model, tokenizer, encoded, arguments, generator)
+            steps = _continue(model, tokenizer, encoded, wanted, arguments, generator)
             _print_as_it_comes(prompts[0], (tokenizer.decode(row) for (row,) in steps))
             return
         for start in range(0, len(encoded), arguments.batch_size):
             part = slice(start, start + arguments.batch_size)
-            *_, last = _continue(model, tokenizer, encoded[part], arguments, generator)
+            *_, last = _continue(model, tokenizer, encoded[part], wanted, arguments, generator)
             for prompt, row in zip(prompts[part], last, strict=True):
                 told = {"prompt": prompt, "text": tokenizer.decode(row)}
                 print(json.dumps(told, ensure_ascii=False), flush=True)
@@ -84,6 +92,7 @@ def _continue(
     model: Decoder,
     tokenizer: Tokenizer,
     encoded: Sequence[list[int]],
+    max_new_tokens: int,
     arguments: Generate,
     generator: torch.Generator,
 ) -> Iterator[list[list[int]]]:
@@ -95,7 +104,7 @@ def _continue(
     if len({len(ids) for ids in encoded}) == 1:
         padding_b = None
     new = stream(
-        model, tokens_bt, arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, generator,
+        model, tokens_bt, max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, generator,
         eos=tokenizer.end_of_text, padding_b=padding_b,
     )  # fmt: skip
     rows: list[list[int]] = [[] for _ in encoded]

@@ -20,6 +20,7 @@ from depthlm.config.resolve import CHANGEABLE, LENGTHS
 from depthlm.config.saved import compare, saved_config
 from depthlm.errors import UserError
 from depthlm.files import digest
+from depthlm.locations import command
 
 log = logging.getLogger("depthlm")
 STATE, WEIGHTS, MANIFEST = "deepspeed", "model.safetensors", "manifest.json"
@@ -39,8 +40,9 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest whole checkpoint of a run directory and its manifest; None if it has no checkpoint at all.
 
     One that is damaged, or another run's, is passed over with a warning that says why. Raises CheckpointError where
-    none is left: starting over would overwrite what may be mended.
+    none is left: starting over would overwrite what may be repaired.
     """
+    reasons = []
     paths = sorted((directory / "checkpoints").glob("step-*"), reverse=True)
     for path in paths:
         try:
@@ -48,10 +50,38 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
             _check_own(path, manifest, saved_config(directory))
             return path, manifest
         except CheckpointError as error:
+            reasons.append(str(error))
             log.warning("%s; looking for an older one", error)
     if paths:
-        raise CheckpointError(f"{directory}: none of its checkpoints is whole; remove {paths[0].parent} to start over")
+        raise CheckpointError(f"{directory}: no checkpoint in it is valid ({reasons[0]}); {retrain(directory)}")
     return None
+
+
+def retrain(directory: Path) -> str:
+    """What to do about a run whose checkpoints are lost."""
+    return f"{command('train.py', 'train')} run={directory} resume=retrain trains it again"
+
+
+def lost(directory: Path, step: int) -> str | None:
+    """What is missing of the checkpoint of a step, by the names of its files alone; None: nothing."""
+    path = checkpoint_path(directory, step)
+    try:
+        files = json.loads((path / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return f"{path / MANIFEST if path.exists() else path} is missing"
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        return f"{path / MANIFEST} cannot be read ({error})"
+    gone = [name for name in files if not (path / name).is_file()]
+    return f"{path / gone[0]} is missing" if gone else None
+
+
+def has_checkpoint(directory: Path, step: int) -> bool:
+    """Whether the newest valid checkpoint of a run directory is that of a step, or of a later one."""
+    try:
+        found = newest_checkpoint(directory)
+    except CheckpointError:
+        return False
+    return found is not None and found[1]["step"] >= step
 
 
 def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:

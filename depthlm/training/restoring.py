@@ -55,7 +55,12 @@ def find_start(config: Config, plan: Plan, corpus: str) -> Start | None:
 
     corpus: the digest of the token files. Raises UserError where there is one that this run cannot go on from.
     """
-    own = newest_checkpoint(Path(config.output_dir or ""))
+    try:
+        own = newest_checkpoint(Path(config.output_dir or ""))
+    except CheckpointError:
+        if config.resume != "retrain":
+            raise
+        own = None
     if own is None and config.fork_from is None:
         return None
     path, manifest = own or checkpoint_of(Path(config.fork_from or ""), "fork_from")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from depthlm.launchers import Ranks
 from depthlm.model import compile_sublayers
 from depthlm.training.agreement import on_first_rank
 from depthlm.training.bad_numbers import DivergedError
+from depthlm.training.checkpoints import lost, retrain
 from depthlm.training.describe import derived, show_summary
 from depthlm.training.display import log_to, show_table, start_logging
 from depthlm.training.dry_run import dry_run
@@ -102,8 +104,7 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
     directory = Path(config.output_dir or "")
     summary = on_first_rank(lambda: check_run_directory(config))
     if summary is not None and not config.dry_run:
-        show_summary("This run is complete", directory, summary, ranks.rank)
-        return COMPLETE
+        return show_complete(config, summary, ranks.rank)
     on_first_rank(lambda: check_prepared(config.data, partial(prepare_command, config)))
     watch.mark("preparing the data", 0, limited=False)
     on_first_rank(lambda: prepare(config.data))
@@ -128,8 +129,7 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
         # again: another process may have gone on with the run until now
         summary = on_first_rank(lambda: check_run_directory(config))
         if summary is not None:
-            show_summary("This run is complete", directory, summary, ranks.rank)
-            return COMPLETE
+            return show_complete(config, summary, ranks.rank)
         start = on_first_rank(lambda: find_start(config, plan, corpus.digest()))
         on_first_rank(lambda: describe_run(config, ranks))
         check_shared(directory, ranks.rank)
@@ -137,6 +137,23 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
             corpus.tokenizer.save(directory)
             log_to(directory / "train.log")
         return train_from(start, config, ranks, plan, corpus, batches, device, watch, request)
+
+
+def show_complete(config: Config, summary: dict[str, Any], rank: int) -> int:
+    """Show what a complete run came to, and whether its last checkpoint is missing. Returns the exit code.
+
+    Raises UserError where its steps were to be profiled.
+    """
+    directory = Path(config.output_dir or "")
+    if config.training.profile:
+        raise UserError(
+            f"training.profile=true: the run in {directory} is complete, so there is no step left to profile; profile "
+            f"another run, as in output_dir={directory}-profile"
+        )
+    show_summary("This run is complete", directory, summary, rank)
+    if missing := lost(directory, summary["steps"]):
+        log.warning("its last checkpoint is not: %s; %s", missing, retrain(directory))
+    return COMPLETE
 
 
 def train_from(

@@ -22,6 +22,7 @@ from depthlm.config.saved import compare, saved_config
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.launchers import Ranks
+from depthlm.training.checkpoints import has_checkpoint
 
 log = logging.getLogger("depthlm")
 LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0
@@ -149,7 +150,12 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"{longer}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; there "
             f"fork_from={directory} goes on from its state, and import_from={directory} starts with its weights"
         )
-    return None if differences.keys() & {*LENGTHS} else summary
+    if differences.keys() & {*LENGTHS}:
+        return None
+    lost_its_last = (
+        config.resume == "retrain" and summary is not None and not has_checkpoint(directory, summary["steps"])
+    )
+    return None if lost_its_last else summary
 
 
 def finished(directory: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from depthlm.config.schema import Training
-from depthlm.files import LargeFile, digest, replace_text, sync
+from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
 from depthlm.training.agreement import on_first_rank
 from depthlm.training.checkpoints import MANIFEST, STATE, WEIGHTS, checkpoint_path, prune
 from depthlm.training.sharding import whole_weights
@@ -229,5 +229,6 @@ def _write_state(path: Path, state: dict[str, Any]) -> str:
 
 def _write_weights(path: Path, weights: dict[str, Tensor]) -> str:
     save_file(weights, path, metadata={"format": "pt"})
+    usual_mode(path)
     sync(path)
     return digest(path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config import ConfigError, compose
+from depthlm.config import ConfigError, compose, sweep_points
 from depthlm.config.command_line import check_command_line, read_command_line
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
@@ -68,7 +68,7 @@ BROKEN = [
     (["training.keep_every=150"], ["keep_every=150", "training.checkpoint_every=100", "multiples of 100"]),
     (["precision.min_loss_scale=0.5"], ["min_loss_scale=0.5", "an integer"]),
     (["fork_from=/nowhere"], ["fork_from=/nowhere: no checkpoint in it"]),
-    (["resume=maybe"], ["resume=maybe", "one of auto, extend, never"]),
+    (["resume=maybe"], ["resume=maybe", "one of auto, extend, retrain, never"]),
     (["training.compile=perhaps"], ["training.compile=perhaps", "true or false"]),
     (["schedule.name=cosines"], ["schedule.name=cosines", "did you mean `cosine`?"]),
     (["schedule.warmup_ratio=2"], ["schedule.warmup_ratio=2", "at most 1"]),
@@ -95,6 +95,18 @@ BROKEN = [
     (["model.connection._target_=torch.nn.Linear"], ["torch.nn.Linear", "connection.Connection"]),
     (["model.attention._target_=depthlm.model.attention.Nothing"], ["has no Nothing"]),
     (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
+    # what Hydra would take, or refuse in its own words
+    (["+size.layers=3"], ["size.layers=3: no such key", "size.num_layers"]),
+    (["~optimizer.lr"], ["~optimizer.lr: a key cannot be removed"]),
+    (["~optimizer"], ["~optimizer: every group has an option"]),
+    (["~foo"], ["~foo: no such key"]),
+    (["hydra.foo=3"], ["hydra.foo: no such key"]),
+    (["data.sources={}"], ["data.sources={}: sets nothing"]),
+    (["data=olmo2_mix", "data.sources={}"], ["data.sources={}: sets nothing"]),
+    (["model.connection={}"], ["model.connection={}: sets nothing"]),
+    (["model.attention.stride=2"], ["not a setting of this mechanism; model=depth_attention, model=uniform_mix have"]),
+    (["model=dca", "model.connection.period=2"], ["model=denseformer have `period`"]),
+    (["model=denseformer", "model.connection.dilation=5"], ["dilation=5: no average of 4 layers"]),
     # the grammar
     (["seed"], ["seed", "write key=value"]),
     (["seed=1,2"], ["seed=1,2", "add -m"]),
@@ -209,6 +221,12 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ["--config-name=foo"],
         ["--resolve"],
         ["--config-dir=/nowhere"],
+        ["hydra.run.dir=x"],
+        ["hydra.job.chdir=true"],
+        ["-m", "seed=1,2", "hydra.run.dir=x"],
+        ["experiment=dca/depth"],
+        ["experiment=dca/depth", "model=dca"],
+        ["-m", "run=outputs/default/base", "seed=1,2"],
     ],
 )
 def test_the_command_line_is_refused(arguments: list[str]) -> None:
@@ -251,3 +269,16 @@ def test_all_mistakes_of_a_mechanism_are_told_together(overrides: list[str]) -> 
     assert len(caught.value.errors) == len(overrides) - 1
     for override in overrides[1:]:
         assert any(error.startswith(f"{override}: must be") for error in caught.value.errors)
+
+
+def test_a_point_of_an_experiment_is_trained_without_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    for point in sweep_points(["experiment=dca/depth", "budget=smoke"])[:3]:
+        check_command_line(read_command_line(point.overrides))
+
+
+@pytest.mark.parametrize("content", ["name: [unclosed", "name: ok\n  bad: indent\n", "name: \tx: 3\n"])
+def test_a_broken_file_of_the_reader_is_named_with_its_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"mine\.yaml, line \d+, column \d+: not valid YAML"):
+        compose(["model=mine"], config_dir=tmp_path)

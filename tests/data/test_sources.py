@@ -123,3 +123,10 @@ def test_token_files_outlive_their_text(tmp_path: Path) -> None:
     assert open_corpus(data).tokens > 100
     with pytest.raises(ConfigError, match="no such folder or file"):
         depthlm.compose([*overrides, "data.validation_fraction=0.2"])
+
+
+def test_both_patterns_that_match_nothing_are_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    data = Data(name="pile", source=str(tmp_path), files="*train/*", validation_files="*val.jsonl*")
+    with pytest.raises(DataError, match=r"data\.files=\*train/\* and data\.validation_files=\*val.*a\.txt"):
+        text_files("pile", data)

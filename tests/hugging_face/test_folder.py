@@ -78,7 +78,7 @@ def test_a_target_that_cannot_be_written_is_named(
 def test_a_run_without_a_checkpoint_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run()
     (run / "checkpoints/step-00000001/model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match="none of its checkpoints is whole"):
+    with pytest.raises(UserError, match="no checkpoint in it is valid"):
         export(run, tmp_path / "export")
     with pytest.raises(UserError, match="no run in it"):
         export(tmp_path / "nowhere", tmp_path / "export")

@@ -1,6 +1,7 @@
 """A run goes on as what it has become: longer, forked, on other ranks, at another stage."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,3 +187,38 @@ def test_a_source_without_a_whole_checkpoint_is_no_fork(small_run: Overrides, tm
         train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", name="next")))
     with pytest.raises(UserError, match="both given"):
         depthlm.compose(small_run(f"fork_from={tmp_path}/source", f"import_from={tmp_path}/source", name="next"))
+
+
+def test_a_complete_run_that_lost_its_checkpoints_says_so_and_one_command_retrains_it(
+    small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
+    assert train(depthlm.compose(overrides)) == 0
+    run = tmp_path / "run"
+    before = json.loads((run / "summary.json").read_text())["validation_loss"]
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"torn")
+    capfd.readouterr()
+    assert train(depthlm.compose(overrides)) == 0
+    told = capfd.readouterr().out
+    assert "This run is complete" in told
+    assert "step-00000004 is missing" in told
+    assert "resume=retrain" in told
+    with pytest.raises(UserError, match=r"step-00000002: model.safetensors .* run=.* resume=retrain"):
+        depthlm.load(run)
+    again = depthlm.compose([f"run={run}", "resume=retrain"])
+    assert again.output_dir == str(run)
+    assert train(again) == 0
+    depthlm.load(run)
+    assert json.loads((run / "summary.json").read_text())["validation_loss"] == before
+    # and then it has nothing to do
+    capfd.readouterr()
+    assert train(again) == 0
+    assert "step 1/4" not in capfd.readouterr().out
+
+
+def test_a_complete_run_has_no_step_to_profile(small_run: Callable[..., list[str]]) -> None:
+    overrides = small_run("training.max_steps=2")
+    assert train(depthlm.compose(overrides)) == 0
+    with pytest.raises(UserError, match=r"training.profile=true: .* is complete"):
+        train(depthlm.compose([*overrides, "training.profile=true"]))
