@@ -47,6 +47,12 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def gpu_capability() -> tuple[int, int]:
+    """The compute capability of this machine's GPU. Without one, as where the memory of another machine is estimated,
+    that of an H100."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
 @cache
 def missing(device: str) -> str | None:
     """What Triton kernels lack on this kind of device; None: nothing."""
@@ -54,12 +60,12 @@ def missing(device: str) -> str | None:
         return "the package triton is not installed"
     if device == "cpu" and interpreted():
         return None
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    if device == "cuda" and gpu_capability() < (8, 0):
         return "Triton needs a GPU of compute capability 8.0 or newer"
-    if device == "cuda" and not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
-        return "Triton needs a C compiler to launch its kernels"
     if device == "cuda":
-        return None
+        compiler = os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))
+        # nothing is launched where there is no GPU
+        return None if compiler or not torch.cuda.is_available() else "Triton needs a C compiler to launch its kernels"
     return f"Triton runs on a GPU, not on {device} (for tests: TRITON_INTERPRET=1)"
 
 
@@ -71,7 +77,7 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
     """
     choice = _choice.get()
     tensors = list(tensors)
-    device = tensors[0].device.type
+    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
     if choice == "torch" or (choice == "auto" and device != "cuda"):
         return False
     reason = missing(device) or unsupported
