@@ -28,9 +28,9 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mounts, name = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max"
+            mounts, name = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], "memory.max"
         elif "memory" in controllers.split(","):
-            mounts, name = ("sys/fs/cgroup/memory",), "memory.limit_in_bytes"
+            mounts, name = ["sys/fs/cgroup/memory"], "memory.limit_in_bytes"
         else:
             continue
         for mount in mounts:

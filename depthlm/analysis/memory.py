@@ -5,7 +5,7 @@ follows from the ZeRO stage; DeepSpeed's buffers are those of version 0.19.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from depthlm.config import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# what the C library keeps of freed blocks below 32 MiB, beside a CPU's activations: measured, of 50 MiB to 1 GiB of them
+CPU_WASTE = 128 * 2**20
 # numbers that DeepSpeed reduces at once where no ZeRO stage does, and that ZeRO 3 keeps gathered
 REDUCED, GATHERED = 500_000_000, 1_000_000_000
 
@@ -50,40 +52,45 @@ class Memory:
 
 
 class MemoryEstimator:
-    """The memory of a configuration on `cpu` or `cuda`, which need not be there. Traces are kept: asking again is cheap.
+    """The memory of a configuration on `cpu` or `cuda`, which need not be there. It keeps its traces.
 
-    process: bytes of this process beside tensors.
+    process: bytes of this process beside tensors. line: two micro-batches; what others take is read off the line
+    through them, instead of a trace of each.
     """
 
-    def __init__(self, config: "Config", device: str, process: float = 0.0):
-        self.config, self.device, self.process = config, device, process
+    def __init__(self, config: "Config", device: str, process: float = 0.0, line: tuple[int, int] | None = None):
+        self.config, self.device, self.process, self.line = config, device, process, line
         self.traces: dict[tuple, Trace] = {}
 
     def estimate(
         self, stage: int, ranks: int, micro_batch_size: int, accumulation: int = 1, checkpointing: bool | None = None
     ) -> Memory:
-        """Under a ZeRO stage (arXiv 1910.02054): 1 divides the optimizer's states by the ranks, 2 the gradients too,
-        3 the weights too.
+        """`states`, and what a micro-batch takes.
 
-        Raises: UntracedError.
-        accumulation: micro-batches of a step. checkpointing: None: as configured.
+        accumulation: micro-batches of a step. checkpointing: None: as configured. Raises: UntracedError.
         """
-        precision, sharding = self.config.precision.name, self.config.deepspeed
         if checkpointing is None:
             checkpointing = self.config.training.activation_checkpointing
-        numbers = self.parameters
+        states = self.states(stage, ranks, accumulation)
+        # above ZeRO 0 a gradient leaves for DeepSpeed's buffers as soon as it is there
+        traced = self._trace(stage, micro_batch_size, checkpointing, accumulating=stage > 0 or accumulation > 1)
+        peak = traced.peak - (states.gradients if stage == 0 and accumulation == 1 else 0.0)
+        return replace(states, activations=max(peak + self._waste(peak), states.activations))
+
+    def states(self, stage: int, ranks: int, accumulation: int = 1) -> Memory:
+        """What no micro-batch is too small for, under a ZeRO stage (arXiv 1910.02054): 1 divides the optimizer's states
+        by the ranks, 2 the gradients too, 3 the weights too. `activations` is what the update takes.
+        """
+        numbers, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
         if stage == 0:
-            # fp32 weights, under autocast for bf16; gradients stay from one micro-batch to the next
+            # fp32 weights, under autocast for bf16; the gradients are copied into one piece to be reduced
             flat = 4.0 * min(numbers, REDUCED)
-            traced = self._trace(stage, micro_batch_size, checkpointing, accumulation > 1)
-            beyond = traced.peak - (0 if accumulation > 1 else 4 * numbers)
-            return Memory(4.0 * numbers, 4.0 * numbers, self.moments, max(beyond, flat), process=self.process)
+            return Memory(4.0 * numbers, 4.0 * numbers, self.moments, flat + self._waste(flat), process=self.process)
         width = DTYPES[precision].itemsize
-        traced = self._trace(stage, micro_batch_size, checkpointing, True)
         # the moments, and the weights in fp32, also where they are in fp32 already
-        optimizer = (4.0 * numbers + self.moments) / ranks
+        weights, optimizer = float(width * numbers), (4.0 * numbers + self.moments) / ranks
+        gradients = flat = 4.0 * numbers / ranks
         bucket = width * min(sharding.reduce_bucket_size, numbers) * (2.0 if sharding.overlap_comm else 1.0)
-        weights, gradients, flat = float(width * numbers), 4.0 * numbers / ranks, 4.0 * numbers / ranks
         if stage == 1 and precision == "bf16":
             # DeepSpeed's BF16_Optimizer keeps all gradients in both dtypes, and reduces them as ZeRO 0 does
             gradients, bucket, flat = 6.0 * numbers, 0.0, 6.0 * min(numbers, REDUCED)
@@ -95,10 +102,14 @@ class MemoryEstimator:
         if stage == 3:
             weights /= ranks
             bucket += width * min(numbers, GATHERED)
-        activations, offloaded = max(float(traced.peak), flat), 0.0
-        if sharding.offload == "cpu" and self.device != "cpu":
+        offloaded = 0.0
+        if stage == 3 and sharding.offload == "cpu" and self.device != "cpu":
             offloaded, weights, optimizer = weights + optimizer, 0.0, 0.0
-        return Memory(weights, gradients, optimizer, activations, bucket, self.process, offloaded)
+        flat += self._waste(flat)
+        return Memory(weights, gradients, optimizer, flat, bucket, self.process, offloaded)
+
+    def _waste(self, activations: float) -> float:
+        return min(2 * activations, CPU_WASTE) if self.device == "cpu" else 0.0
 
     @cached_property
     def parameters(self) -> int:
@@ -116,6 +127,11 @@ class MemoryEstimator:
         )
 
     def _trace(self, stage: int, micro_batch_size: int, checkpointing: bool, accumulating: bool) -> Trace:
+        if self.line is not None and micro_batch_size not in self.line:
+            (x0, x1), how = self.line, (checkpointing, accumulating)
+            ends = self._trace(stage, x0, *how), self._trace(stage, x1, *how)
+            share = (micro_batch_size - x0) / (x1 - x0)
+            return Trace(*(round(a + share * (b - a)) for a, b in zip(*map(astuple, ends), strict=True)))
         training, precision = self.config.training, DTYPES[self.config.precision.name]
         half_weights = stage > 0 and precision != torch.float32
         key = (half_weights, stage == 3, micro_batch_size, checkpointing, accumulating)
@@ -144,10 +160,11 @@ def largest(sizes: Sequence[int], available: float, total: Callable[[int], float
 
     Totals rise almost in proportion, so that the next one to ask for lies on the line between two known ones.
     """
-    known = {i: total(sizes[i]) for i in {0, len(sizes) - 1}}
     low, high = 0, len(sizes) - 1
+    known = {low: total(sizes[low])}
     if known[low] > available:
         return None
+    known[high] = total(sizes[high])
     if known[high] <= available:
         return sizes[high]
     while high - low > 1:

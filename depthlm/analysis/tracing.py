@@ -1,7 +1,7 @@
 """The memory of one forward and backward pass, counted without running it: on tensors that have shapes and no numbers.
 
-`trace` runs the decoder itself on the device `meta`, so that it counts whatever a mechanism keeps, checkpointing and
-document masks included. `_AsOn` answers for a device that need not be there, and `_Ledger` keeps the books.
+`trace` runs the decoder itself on the device `meta`, so that it counts whatever a mechanism keeps, with checkpointing
+and document masks. `_AsOn` answers for a device that need not be there, and `_Ledger` counts.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from depthlm.kernels import linear_cross_entropy
 from depthlm.model import Decoder
 
-META, CPU = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
 
 # what autocast computes in 16 bits; and on a GPU in fp32, by a cast of the input or by asking for the result
 LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum",
@@ -27,6 +27,9 @@ LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "ad
 FP32 = {"exp", "expm1", "log", "log1p", "log2", "log10", "reciprocal", "rsqrt", "pow", "__pow__", "__rpow__",
         "softplus", "layer_norm", "group_norm", "logsumexp", "norm", "cosine_similarity", "mse_loss"}  # fmt: skip
 FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
+# what makes tensors on the current device
+MAKERS = {"empty", "zeros", "ones", "full", "arange", "tensor", "linspace", "eye", "rand", "randn", "randint",
+          "scalar_tensor", "tril_indices", "triu_indices", "empty_strided"}  # fmt: skip
 HALF = (torch.float16, torch.bfloat16)
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
     FP32.add("rms_norm")
@@ -69,7 +72,7 @@ def trace(
     held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     ledger, pretence = _Ledger(held), _AsOn(device)
     try:
-        with ledger, torch.device(META), pretence:
+        with ledger, pretence:
             with pretence.autocast(autocast):
                 sums = model(tokens[:, :-1], tokens[:, 1:])
                 loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
@@ -130,7 +133,6 @@ class _AsOn(TorchFunctionMode):
         self.answers = {
             torch.Tensor.is_cuda.__get__: self.cuda,  # type: ignore[attr-defined]
             torch.Tensor.is_cpu.__get__: not self.cuda,  # type: ignore[attr-defined]
-            torch.Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
         }
         self.cast_weights: dict[int, Tensor] | None = None
 
@@ -146,10 +148,8 @@ class _AsOn(TorchFunctionMode):
         if func in self.answers:
             return self.answers[func]
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if kwargs.get("device") is not None:
+        if name in MAKERS:
             kwargs["device"] = META
-        if any(isinstance(x, torch.device) for x in args):
-            args = tuple(META if isinstance(x, torch.device) else x for x in args)
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = self._cast(name, args, kwargs)
         if name == "scaled_dot_product_attention":
@@ -161,16 +161,14 @@ class _AsOn(TorchFunctionMode):
     def _cast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a function as autocast gives them to it."""
         if name in LOWER:
-            to, types = torch.get_autocast_dtype("cpu"), (torch.float32, *HALF)
+            to, types = torch.get_autocast_dtype("cpu"), [torch.float32, *HALF]
         elif self.cuda and name in FP32:
-            to, types = torch.float32, HALF
+            to, types = torch.float32, [*HALF]
         elif self.cuda and name in FP32_RESULT and args[0].dtype in HALF:
             return args, {"dtype": torch.float32} | kwargs
         else:
             return args, kwargs
-        return tree_map(
-            lambda x: self._to(x, to) if isinstance(x, Tensor) and x.dtype in types else x, (args, kwargs)
-        )
+        return tree_map(lambda x: self._to(x, to) if isinstance(x, Tensor) and x.dtype in types else x, (args, kwargs))
 
     def _to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self.cast_weights is None or not (x.is_leaf and x.requires_grad) or x.dtype == dtype:

@@ -283,8 +283,8 @@ class Config:
     )
     memory: str = key(
         "check",
-        "check: compare the memory estimate with what the machine has, before anything is built, and stop where it does "
-        "not fit; ignore: start anyway",
+        "check: compare the memory estimate with what the machine has, before anything is built, and stop where it "
+        "does not fit; ignore: start anyway",
         choices=("check", "ignore"),
     )
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")

@@ -13,7 +13,7 @@ from depthlm.machine_memory import process_bytes
 
 log = logging.getLogger("depthlm")
 
-# a share of the memory above which it may not suffice: what an allocator loses, and what else runs there, is not counted
+# the share of the memory from which on a run is warned of: what else runs there, and what CUDA takes, is not counted
 TIGHT = 0.8
 # what a process on a CPU takes until its first step, beside tensors: DeepSpeed's code, threads and their buffers
 STARTED = 64 * 2**20
@@ -28,13 +28,14 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
     training, stage = config.training, config.deepspeed.stage
     share = training.batch_size // ranks.world_size
     estimator = MemoryEstimator(config, device.type)
+    micro_batch_size = training.micro_batch_size or share
+    wanted = (stage, ranks.world_size, micro_batch_size, share // micro_batch_size)
     try:
-        estimator.estimate(stage, ranks.world_size, 1)
+        memory = estimator.estimate(*wanted)
         if device.type == "cpu":
-            # after a first trace, for what that imports, training imports too
+            # only now, for what a trace imports, training imports too
             estimator.process = process_bytes() + STARTED
-        micro_batch_size = training.micro_batch_size or share
-        memory = estimator.estimate(stage, ranks.world_size, micro_batch_size, share // micro_batch_size)
+            memory = estimator.estimate(*wanted)
     except UntracedError as error:
         log.warning("memory is not checked: %s", error)
         return None
@@ -42,14 +43,16 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
     found = f"{gib(memory.total)} estimated, {gib(available)} is what {where}"
     if memory.total > available and config.memory == "check":
         remedies = list(what_fits(estimator, config, ranks, available))
-        fits = "\n".join(f"  - {remedy}" for remedy in remedies) or (
-            "  nothing fits: no micro-batch, with or without activation checkpointing"
-            f"{', at no ZeRO stage' if ranks.world_size > 1 else ''}; take a smaller size=, or a larger machine"
-        )
-        raise UserError(
-            f"the run does not fit in memory: {found}\n{fits if not remedies else 'what fits, one of:' + chr(10) + fits}"
-            "\nmemory=ignore starts it anyway"
-        )
+        if remedies:
+            advice = "\n".join(["one of these fits:", *(f"  - {remedy}" for remedy in remedies)])
+        else:
+            stages = ", at any ZeRO stage" if ranks.world_size > 1 else ""
+            alone = estimator.states(stage, ranks.world_size).total
+            advice = (
+                f"no micro-batch fits, with or without activation checkpointing{stages}: without activations it is "
+                f"{gib(alone)}; take a smaller size=, a larger machine, or more ranks with deepspeed=zero3"
+            )
+        raise UserError(f"the run does not fit in memory: {found}\n{advice}\nmemory=ignore starts it anyway")
     if memory.total > TIGHT * available:
         doubt = "does not fit" if memory.total > available else "may not fit"
         log.warning("the run %s in memory: %s", doubt, found)
@@ -57,32 +60,34 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
 
 
 def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, available: int) -> Iterator[str]:
-    """Overrides with which the run fits, each with its estimate."""
-    training, stage, world = config.training, config.deepspeed.stage, ranks.world_size
+    """Overrides with which the run fits, each with its estimate: of the ZeRO stage that is configured, then of those
+    above it, which need several ranks."""
+    training, sharding, world = config.training, config.deepspeed, ranks.world_size
     share = training.batch_size // world
     wanted = training.micro_batch_size or share
     sizes = [size for size in range(1, wanted + 1) if share % size == 0]
-    checkpointing = "training.activation_checkpointing=true"
-
-    def total(stage: int, size: int, checkpointed: bool) -> float:
-        return estimator.estimate(stage, world, size, share // size, checkpointed).total
-
-    choices = [False, True] if not training.activation_checkpointing else [True]
-    for checkpointed in choices:
-        add = f"{checkpointing} " if checkpointed and not training.activation_checkpointing else ""
-        size = largest(sizes, available, lambda size, on=checkpointed: total(stage, size, on))  # type: ignore[misc]
-        if size is not None:
-            micro = f"training.micro_batch_size={size}" if size < wanted or not add else ""
-            yield f"{add}{micro}".strip() + f" ({gib(total(stage, size, checkpointed))})"
+    highest = 2 if training.compile else 3
     if world == 1 or config.optimizer.name == "muon":
-        return
-    for higher in range(stage + 1, 3 if training.compile else 4):
-        for checkpointed in choices:
-            bytes_needed = total(higher, wanted, checkpointed)
-            if bytes_needed <= available:
-                add = f" {checkpointing}" if checkpointed and not training.activation_checkpointing else ""
-                yield f"deepspeed=zero{higher}{add} ({gib(bytes_needed)})"
-                return
+        highest = sharding.stage
+    for stage in range(sharding.stage, highest + 1):
+        if estimator.states(stage, world).total > available:
+            continue
+        for checkpointing in (False, True) if not training.activation_checkpointing else (True,):
+
+            def total(size: int, stage: int = stage, checkpointing: bool = checkpointing) -> float:
+                return estimator.estimate(stage, world, size, share // size, checkpointing).total
+
+            size = largest(sizes, available, total)
+            if size is None:
+                continue
+            overrides = [f"deepspeed=zero{stage}"] if stage > sharding.stage else []
+            if checkpointing and not training.activation_checkpointing:
+                overrides.append("training.activation_checkpointing=true")
+            if size < wanted:
+                overrides.append(f"training.micro_batch_size={size}")
+            yield f"{' '.join(overrides)} ({gib(total(size))})"
+            if size == wanted:
+                break
 
 
 def gib(count: float) -> str:
