@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from depthlm.config import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# what the C library keeps of freed blocks below 32 MiB, beside a CPU's activations: measured, of 50 MiB to 1 GiB of them
-CPU_WASTE = 128 * 2**20
+# what glibc keeps of freed blocks below 32 MiB, beside a CPU's activations, without and with checkpointing, whose short
+# layers fragment the heap: so much of the activations, and at most so many bytes; measured, of 50 MiB to 1 GiB of them
+CPU_WASTE = {False: (0.25, 128 * 2**20), True: (1.5, 320 * 2**20)}
 # numbers that DeepSpeed reduces at once where no ZeRO stage does, and that ZeRO 3 keeps gathered
 REDUCED, GATHERED = 500_000_000, 1_000_000_000
 
@@ -75,7 +76,7 @@ class MemoryEstimator:
         # above ZeRO 0 a gradient leaves for DeepSpeed's buffers as soon as it is there
         traced = self._trace(stage, micro_batch_size, checkpointing, accumulating=stage > 0 or accumulation > 1)
         peak = traced.peak - (states.gradients if stage == 0 and accumulation == 1 else 0.0)
-        return replace(states, activations=max(peak + self._waste(peak), states.activations))
+        return replace(states, activations=max(peak + self._waste(peak, checkpointing), states.activations))
 
     def states(self, stage: int, ranks: int, accumulation: int = 1) -> Memory:
         """What no micro-batch is too small for, under a ZeRO stage (arXiv 1910.02054): 1 divides the optimizer's states
@@ -108,8 +109,9 @@ class MemoryEstimator:
         flat += self._waste(flat)
         return Memory(weights, gradients, optimizer, flat, bucket, self.process, offloaded)
 
-    def _waste(self, activations: float) -> float:
-        return min(2 * activations, CPU_WASTE) if self.device == "cpu" else 0.0
+    def _waste(self, activations: float, checkpointing: bool = False) -> float:
+        share, most = CPU_WASTE[checkpointing]
+        return min(share * activations, most) if self.device == "cpu" else 0.0
 
     @cached_property
     def parameters(self) -> int:
