@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,23 @@ from rich.progress import track
 from rich.table import Table
 
 from depthlm.analysis.flops import flops_per_token
-from depthlm.analysis.memory import estimate_memory
+from depthlm.analysis.memory import MemoryEstimator, UntracedError, largest
 from depthlm.analysis.overhead import Overhead, overhead
 from depthlm.analysis.parameters import count_parameters
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
 from depthlm.console import stdout_console
+from depthlm.errors import UserError
+
+# memory of common GPUs, in GB of 10^9 bytes: what theirs has beyond is CUDA's own
+GPUS = (80, 141)
 
 
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
     """Parameters by part, FLOPs per token, tokens, and bytes on each of `gpus` GPUs for every ZeRO stage.
 
-    The activations are those of one micro-batch; where none is given, of the batch's share of one GPU.
+    The activations are those of one micro-batch; where none is given, of the batch's share of one GPU. With them, the
+    largest micro-batch for each memory of GPUS. Raises UserError where the decoder cannot be traced.
     """
     model = build_model(config, "meta")
     training = config.training
@@ -32,10 +38,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     flops = flops_per_token(model, training.sequence_length)
     steps = run_steps(config)
     micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
-    memory = {
-        f"zero{stage}": estimate_memory(config, counts["total"], stage, gpus, micro_batch_size).total
-        for stage in range(4)
-    }
+    memory, largest_sizes = memory_per_gpu(config, gpus, micro_batch_size)
     return {
         "model": config.model.name,
         "backbone": config.backbone.name,
@@ -51,7 +54,31 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "precision": config.precision.name,
         "micro_batch_size": micro_batch_size,
         "memory_per_gpu": memory,
+        "largest_micro_batch_size": largest_sizes,
     }
+
+
+def memory_per_gpu(
+    config: Config, gpus: int, micro_batch_size: int
+) -> tuple[dict[str, float], dict[str, dict[str, int | None]]]:
+    """By ZeRO stage, the bytes on each GPU; and by ZeRO stage and GB of a GPU, the largest micro-batch (sequences),
+    None where one sequence is too many."""
+    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 2 * micro_batch_size))
+    share = max(1, config.training.batch_size // gpus)
+
+    def total(stage: int, size: int) -> float:
+        return estimator.estimate(stage, gpus, size, max(1, share // size)).total
+
+    try:
+        memory = {f"zero{stage}": total(stage, micro_batch_size) for stage in range(4)}
+    except UntracedError as error:
+        raise UserError(str(error)) from None
+    sizes = range(1, 2**16)
+    most = {
+        f"zero{stage}": {f"{gb}GB": largest(sizes, gb * 1e9, partial(total, stage)) for gb in GPUS}
+        for stage in range(4)
+    }
+    return memory, most
 
 
 def print_summary(config: Config, gpus: int, as_json: bool) -> None:
@@ -85,10 +112,14 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     setting = (
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
     )
-    console.print(f"memory per GPU, with the activations of vanilla: {setting}")
-    table = Table(box=box.SIMPLE, show_header=False)
+    console.print(f"memory per GPU: {setting}")
+    table = Table(box=box.SIMPLE)
+    table.add_column("")
+    for column in ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS)):
+        table.add_column(column, justify="right")
     for name, size in summary["memory_per_gpu"].items():
-        table.add_row(name, f"{size / 2**30:.2f} GiB")
+        most = (str(n or "none") for n in summary["largest_micro_batch_size"][name].values())
+        table.add_row(name, f"{size / 2**30:.2f} GiB", *most)
     console.print(table)
 
 

@@ -26,7 +26,7 @@ LENGTHS = ALTERNATIVES[0]
 
 # what does not change the result of a run: output, logging, checkpoints, stopping, the size of what is sent at once
 SILENT = {
-    "output_dir", "resume", "dry_run", "experiment", "tracker", "training.checkpoint_every",
+    "output_dir", "resume", "memory", "dry_run", "experiment", "tracker", "training.checkpoint_every",
     "training.checkpoint_minutes", "training.keep_last", "training.keep_every", "training.async_checkpoint",
     "training.rank_timeout", "training.stall_timeout", "training.validate_every", "training.log_every",
     "training.log_blocks_every", "training.stop_after", "training.profile", "training.sample", "training.num_threads",

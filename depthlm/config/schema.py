@@ -288,6 +288,12 @@ class Config:
         "operators over depth: triton, fused kernels; torch, plain PyTorch; auto, triton on a GPU where it can",
         choices=CHOICES,
     )
+    memory: str = key(
+        "check",
+        "check: compare the memory estimate with what the machine has, before anything is built, and stop where it "
+        "does not fit; ignore: start anyway",
+        choices=("check", "ignore"),
+    )
     dry_run: bool = key(False, "check, print what is derived, take a full-size step (twice, to time it), and stop")
     model: Model = field(default_factory=Model)
     backbone: Backbone = field(default_factory=Backbone)

@@ -9,6 +9,7 @@ from depthlm import environment, launchers
 from depthlm.doctor.item import PROBLEM, WARNING, Item, gibibytes
 from depthlm.errors import UserError
 from depthlm.gpu import probe
+from depthlm.machine_memory import cgroup_limits
 
 # below these, a small run may meet the limit
 LOW_MEMORY, LOW_SHARED_MEMORY, LOW_DISK = 2 * 2**30, 256 * 2**20, 5 * 2**30
@@ -66,18 +67,7 @@ def memory_limits() -> tuple[int, int, int | None]:
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     sizes = {words[0]: 1024 * int(words[1]) for words in lines}
     total = sizes["MemTotal:"]
-    limits = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, name = line.split(":", 2)
-        root, file = Path("/sys/fs/cgroup"), "memory.max"
-        if controllers:
-            root, file = root / "memory", "memory.limit_in_bytes"
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        for folder in (root / name.lstrip("/"), *(root / name.lstrip("/")).parents):
-            if (folder / file).is_file() and (text := (folder / file).read_text().strip()) != "max":
-                limits.append(int(text))
-    limit = min(limits, default=total)
+    limit = min(cgroup_limits(), default=total)
     return total, sizes["MemAvailable:"], limit if limit < total else None
 
 

@@ -52,6 +52,12 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def gpu_capability() -> tuple[int, int]:
+    """The compute capability of this machine's GPU. Without one, as where the memory of another machine is estimated,
+    that of an H100."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
 @cache
 def missing(device: str) -> str | None:
     """What Triton kernels lack on this kind of device; None: nothing."""
@@ -59,10 +65,11 @@ def missing(device: str) -> str | None:
         return "the package triton is not installed"
     if device == "cpu" and interpreted():
         return None
-    if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    if device == "cuda" and gpu_capability() < (8, 0):
         return "Triton needs a GPU of compute capability 8.0 or newer"
     if device == "cuda":
-        return launch_lacks()
+        # nothing is launched where there is no GPU
+        return launch_lacks() if torch.cuda.is_available() else None
     return f"Triton runs on a GPU, not on {device} (for tests: TRITON_INTERPRET=1)"
 
 
@@ -112,7 +119,7 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
     """
     choice = _choice.get()
     tensors = list(tensors)
-    device = tensors[0].device.type
+    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
     if choice == "torch" or (choice == "auto" and device != "cuda"):
         return False
     lack = missing(device)

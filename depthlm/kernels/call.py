@@ -1,9 +1,11 @@
-"""How an operator with a backward pass of its own is called, and what it is registered as."""
+"""How an operator with a backward pass of its own is called, what it is registered as, and how it divides its work."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class NoContext:
@@ -23,3 +25,9 @@ def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(NoContext(), *arguments)
+
+
+def parts(rows: int, step: int, x: Tensor) -> Iterator[slice]:
+    """The rows that are worked on at a time. Where x is on meta the first `step` only: each part takes the same memory,
+    which is all that can be asked there."""
+    return (slice(i, i + step) for i in range(0, min(rows, step) if x.is_meta else rows, step))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.backend import fused
-from depthlm.kernels.call import call
+from depthlm.kernels.call import call, parts
 from depthlm.kernels.dtypes import common_dtype, exact_dtype, no_autocast
 
 # numbers of a source that are worked on at a time: with those of 8 to 16 sources and reads they stay in a CPU's cache
@@ -143,8 +143,7 @@ class DepthAttend(torch.autograd.Function):
 
 def chunks(positions: int, d: int, x: Tensor) -> Iterator[slice]:
     """Positions that are worked on at a time."""
-    step = max(1, (CHUNK if x.is_cpu else GPU_CHUNK) // d)
-    return (slice(i, i + step) for i in range(0, positions, step))
+    return parts(positions, max(1, (CHUNK if x.is_cpu else GPU_CHUNK) // d), x)
 
 
 def kept(*tensors: Tensor | None) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.kernels.backend import chosen, using
+from depthlm.kernels.backend import chosen, gpu_capability, using
 from depthlm.kernels.call import call
 from depthlm.kernels.dtypes import upcast
 from depthlm.kernels.moda_depth import moda_depth, moda_depth_backward
@@ -42,7 +42,7 @@ def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
         return q_bhte.is_cpu
     fits = q_bhte.is_cpu
     if q_bhte.is_cuda:
-        ampere = torch.cuda.get_device_capability(q_bhte.device) >= (8, 0)
+        ampere = gpu_capability() >= (8, 0)
         fits = ampere and q_bhte.itemsize == 2 and q_bhte.shape[3] % 8 == 0 and q_bhte.shape[3] <= 256
     return fits and q_bhte.shape[2] in (1, k_bkse.shape[2])
 

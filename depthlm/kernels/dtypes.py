@@ -16,10 +16,13 @@ def upcast(x: Tensor) -> Tensor:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The type matrix products of x run in: autocast's where it is on, else that of x."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
+    kind = autocast_device(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def autocast_device(x: Tensor) -> str:
+    """The kind of device whose autocast holds for x: the CPU's where that of x has none, as meta."""
+    return x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -34,5 +37,4 @@ def exact_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 def no_autocast(x: Tensor) -> torch.autocast:
     """Inside, products of matrices are in the type of their factors."""
-    kind = x.device.type
-    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)
+    return torch.autocast(autocast_device(x), enabled=False)

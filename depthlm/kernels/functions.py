@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.kernels.dtypes import upcast
+from depthlm.kernels.dtypes import no_autocast, upcast
 
 # weights of which a product with one row, of their size, stays in a CPU's cache
 FEW = 2**21
@@ -56,7 +56,7 @@ class RMSNorm(torch.autograd.Function):
         grad_weight = (grad * y).flatten(0, -2).sum(0).to(weight_d.dtype)
         grad_y = grad * upcast(weight_d)
         # autocast would round this product, where a backward pass runs inside it
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             mean = torch.linalg.vecdot(grad_y, y).div_(-x.shape[-1])[..., None]
         grad_x = grad_y.addcmul_(y, mean).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None

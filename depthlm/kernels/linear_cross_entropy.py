@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.kernels.call import call, operator_name
+from depthlm.kernels.call import call, operator_name, parts
 from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.kernels.functions import linear
 
@@ -88,9 +88,7 @@ def differentiate(
 ) -> None:
     """Writes the gradient of the logits to to_rv, which may be the logits."""
     index_r1, scale_r = targets_r.clamp(min=0)[:, None], grad_nll_r + grad_logsumexp_r
-    rows = chunk_rows(logits_rv)
-    for i in range(0, len(logits_rv), rows):
-        part = slice(i, i + rows)
+    for part in parts(len(logits_rv), chunk_rows(logits_rv), logits_rv):
         softmax = (logits_rv[part] - logsumexp_r[part, None]).exp_()
         to_rv[part] = softmax.mul_(scale_r[part, None]).scatter_add_(1, index_r1[part], -grad_nll_r[part, None])
 
@@ -100,11 +98,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """nll_r and logsumexp_r, with the logits of `rows` rows at a time. kind: the type of the logits."""
     weight, bias = weight_vd.to(kind), None if bias_v is None else bias_v.to(kind)
-    parts = zip(hidden_rd.split(rows), targets_r.split(rows), strict=True)
+    exact = torch.promote_types(kind, torch.float32)
+    nll_r, logsumexp_r = (hidden_rd.new_empty(len(hidden_rd), dtype=exact) for _ in range(2))
     with no_autocast(hidden_rd):
-        found = [losses(F.linear(hidden.to(kind), weight, bias), targets) for hidden, targets in parts]
-    nll, logsumexp = zip(*found, strict=True)
-    return torch.cat(nll), torch.cat(logsumexp)
+        for part in parts(len(hidden_rd), rows, hidden_rd):
+            nll_r[part], logsumexp_r[part] = losses(F.linear(hidden_rd[part].to(kind), weight, bias), targets_r[part])
+    return nll_r, logsumexp_r
 
 
 def backward(
@@ -125,8 +124,7 @@ def backward(
     grad_weight = torch.zeros_like(weight_vd, dtype=exact, memory_format=torch.contiguous_format)
     grad_bias = weight_vd.new_zeros(0 if bias_v is None else len(bias_v), dtype=exact)
     with no_autocast(hidden_rd):
-        for i in range(0, len(hidden_rd), rows):
-            part = slice(i, i + rows)
+        for part in parts(len(hidden_rd), rows, hidden_rd):
             hidden = hidden_rd[part].to(kind)
             grad = F.linear(hidden, weight, bias)
             differentiate(grad, targets_r[part], logsumexp_r[part], grad_nll_r[part], grad_logsumexp_r[part], grad)

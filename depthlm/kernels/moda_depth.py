@@ -146,8 +146,10 @@ def _step(entries_re: Sequence[Tensor]) -> int:
 
 
 def _chunks(tensors: Sequence[Tensor], *entries: Sequence[Tensor]) -> Iterator[tuple[Any, ...]]:
-    """The rows of a chunk, of each tensor and of each list of entries."""
+    """The rows of a chunk, of each tensor and of each list of entries. On meta the first only, as in `parts`."""
     step = _step(entries[0])
+    if tensors[0].is_meta:
+        tensors, entries = [x[:step] for x in tensors], tuple([x[:step] for x in xs] for xs in entries)
     lists = (zip(*(x.split(step) for x in xs), strict=True) for xs in entries)
     return zip(*(x.split(step) for x in tensors), *lists, strict=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.call import call
-from depthlm.kernels.dtypes import compute_dtype, upcast
+from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
 
 
 def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
@@ -133,6 +133,5 @@ def _tokens_last(m: Tensor) -> Tensor:
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of small matrices in fp32 or better, outside autocast: a mixing map in 16 bits would scale the streams."""
     kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    device = a.device.type if torch.amp.is_autocast_available(a.device.type) else "cpu"
-    with torch.autocast(device, enabled=False):
+    with no_autocast(a):
         return a.to(kind) @ b.to(kind)

@@ -24,6 +24,15 @@ def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     return [bool(flag) for flag in raised.tolist()]
 
 
+def smallest(value: int, device: torch.device) -> int:
+    """The smallest value of all ranks."""
+    if torch.distributed.get_world_size() == 1:
+        return value
+    values = torch.tensor(value, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MIN)
+    return int(values)
+
+
 def on_first_rank(action: Callable[[], T]) -> T:
     """What the action gives on the first rank, where alone it is done.
 

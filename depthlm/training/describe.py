@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from depthlm import environment
-from depthlm.analysis import count_parameters, estimate_memory
+from depthlm.analysis import count_parameters
+from depthlm.analysis.memory import Memory
 from depthlm.config import Config
 from depthlm.counts import count_text
 from depthlm.data import Batches, Corpus
@@ -12,19 +13,24 @@ from depthlm.evaluation import perplexity
 from depthlm.launchers import ranks
 from depthlm.model import Decoder
 from depthlm.training.display import number_text, show_table
+from depthlm.training.memory_check import gib
 from depthlm.training.plan import Plan
 
 
 def derived(
-    config: Config, plan: Plan, corpus: Corpus, batches: Batches, model: Decoder, flops_per_token: float
+    config: Config,
+    plan: Plan,
+    corpus: Corpus,
+    batches: Batches,
+    model: Decoder,
+    flops_per_token: float,
+    memory: Memory | None,
 ) -> dict[str, str]:
     """Everything that follows from the configuration, by name."""
     size, training = config.size, config.training
     counts = count_parameters(model)
     epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
     entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
-    memory = estimate_memory(config, counts["total"], config.deepspeed.stage, plan.world_size, plan.micro_batch_size)
-    resting = memory.weights + memory.optimizer if config.deepspeed.offload == "cpu" else 0
     return {
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
         f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
@@ -41,15 +47,25 @@ def derived(
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
         f"{plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
-        "memory estimate": f"{(memory.total - resting) / 2**30:.2f} GiB per rank (ZeRO {config.deepspeed.stage}"
-        f"{', activation checkpointing' if training.activation_checkpointing else ''})"
-        f"{f', and {resting / 2**30:.2f} GiB of the memory of the CPU' if resting else ''}",
+        "memory estimate": memory_text(config, memory),
         "numbers": number_formats(config),
         "device": f"{environment.device_name(environment.device_type(config.device))}, {config.precision.name}"
         f"{', compiled' if training.compile else ''}, {ranks().launcher}",
         "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),
     }
+
+
+def memory_text(config: Config, memory: Memory | None) -> str:
+    """The memory estimate of a rank, with what it is of."""
+    if memory is None:
+        return "none: the decoder cannot be traced"
+    checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
+    offloaded = f", and {gib(memory.offloaded)} of the memory of the CPU" if memory.offloaded else ""
+    return (
+        f"{gib(memory.total)} per rank (ZeRO {config.deepspeed.stage}{checkpointing}), "
+        f"{gib(memory.activations)} of it activations{offloaded}"
+    )
 
 
 def number_formats(config: Config) -> str:

@@ -14,14 +14,16 @@ import torch
 
 from depthlm import environment, launchers
 from depthlm.analysis import count_parameters, flops_per_token
+from depthlm.analysis.memory import Memory
 from depthlm.analysis.runs import BLOCKS
 from depthlm.build import build_model
 from depthlm.config import Config, prepare_command
 from depthlm.data import Batches, Corpus, check_prepared, loader, open_corpus, prepare
 from depthlm.errors import UserError
 from depthlm.launchers import Ranks
+from depthlm.machine_memory import available_memory
 from depthlm.model import compile_sublayers
-from depthlm.training.agreement import on_first_rank
+from depthlm.training.agreement import on_first_rank, smallest
 from depthlm.training.bad_numbers import DivergedError
 from depthlm.training.checkpoints import lost, retrain
 from depthlm.training.describe import derived, show_summary
@@ -31,6 +33,7 @@ from depthlm.training.engine import build_engine
 from depthlm.training.finish import final_losses, finish, show_sample
 from depthlm.training.import_weights import import_weights
 from depthlm.training.loop import train_steps
+from depthlm.training.memory_check import check_memory
 from depthlm.training.metrics import MetricsFile, peak_flops
 from depthlm.training.plan import Plan, make_plan
 from depthlm.training.process_group import leave_distributed, start_distributed
@@ -105,6 +108,8 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
     summary = on_first_rank(lambda: check_run_directory(config))
     if summary is not None and not config.dry_run:
         return show_complete(config, summary, ranks.rank)
+    available = smallest(available_memory(device, ranks.local_world_size), device)
+    memory = on_first_rank(lambda: check_memory(config, ranks, device, available))
     on_first_rank(lambda: check_prepared(config.data, partial(prepare_command, config)))
     watch.mark("preparing the data", 0, limited=False)
     on_first_rank(lambda: prepare(config.data))
@@ -122,7 +127,8 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
         ranks=ranks.world_size,
     )
     if config.dry_run:
-        return train_from(None, config, ranks, plan, corpus, batches, device, watch, StopRequest(watch.report))
+        request = StopRequest(watch.report)
+        return train_from(None, config, ranks, plan, corpus, batches, device, watch, request, memory)
     with ExitStack() as held:
         request = held.enter_context(stop_on_signal(watch.report))
         on_first_rank(lambda: held.enter_context(lock_run_directory(directory)))
@@ -136,7 +142,7 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
         if ranks.rank == 0:
             corpus.tokenizer.save(directory)
             log_to(directory / "train.log")
-        return train_from(start, config, ranks, plan, corpus, batches, device, watch, request)
+        return train_from(start, config, ranks, plan, corpus, batches, device, watch, request, memory)
 
 
 def show_complete(config: Config, summary: dict[str, Any], rank: int) -> int:
@@ -166,6 +172,7 @@ def train_from(
     device: torch.device,
     watch: Watch,
     request: StopRequest,
+    memory: Memory | None,
 ) -> int:
     """Train from a checkpoint, or anew, in a run directory that is this run's alone. Returns the exit code."""
     first, directory = ranks.rank == 0, Path(config.output_dir or "")
@@ -177,7 +184,7 @@ def train_from(
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     parameters = count_parameters(model)["total"]
     flops = flops_per_token(model, plan.sequence_length).training
-    show_table("depthlm", derived(config, plan, corpus, batches, model, flops), ranks.rank)
+    show_table("depthlm", derived(config, plan, corpus, batches, model, flops, memory), ranks.rank)
     if config.training.compile:
         compile_sublayers(model)
     engine = build_engine(config, plan, model)

@@ -9,7 +9,8 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.analysis import count_parameters, flops_per_token, overhead
+from depthlm.analysis import count_parameters, flops_per_token
+from depthlm.analysis.overhead import overhead
 from depthlm.analysis.summary import extra, overhead_texts
 from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY

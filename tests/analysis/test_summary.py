@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.analysis import memory_per_gpu, plot_loss
+from depthlm.analysis import plot_loss
+from depthlm.analysis.memory import MemoryEstimator
 from depthlm.analysis.summary import summarize
+from depthlm.errors import UserError
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -34,13 +37,22 @@ def test_the_tables_show_the_same_numbers(monkeypatch: pytest.MonkeyPatch, capsy
     assert "zero3" in text
 
 
-def test_higher_stages_need_less_and_one_gpu_gains_nothing() -> None:
-    config = depthlm.compose(["size=360m"])
-    memory = list(summarize(config, 8)["memory_per_gpu"].values())
-    assert memory == sorted(memory, reverse=True)
-    assert memory[3] < memory[0]
-    alone = {memory_per_gpu(1000, stage, 1, "fp32").total for stage in range(4)}
-    assert alone == {16000.0}
+def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:
+    config = depthlm.compose(["size=360m", "model=mhc", "size.num_layers=4", "training.batch_size=64"], here=False)
+    summary = summarize(config, 8)
+    assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
+    for stage, sizes in enumerate(summary["largest_micro_batch_size"].values()):
+        assert sizes["80GB"] < sizes["141GB"]
+        for gb, size in sizes.items():
+            fits, too_large = (MemoryEstimator(config, "cuda").estimate(stage, 8, n).total for n in (size, size + 1))
+            assert fits <= 1.01 * float(gb.removesuffix("GB")) * 1e9
+            assert too_large > 0.99 * float(gb.removesuffix("GB")) * 1e9
+
+
+def test_a_decoder_that_cannot_be_traced_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
+    with pytest.raises(UserError, match="vanilla cannot be traced"):
+        summarize(depthlm.compose(["size=micro"], here=False), 8)
 
 
 def test_a_wrong_number_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

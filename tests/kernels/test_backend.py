@@ -22,6 +22,7 @@ def complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("shutil.which", lambda program: f"/bin/{program}" if program == "gcc" else None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend.missing.cache_clear()
     backend._say_once.cache_clear()
     yield tmp_path
@@ -70,7 +71,7 @@ def test_without_the_drivers_library_it_says_so(complete: Path, monkeypatch: pyt
 
 def test_auto_falls_back_with_one_line_and_triton_is_an_error(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (complete / "Python.h").unlink()
-    on_gpu: list[Any] = [SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)]
+    on_gpu: list[Any] = [SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)]
     lines: list[str] = []
     logger = logging.getLogger("depthlm.kernels.backend")
     monkeypatch.setattr(logger, "warning", lambda text, *arguments: lines.append(text % arguments))

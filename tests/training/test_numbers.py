@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.analysis import memory_per_gpu
+from depthlm.analysis import MemoryEstimator
 from depthlm.config import Config
 from depthlm.launchers import ranks
 from depthlm.model import optimizer_groups
@@ -243,7 +243,7 @@ def test_bf16_at_stage_1_holds_the_gradients_that_the_memory_estimate_counts(
     engine = build_engine(config, make_plan(config, ranks()), model)
     in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.optimizer.fp32_groups_gradients_flat)
     # flat groups are padded a little
-    assert memory_per_gpu(count, 1, 1, "bf16").gradients == pytest.approx(2 * count + in_fp32, rel=0.01)
+    assert MemoryEstimator(config, "cpu").states(1, 1).gradients == pytest.approx(2 * count + in_fp32, rel=0.01)
 
 
 @pytest.mark.parametrize(

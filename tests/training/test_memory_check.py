@@ -1,0 +1,101 @@
+"""Whether a run fits is decided before anything is built, with what would fit."""
+
+import re
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.analysis.memory import MemoryEstimator
+from depthlm.config import Config
+from depthlm.errors import UserError
+from depthlm.launchers import ALONE, Ranks
+from depthlm.training import memory_check, train
+from depthlm.training.memory_check import check_memory
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+EIGHT = Ranks(0, 0, 8, 8, "torchrun")
+
+
+def small(*overrides: str) -> Config:
+    given = ["size=micro", "size.num_layers=6", "training.batch_size=64", "precision=bf16", *overrides]
+    return depthlm.compose(given, here=False)
+
+
+def fitting(error: pytest.ExceptionInfo[UserError]) -> list[list[str]]:
+    """The overrides of each line that says what fits."""
+    lines = re.findall(r"^  - (.*) \([\d.]+ GiB\)$", str(error.value), re.MULTILINE)
+    return [line.split() for line in lines]
+
+
+def test_what_fits_does_and_the_next_larger_micro_batch_does_not():
+    estimator = MemoryEstimator(small(), "cuda")
+    available = int(estimator.estimate(0, 1, 16, 4).total) + 1
+    with pytest.raises(
+        UserError, match=r"does not fit in memory: .* GiB estimated, .* GiB is what this GPU has"
+    ) as error:
+        check_memory(small(), ALONE, GPU, available)
+    assert ["training.micro_batch_size=16"] in fitting(error)
+    assert any("training.activation_checkpointing=true" in overrides for overrides in fitting(error))
+    assert "memory=ignore" in str(error.value)
+    for overrides in fitting(error):
+        memory = check_memory(small(*overrides), ALONE, GPU, available)
+        assert memory is not None
+        assert memory.total <= available
+
+
+def test_several_ranks_are_offered_zero_stages_that_fit():
+    config = small("size.hidden_size=512", "training.sequence_length=16")
+    available = int(MemoryEstimator(config, "cuda").estimate(0, 8, 8).total * 0.8)
+    with pytest.raises(UserError) as error:
+        check_memory(config, EIGHT, GPU, available)
+    stages = [overrides for overrides in fitting(error) if overrides[0].startswith("deepspeed=")]
+    assert stages
+    for overrides in stages:
+        again = depthlm.compose(
+            ["size=micro", "size.num_layers=6", "training.batch_size=64", "precision=bf16", "size.hidden_size=512",
+             "training.sequence_length=16", *overrides], here=False,
+        )  # fmt: skip
+        assert check_memory(again, EIGHT, GPU, available) is not None
+
+
+def test_where_nothing_fits_the_error_says_so():
+    with pytest.raises(UserError, match="no micro-batch fits, with or without activation checkpointing"):
+        check_memory(small(), ALONE, GPU, 2**20)
+
+
+def test_ignore_starts_anyway_and_says_that_it_does_not_fit(caplog):
+    assert check_memory(small("memory=ignore"), ALONE, GPU, 2**20) is not None
+    assert "the run does not fit in memory" in caplog.text
+
+
+def test_above_80_percent_there_is_a_warning_and_below_none(caplog):
+    total = MemoryEstimator(small(), "cuda").estimate(0, 1, 64).total
+    check_memory(small(), ALONE, GPU, int(total / 0.79))
+    assert "in memory" not in caplog.text
+    check_memory(small(), ALONE, GPU, int(total / 0.81))
+    assert "the run may not fit in memory" in caplog.text
+
+
+def test_on_a_cpu_the_process_itself_counts():
+    memory = check_memory(small(), ALONE, CPU, 2**40)
+    assert memory is not None
+    assert memory.process > 2**27
+
+
+def test_a_run_that_does_not_fit_leaves_nothing_behind(small_run, monkeypatch, tmp_path):
+    monkeypatch.setattr("depthlm.training.run.available_memory", lambda *_: 2**20)
+    overrides = [*small_run(), f"output_dir={tmp_path / 'not-made'}", f"data.path={tmp_path / 'no-tokens'}"]
+    for dry_run in ("false", "true"):
+        with pytest.raises(UserError, match="does not fit in memory"):
+            train(depthlm.compose([*overrides, f"dry_run={dry_run}"]))
+    assert not (tmp_path / "not-made").exists()
+    assert not (tmp_path / "no-tokens").exists()
+
+
+def test_a_complete_run_is_not_checked(small_run, monkeypatch):
+    config = depthlm.compose(small_run("training.max_steps=1"))
+    assert train(config) == 0
+    monkeypatch.setattr(memory_check, "MemoryEstimator", None)
+    monkeypatch.setattr("depthlm.training.run.available_memory", lambda *_: 1 / 0)
+    assert train(config) == 0
