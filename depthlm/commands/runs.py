@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from depthlm.analysis.points import STYLES
@@ -18,6 +19,9 @@ from depthlm.analysis.runs import SUMMARY, read_run
 from depthlm.console import stdout_console
 from depthlm.counts import count_text
 from depthlm.errors import UserError
+
+# folders of a run, or beside runs, in which a config.yaml is no run's: snapshots of the code, and W&B's own files
+IGNORED = {".slurm", "wandb"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ def main(arguments: list[str], program: str) -> None:
     parser.add_argument(
         "filter",
         nargs="*",
-        help="a part of, or a pattern for, the directory, state, model or size: mhc, failed, 'outputs/sweep/*'; "
-        "of several, a run must match each",
+        help="a part of the directory, or a state, model or size, or a pattern for one of them: mhc, failed, "
+        "'outputs/sweep/*'; of several, a run must match each",
     )
     parser.add_argument("--root", default="outputs", help="the folder below which runs lie (default outputs)")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
@@ -60,12 +64,14 @@ def main(arguments: list[str], program: str) -> None:
         table.add_row(*_cells(run))
     console = stdout_console()
     console.print(table)
-    console.print(f"{len(runs)} runs below {parsed.root}")
+    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(parsed.root)}")
 
 
 def list_runs(root: Path, filters: Sequence[str] = ()) -> list[Listed]:
     """Every run below a folder that matches all filters, in the order of their last change."""
-    folders = sorted({file.parent for file in root.rglob("config.yaml") if ".slurm" not in file.parts})
+    folders = sorted(
+        {file.parent for file in root.rglob("config.yaml") if IGNORED.isdisjoint(file.relative_to(root).parts)}
+    )
     runs = [_listed(folder) for folder in folders]
     return sorted((run for run in runs if all(_matches(run, text) for text in filters)), key=lambda run: -run.age)
 
@@ -109,10 +115,10 @@ def _name(config: dict[str, Any], group: str) -> str:
 
 def _cells(run: Listed) -> list[str]:
     return [
-        run.directory,
+        escape(run.directory),
         f"[{STYLES[run.state]}]{run.state}[/]",
-        run.model,
-        run.size,
+        escape(run.model),
+        escape(run.size),
         "" if run.tokens is None else count_text(run.tokens),
         "" if run.loss is None else f"{run.loss:.4f}",
         "" if run.validation_loss is None else f"{run.validation_loss:.4f}",

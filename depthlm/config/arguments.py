@@ -15,7 +15,7 @@ Arguments = TypeVar("Arguments")
 
 
 def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = "") -> Arguments:
-    """The arguments of a command. Text is taken as it stands, a list is separated by commas, null is None.
+    """The arguments of a command: text as it stands, a list separated by commas, in brackets or not, null for None.
 
     prefix: of the keys on the command line, for the messages.
 
@@ -77,7 +77,8 @@ def _read(key: Key, text: str) -> Any:
     try:
         if get_origin(plain) is list:
             (kind,) = get_args(plain)
-            return [kind(part) for part in text.split(",") if part]
+            inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+            return [kind(part.strip()) for part in inside.split(",") if part.strip()]
         if plain is bool:
             value: Any = {"true": True, "false": False}[text]
         else:

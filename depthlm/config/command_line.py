@@ -12,6 +12,7 @@ from hydra._internal.utils import get_args_parser
 import depthlm
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError
+from depthlm.config.from_run import run_of
 from depthlm.config.help import print_help
 from depthlm.config.resolve import by_name, experiment_of
 from depthlm.config.sources import open_names
@@ -77,6 +78,8 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         )
     if parsed.resolve and not parsed.cfg:
         raise UserError("--resolve: goes with --cfg job")
+    if parsed.info and run_of(parsed.overrides) is not None:
+        raise UserError("--info: not with run=, which Hydra does not compose; --cfg job prints the configuration")
     return CommandLine(
         overrides=parsed.overrides,
         config_dir=parsed.config_dir,

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.checks import check_fields, check_starts, check_together
 from depthlm.config.errors import ConfigError
 from depthlm.config.explain import explain_overrides, is_odd
-from depthlm.config.from_run import directory_of, own_overrides, raw_from_run, run_of
+from depthlm.config.from_run import directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.resolve import resolve
 from depthlm.config.schema import Config
@@ -62,6 +62,9 @@ def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Conf
     type_sources(config.data)
     lines = [line for line in config.experiment.points if isinstance(line, dict)]
     starts = {key for line in lines for key, value in line.items() if str(value).startswith("@")}
+    if run is not None and keeps_mechanism(run, config):
+        # a name is made only for another mechanism
+        given.add("model.name")
     resolve(config, given, own, here, saved=run is not None)
     if run is not None:
         config.output_dir = directory_of(run, config, own)

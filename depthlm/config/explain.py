@@ -105,7 +105,7 @@ def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) 
     except yaml.YAMLError as error:
         return None, [_broken_file(error)]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        return None, [_one_line(error)]
+        return None, [one_line(error)]
 
 
 def _broken_file(error: yaml.YAMLError) -> str:
@@ -132,7 +132,8 @@ def _refuse_deletion(given: str, name: str, groups: Iterable[str]) -> list[str]:
     return [] if name.startswith(OPEN) else [f"{given}: no such key{nearest(name, keys())}"]
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error of Hydra or OmegaConf says, with the key that it is about."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,6 +1,6 @@
 """`run=<directory> [overrides]`: the configuration of a run that exists, with overrides on top."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,12 +9,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from depthlm.config.errors import ConfigError, nearest
-from depthlm.config.explain import OPEN, available_groups, explain_overrides
+from depthlm.config.explain import OPEN, available_groups, explain_overrides, one_line
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import keys
-from depthlm.config.resolve import CHANGEABLE, LENGTHS, run_name
+from depthlm.config.resolve import CHANGEABLE, LENGTHS, by_name, folder_name, run_name
 from depthlm.config.saved import check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.errors import UserError
@@ -45,7 +46,12 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
     A group (`schedule=wsd`) replaces the run's whole group, a key its value. Raises UserError where there is no run, or
     its mechanism is from a module that `trust=` does not name, and ConfigError with every override that is wrong.
     """
-    trust = [name for text in overrides if text.startswith(TRUST) for name in text.removeprefix(TRUST).split(",")]
+    trust = [
+        name.strip()
+        for text in overrides
+        if text.startswith(TRUST)
+        for name in text.removeprefix(TRUST).strip("[]").split(",")
+    ]
     saved = load_config(run)
     groups, values, errors = _parsed(own_overrides(overrides), config_dir)
     raw = OmegaConf.structured(saved)
@@ -55,19 +61,27 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
     with hydra_at_conf():
         try:
             chosen = compose_raw([text for text, _ in groups], config_dir)
-        except (HydraException, OmegaConfBaseException):
-            raise ConfigError([*errors, *explain_overrides([g for g, _ in groups], config_dir, compose_raw)]) from None
-    for _, override in groups:
-        name = override.key_or_group.replace("/", ".")
-        OmegaConf.update(raw, name, OmegaConf.select(chosen, name), merge=False, force_add=True)
+            for _, override in groups:
+                name = override.key_or_group.replace("/", ".")
+                OmegaConf.update(raw, name, OmegaConf.select(chosen, name), merge=False, force_add=True)
+        except (HydraException, OmegaConfBaseException, YAMLError, ValueError):
+            errors += explain_overrides([text for text, _ in groups], config_dir, compose_raw)
     for text, override in values:
         errors += _set(raw, text, override)
+    errors += [error for text, override in values for error in _unresolved(raw, text, override)]
     if errors:
         raise ConfigError(errors)
-    # what the command line names itself is trusted
-    now = {part: OmegaConf.select(raw, f"model.{part}._target_") for part in targets(saved.model)}
-    check_trusted({part: name for part, name in targets(saved.model).items() if name == now[part]}, trust, str(run))
+    named = {override.key_or_group.replace("/", ".") for _, override in (*groups, *values)}
+    check_trusted(
+        {part: name for part, name in targets(saved.model).items() if not _names(named, part)}, trust, str(run)
+    )
     return raw
+
+
+def keeps_mechanism(run: Path, config: Config) -> bool:
+    """Whether a configuration that was taken from a run has the run's own connection and attention."""
+    saved = load_config(run).model
+    return (saved.connection, saved.attention) == (config.model.connection, config.model.attention)
 
 
 def changes(run: Path, config: Config) -> dict[str, str]:
@@ -79,12 +93,14 @@ def changes(run: Path, config: Config) -> dict[str, str]:
 
 def directory_of(run: Path, config: Config, overrides: Sequence[str]) -> str:
     """Where a configuration that was taken from a run trains: in the run's directory, unless it is another run."""
-    if any(text.startswith("output_dir=") for text in overrides):
+    if by_name(overrides).get("output_dir", "null") != "null":
         return str(config.output_dir)
     if not changes(run, config):
         return str(run)
+    # "." and ".." have a name only where they are resolved
+    origin = run if run.name.strip(".") else run.resolve()
     name = run_name(own_overrides(overrides))
-    return str(run.parent / (name if run.name == "base" else f"{run.name}__{name}"))
+    return str(origin.parent / (name if origin.name == "base" else folder_name(f"{origin.name}__{name}")))
 
 
 def _parsed(
@@ -106,6 +122,10 @@ def _parsed(
             errors.append(f"{text}: not with run=; set the key to another value")
         elif override.is_sweep_override():
             errors.append(f"{text}: several values; run= starts one run")
+        elif override.value() == {}:
+            errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
+        elif name in available and not isinstance(override.value(), str):
+            errors.append(f"{text}: must be an option of the group {name}; give the keys inside it one by one")
         elif name in available:
             groups.append((text, override))
         else:
@@ -119,6 +139,21 @@ def _set(raw: DictConfig, text: str, override: Override) -> list[str]:
         return [f"{text}: no such key{nearest(name, known)}"]
     try:
         OmegaConf.update(raw, name, override.value(), merge=False, force_add=name.startswith(OPEN))
-    except OmegaConfBaseException:
-        return [f"{text}: must be {known[name].wanted}" if name in known else f"{text}: cannot be set"]
+    except OmegaConfBaseException as error:
+        why = f"must be {known[name].wanted}" if name in known else one_line(error).removeprefix(f"{name}: ")
+        return [f"{text}: {why}"]
     return []
+
+
+def _unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
+    """Where the value is an interpolation: why it cannot be resolved."""
+    try:
+        OmegaConf.select(raw, override.key_or_group)
+    except OmegaConfBaseException as error:
+        return [f"{text}: {one_line(error).removeprefix(f'{override.key_or_group}: ')}"]
+    return []
+
+
+def _names(named: Set[str], part: str) -> bool:
+    """Whether the overrides name the class of this part of the mechanism themselves, which they then may import."""
+    return not named.isdisjoint(("model", f"model.{part}", f"model.{part}._target_"))

@@ -64,6 +64,8 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
             if entry.metadata["count"] and value is not None:
                 setattr(source, entry.name, parse_count(value))
     training = config.training
+    if saved and "training.batch_size" in given and "training.batch_tokens" not in given:
+        training.batch_tokens = None
     if training.batch_tokens is not None:
         training.batch_size = max(1, training.batch_tokens // training.sequence_length)
     if not saved:
@@ -109,7 +111,11 @@ def is_silent(name: str) -> bool:
 def run_name(overrides: Sequence[str]) -> str:
     """A folder name made from the overrides that change the result, whatever their order; `base` if there are none."""
     parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if not is_silent(name)]
-    text = "__".join(parts) or "base"
+    return folder_name("__".join(parts) or "base")
+
+
+def folder_name(text: str) -> str:
+    """A text as the name of a folder: of few characters, and not too long."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
     if plain == text:
         return text

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from depthlm.config.explain import one_line
 from depthlm.config.resolve import is_silent
 from depthlm.config.schema import Config, Model
 from depthlm.config.sources import type_sources
@@ -20,7 +21,7 @@ def saved_config(directory: Path) -> dict[str, Any]:
     """The configuration of the run in a directory, as plain data. Raises UserError where it cannot be read."""
     try:
         saved = OmegaConf.to_container(OmegaConf.load(directory / FILE))
-    except (OSError, YAMLError) as error:
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
@@ -35,7 +36,7 @@ def load_config(directory: Path) -> Config:
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved_config(directory)))
     except OmegaConfBaseException as error:
-        raise UserError(f"{path}: not the configuration of a run ({error})") from None
+        raise UserError(f"{path}: not the configuration of a run of this version ({one_line(error)})") from None
     assert isinstance(config, Config)
     type_sources(config.data)
     return config

@@ -1,5 +1,6 @@
 """What a job gets of the cluster: the keys `slurm.<key>=` and slurm/cluster.yaml."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -48,8 +49,15 @@ def read_cluster(overrides: list[str]) -> Cluster:
 
     Raises UserError for a file or an override that is wrong.
     """
-    given = [text.replace("=[", "=", 1).removesuffix("]") if "=[" in text else text for text in overrides]
-    return read_arguments(Cluster, [*_settings(SETTINGS), *given], prefix="slurm.")
+    settings = _settings(SETTINGS)
+    try:
+        read_arguments(Cluster, settings)
+    except UserError as error:
+        raise UserError(f"{SETTINGS}: {error}") from None
+    cluster = read_arguments(Cluster, [*settings, *overrides], prefix="slurm.")
+    # a comma may also stand inside an option, as in --exclude=n1,n2
+    cluster.extra = [option for option in re.split(r",(?=-)", ",".join(cluster.extra)) if option]
+    return cluster
 
 
 def _settings(file: Path) -> list[str]:
@@ -60,9 +68,16 @@ def _settings(file: Path) -> list[str]:
         settings: Any = yaml.load(file.read_text(), yaml.BaseLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from None
+    if settings is None or settings == "":
+        return []
     if not isinstance(settings, dict):
         raise UserError(f"{file}: must have a line `key: value` for each setting")
-    return [
-        f"{name}={','.join(value) if isinstance(value, list) else 'null' if value == '' and name != 'setup' else value}"
-        for name, value in settings.items()
-    ]
+    return [f"{name}={_text(name, value, file)}" for name, value in settings.items()]
+
+
+def _text(name: str, value: Any, file: Path) -> str:
+    parts = value if isinstance(value, list) else [value]
+    if not all(isinstance(part, str) for part in parts):
+        raise UserError(f"{file}: {name}: must be one value, or a list of values")
+    text = ",".join(parts)
+    return "null" if text in ("", "~") and name not in ("setup", "extra") else text

@@ -1,0 +1,331 @@
+"""`run=<directory>`: the configuration of a run, with overrides on top. Nothing is trained here."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import depthlm
+from depthlm.config import Config, ConfigError, changes, check_points, sweep_points
+from depthlm.config.command_line import read_command_line
+from depthlm.config.resolve import CHANGEABLE
+from depthlm.errors import UserError
+
+BASE = "outputs/default/base"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+
+
+def save(directory: str, *overrides: str, config_dir: str | None = None) -> Config:
+    """Write the config.yaml of a run with these overrides, as training does."""
+    config = depthlm.compose([*overrides, f"output_dir={directory}"], config_dir, here=False)
+    Path(directory).mkdir(parents=True)
+    (Path(directory) / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    return config
+
+
+def from_run(*overrides: str, run: str = BASE) -> Config:
+    return depthlm.compose([f"run={run}", *overrides], here=False)
+
+
+def without_place(config: Config) -> dict[str, object]:
+    return dataclasses.asdict(dataclasses.replace(config, output_dir=None))
+
+
+def mistakes(*overrides: str, run: str = BASE) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        from_run(*overrides, run=run)
+    return error.value.errors
+
+
+MIXTURE = (
+    "data.sources.a.source=texts", "data.sources.a.weight=1", "data.sources.b.source=texts", "data.sources.b.weight=2",
+    "data.validation.v.source=texts",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("size=micro", "data.tokenizer=bytes", "training.max_tokens=1M", "training.batch_tokens=64K"),
+        ("size=1.5b", "data=fineweb_edu", "deepspeed=zero1", "schedule=wsd", "schedule.warmup_steps=10"),
+        ("model/attention=depth_attention", "model/connection=mhc", "model.loops=2", "optimizer=muon"),
+        ("model=dca", "model/connection=mhc", "precision=fp32", "data.validation_fraction=0.1"),
+        MIXTURE,
+    ],
+    ids=lambda overrides: " ".join(overrides)[:40] or "default",
+)
+def test_alone_it_is_the_configuration_of_the_run(overrides: tuple[str, ...]) -> None:
+    saved = save(BASE, *overrides)
+    assert from_run() == saved
+
+
+@pytest.mark.parametrize(
+    ("experiment", "budget"),
+    [("depth_attention/stride", "smoke"), ("dca/related_work", "gpu_hour")],
+)
+def test_a_budget_is_not_applied_again(experiment: str, budget: str) -> None:
+    point = sweep_points([f"experiment={experiment}", f"budget={budget}"])[-1]
+    saved = save("outputs/point", *point.checkable())
+    assert from_run(run="outputs/point") == saved
+    longer = from_run("training.max_steps=777", run="outputs/point")
+    assert without_place(longer) == without_place(
+        dataclasses.replace(
+            saved, training=dataclasses.replace(saved.training, max_steps=777, max_tokens=None, max_epochs=None)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer.lr=0.002", "seed=7"),
+        ("model=dca",),
+        ("model/attention=moda",),
+        ("model=moda", "model/connection=mhc", "model.loops=2"),
+        ("schedule=wsd", "schedule.decay_ratio=0.3"),
+        ("optimizer=muon",),
+        ("training.max_tokens=1M",),
+        ("data=local", "data.source=texts"),
+        ("model/connection=attention_residuals", "model.connection.block_size=2"),
+        MIXTURE,
+    ],
+    ids=lambda overrides: " ".join(overrides)[:40],
+)
+def test_overrides_of_a_run_come_to_what_they_come_to_from_scratch(overrides: tuple[str, ...]) -> None:
+    own = ("size=micro", "data.vocab_size=4096", "training.batch_size=4", "training.sequence_length=64")
+    save(BASE, *own)
+    fresh = depthlm.compose([*own, *overrides], here=False)
+    assert without_place(from_run(*overrides)) == without_place(fresh)
+
+
+def test_an_override_of_a_mixture_changes_that_key_alone() -> None:
+    saved = save(BASE, *MIXTURE)
+    config = from_run("data.sources.a.weight=3", "data.validation.w.source=texts")
+    assert (config.data.sources["a"].weight, config.data.sources["a"].source) == (3.0, "texts")
+    assert config.data.sources["b"] == saved.data.sources["b"]
+    assert list(config.data.validation) == ["v", "w"]
+
+
+@pytest.mark.parametrize("override", ["training.batch_size=8", "training.batch_tokens=4096"])
+def test_a_batch_in_sequences_and_one_in_tokens_replace_each_other(override: str) -> None:
+    save(BASE, "training.batch_tokens=65536", "training.sequence_length=512")
+    assert from_run(override).training.batch_size == 8
+    assert from_run("training.sequence_length=1024").training.batch_size == 64
+
+
+def test_what_belongs_to_one_call_is_not_taken_over() -> None:
+    save(
+        BASE, "resume=never", "dry_run=true", "training.max_steps=9", "training.stop_after=3", "training.profile=true",
+        "training.log_every=4", "training.keep_last=7",
+    )  # fmt: skip
+    config = from_run()
+    assert (config.resume, config.dry_run, config.training.stop_after, config.training.profile) == (
+        "auto", False, None, False,
+    )  # fmt: skip
+    assert (config.training.log_every, config.training.keep_last, config.output_dir) == (4, 7, BASE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "directory"),
+    [
+        ((), BASE),
+        (("training.log_every=3", "tracker=none", "resume=never"), BASE),
+        (("deepspeed=zero2", "kernels=torch", "training.micro_batch_size=2"), BASE),
+        # the values that the run has
+        (("model=vanilla", "seed=1", "optimizer.betas=[0.9,0.95]"), BASE),
+        (("training.max_steps=900", "resume=extend"), BASE),
+        (("training.max_tokens=9M", "resume=extend"), BASE),
+        (("training.max_steps=900",), "outputs/default/training.max_steps-900"),
+        (("training.max_steps=900", "resume=extend", "seed=2"), "outputs/default/seed-2__training.max_steps-900"),
+        (("seed=2", "optimizer.lr=0.1", "tracker=none"), "outputs/default/optimizer.lr-0.1__seed-2"),
+        (("++seed=2",), "outputs/default/seed-2"),
+        (("seed=2", "output_dir=elsewhere/${model.name}-${seed}"), "elsewhere/vanilla-2"),
+        (("seed=2", "++output_dir=elsewhere"), "elsewhere"),
+        (("output_dir=elsewhere",), "elsewhere"),
+        (("seed=2", "output_dir=null"), "outputs/default/seed-2"),
+        (("output_dir=null",), BASE),
+    ],
+)
+def test_another_result_is_another_run_beside_it(overrides: tuple[str, ...], directory: str) -> None:
+    save(BASE)
+    assert from_run(*overrides).output_dir == directory
+
+
+def test_the_name_of_a_run_begins_with_that_of_its_origin() -> None:
+    save("runs/mine")
+    assert from_run("seed=2", run="runs/mine/").output_dir == "runs/mine__seed-2"
+    save("runs/mine__seed-2", "seed=2")
+    assert from_run("seed=3", run="runs/mine__seed-2").output_dir == "runs/mine__seed-2__seed-3"
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoints/.."])
+def test_a_run_is_named_from_inside_it(inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("runs/mine")
+    (tmp_path / "runs/mine/checkpoints").mkdir()
+    monkeypatch.chdir(tmp_path / "runs/mine")
+    assert from_run("seed=2", run=inside).output_dir == str(tmp_path / "runs/mine__seed-2")
+
+
+def test_a_name_is_never_too_long_for_a_folder() -> None:
+    origin = f"runs/{'long-' * 30}"
+    save(origin)
+    directories = [
+        Path(from_run(*(f"data.validation.v{n}.source=texts" for n in range(count)), run=origin).output_dir or "")
+        for count in (8, 9)
+    ]
+    assert directories[0] != directories[1]
+    assert all(len(directory.name) < 200 and directory.parent == Path("runs") for directory in directories)
+
+
+def test_what_differs_is_listed_without_what_does_not_change_the_result() -> None:
+    save(BASE, "training.max_steps=600")
+    run = Path(BASE)
+    assert changes(run, from_run("seed=2", "training.log_every=1", "kernels=torch")) == {
+        "seed": "the run has 1, this command gives 2"
+    }
+    assert changes(run, from_run("training.max_steps=900")).keys() == {"training.max_steps"}
+    assert changes(run, from_run("training.max_steps=900", "resume=extend")) == {}
+    assert "seed" not in CHANGEABLE
+
+
+def test_forking_from_the_run_is_another_run() -> None:
+    save(BASE)
+    config = from_run(f"fork_from={BASE}", "optimizer.lr=0.1")
+    assert (config.fork_from, config.optimizer.lr) == (BASE, 0.1)
+    assert config.output_dir != BASE
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    save(BASE)
+    given = {
+        "budget=smoke": "budget=smoke: not with run=",
+        "experiment=moda/variants": "experiment=moda/variants: not with run=",
+        "~seed": "~seed: not with run=",
+        "seed=1,2": "seed=1,2: several values",
+        "seed=range(1,3)": "seed=range(1,3): several values",
+        "foo": "foo: not an override",
+        "size=nano": "size=nano: no such size; allowed: 1.5b",
+        "precision=null": "precision=null: must be an option of the group",
+        "schedule={min_lr_ratio: 0}": "schedule={min_lr_ratio: 0}: must be an option of the group",
+        "tracker={}": "tracker={}: sets nothing",
+        "optimizer.rl=1": "optimizer.rl=1: no such key; did you mean `optimizer.lr`?",
+        "training.max_steps=abc": "training.max_steps=abc: must be an integer, at least 1, or null",
+        "data.sources.a.weight=x": "data.sources.a.weight=x: ",
+        "optimizer.eps=${nope.x}": "optimizer.eps=${nope.x}: ",
+    }
+    found = mistakes(*given)
+    missing = {wanted for wanted in given.values() if not any(error.startswith(wanted) for error in found)}
+    # the value of a source is only wrong where there is such a source
+    assert missing == {"data.sources.a.weight=x: "}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("size.hidden_size=0", "size.hidden_size=0: must be an integer, at least 1"),
+        ("model.connection.spn=3", "has no such setting"),
+        ("data.sources.a.wight=3", "no such key; did you mean `weight`?"),
+        ("data.sources.a.weight=x", "data.sources.a.weight=x: Value 'x' of type 'str' could not be converted to Float"),
+        ("training.max_steps=null", "how long is the run?"),
+        ("size.num_kv_heads=3", "must divide"),
+    ],
+)
+def test_a_value_that_is_wrong_is_explained(override: str, message: str) -> None:
+    save(BASE, *MIXTURE)
+    assert message in "\n".join(mistakes(override))
+
+
+def test_a_sweep_takes_no_run() -> None:
+    save(BASE)
+    with pytest.raises(ConfigError, match="run=: takes up one run"):
+        check_points([f"run={BASE}", "seed=1,2"])
+
+
+@pytest.mark.parametrize("overrides", [["run="], ["run=a", "run=b"]])
+def test_one_run_is_given(overrides: list[str]) -> None:
+    with pytest.raises(UserError, match="give one run directory"):
+        depthlm.compose(overrides)
+
+
+def test_hydras_description_of_itself_is_refused_with_a_run() -> None:
+    with pytest.raises(UserError, match="--info: not with run="):
+        read_command_line(["--info", "config", f"run={BASE}"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no run in it"),
+        (b"", "it has no keys"),
+        (b"- 1\n", "it has no keys"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"size: {a: [", "cannot be read"),
+        (b"seed: 1\nseed: 2\n", "cannot be read"),
+        (b"seed: ${a", "not the configuration of a run"),
+        (b"seed: abc\n", "seed: Value 'abc'"),
+        (b"of_another_version: 1\n", "of_another_version: no such key"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_an_error(content: bytes | None, message: str) -> None:
+    Path("broken").mkdir()
+    if content is not None:
+        Path("broken/config.yaml").write_bytes(content)
+    with pytest.raises(UserError, match="broken") as error:
+        from_run(run="broken")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value) or "cannot be read" in message
+
+
+OWN = """
+from depthlm.model.connections.residual import Residual
+
+class Mine(Residual):
+    pass
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The configuration folder of a reader whose connection is in a module of their own, and a run with it."""
+    (tmp_path / "my_depth.py").write_text(OWN)
+    folder = tmp_path / "my_conf/model/connection"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("_target_: my_depth.Mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    save(BASE, "model/connection=mine", config_dir="my_conf")
+    return "my_conf"
+
+
+def test_a_mechanism_of_the_readers_own_is_imported_where_it_is_trusted(mine: str) -> None:
+    for overrides in ([], ["trust=other"], ["trust=my_dep"], ["model/attention=moda"], ["seed=2"]):
+        with pytest.raises(UserError, match=r"model\.connection is from my_depth; name that module in trust="):
+            from_run(*overrides)
+    for overrides in (["trust=my_depth"], ["trust=[other,my_depth]"], ["trust=other", "trust=my_depth"]):
+        assert from_run(*overrides).model.connection["_target_"] == "my_depth.Mine"
+        assert from_run(*overrides).output_dir == BASE
+
+
+def test_a_class_that_the_command_line_names_needs_no_trust(mine: str) -> None:
+    assert from_run("model.connection._target_=my_depth.Mine").output_dir == BASE
+    assert depthlm.compose([f"run={BASE}", "model/connection=mine"], mine, here=False).output_dir == BASE
+    assert from_run("model=dca").model.name == "dca"
+    assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
+
+
+def test_a_part_that_the_run_has_does_not_rename_its_mechanism() -> None:
+    save(BASE, "model/connection=mhc", "model/attention=moda")
+    assert from_run("model/attention=moda").model.name == "mhc+moda"
+    assert from_run("model/attention=moda").output_dir == BASE
+    assert from_run("model/attention=depth_attention").model.name == "mhc+moda,attention=depth_attention"
+
+
+def test_trust_is_for_a_run_alone() -> None:
+    with pytest.raises(ConfigError, match="trust"):
+        depthlm.compose(["trust=my_depth"])

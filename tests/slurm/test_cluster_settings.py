@@ -1,0 +1,119 @@
+"""What a job gets of the cluster: the keys `slurm.` and slurm/cluster.yaml below the current folder."""
+
+from pathlib import Path
+
+import pytest
+
+from depthlm.errors import UserError
+from depthlm.slurm.cluster import SETTINGS, Cluster, read_cluster
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    SETTINGS.parent.mkdir()
+
+
+def test_without_a_file_every_key_has_its_default() -> None:
+    assert read_cluster([]) == Cluster()
+    assert Cluster().options() == [
+        "--time=24:00:00", "--nodes=1", "--ntasks-per-node=8", "--cpus-per-task=8", "--gpus-per-node=8",
+        "--signal=B:USR1@120",
+    ]  # fmt: skip
+
+
+def test_a_file_changes_defaults_and_the_command_line_wins() -> None:
+    SETTINGS.write_text(
+        "# ours\npartition: h100\naccount:\nqos: null\nmem: ~\ntime: 12:00:00\nnodes: 2\nthrottle: '4'\n"
+        "setup: |\n  module load cuda/13.0\n  export A=[1,2]\n"
+        "extra:\n  - --exclude=n1,n2\n  - --constraint=h100\n"
+    )
+    cluster = read_cluster(["nodes=3", "account=mine"])
+    assert cluster == Cluster(
+        partition="h100",
+        account="mine",
+        time="12:00:00",
+        nodes=3,
+        throttle=4,
+        setup="module load cuda/13.0\nexport A=[1,2]\n",
+        extra=["--exclude=n1,n2", "--constraint=h100"],
+    )
+    assert {"--partition=h100", "--time=12:00:00", "--nodes=3", "--exclude=n1,n2"} <= set(cluster.options())
+
+
+@pytest.mark.parametrize("content", ["", "# nothing yet\n", "extra: []\n", "setup:\n"])
+def test_a_file_may_set_nothing(content: str) -> None:
+    SETTINGS.write_text(content)
+    assert read_cluster([]) == Cluster()
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ("--exclude=n3", ["--exclude=n3"]),
+        ("[--exclude=n3]", ["--exclude=n3"]),
+        ("[--exclude=n3, --constraint=h100]", ["--exclude=n3", "--constraint=h100"]),
+        ("--exclude=n[1-3,5],--exclusive", ["--exclude=n[1-3,5]", "--exclusive"]),
+        ("[--exclude=n[1-3,5],--exclusive]", ["--exclude=n[1-3,5]", "--exclusive"]),
+        ("--exclude=n1,n2,-v", ["--exclude=n1,n2", "-v"]),
+        ("", []),
+    ],
+)
+def test_further_options_may_hold_commas_and_brackets(given: str, options: list[str]) -> None:
+    assert read_cluster([f"extra={given}"]).extra == options
+    SETTINGS.write_text(f"extra: '{given}'\n")
+    assert read_cluster([]).extra == options
+
+
+def test_tasks_follow_the_gpus_unless_given() -> None:
+    tasks = [
+        next(option for option in read_cluster(list(given)).options() if option.startswith("--ntasks-per-node"))
+        for given in (["gpus_per_node=4"], ["gpus_per_node=0"], ["gpus_per_node=0", "tasks_per_node=6"])
+    ]
+    assert tasks == ["--ntasks-per-node=4", "--ntasks-per-node=1", "--ntasks-per-node=6"]
+    assert not any(option.startswith("--gpus") for option in read_cluster(["gpus_per_node=0"]).options())
+
+
+def test_text_is_taken_as_it_stands() -> None:
+    assert read_cluster(["setup=source env.sh && export X=[a]"]).setup == "source env.sh && export X=[a]"
+    assert read_cluster(["partition=a,b"]).partition == "a,b"
+
+
+def test_every_mistake_of_the_command_line_is_named_with_its_key() -> None:
+    with pytest.raises(UserError) as error:
+        read_cluster(["node=2", "nodes=0", "cpus_per_task=many", "time=null", "oops"])
+    text = str(error.value)
+    assert text.startswith("5 mistakes:")
+    assert "slurm.node=2: no such key" in text
+    assert "did you mean `nodes`?" in text
+    assert "slurm.nodes=0: must be an integer, at least 1" in text
+    assert "slurm.cpus_per_task=many: must be an integer, at least 1" in text
+    assert "slurm.time=null: must be text" in text
+    assert "slurm.oops: not key=value" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("node: 2\n", "did you mean `nodes`?"),
+        ("nodes: two\n", "nodes=two: must be an integer, at least 1"),
+        ("nodes:\n", "nodes=null: must be an integer, at least 1"),
+        ("nodes: [\n", "not a YAML file"),
+        ("- nodes\n", "must have a line `key: value`"),
+        ("nodes=2\n", "must have a line `key: value`"),
+        ("extra: {exclude: n3}\n", "extra: must be one value, or a list of values"),
+        ("extra: [{exclude: n3}]\n", "extra: must be one value, or a list of values"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(content: str, message: str) -> None:
+    SETTINGS.write_text(content)
+    with pytest.raises(UserError) as error:
+        read_cluster([])
+    assert str(error.value).startswith(f"{SETTINGS}: ")
+    assert message in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_named() -> None:
+    SETTINGS.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UserError, match=r"cluster\.yaml: not a YAML file"):
+        read_cluster([])

@@ -1,0 +1,38 @@
+"""Packages whose names are imported at first use, and where the code lies."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from depthlm import locations
+from depthlm.locations import REPOSITORY, command, install_command
+
+
+@pytest.mark.parametrize("package", ["depthlm", "depthlm.data", "depthlm.model"])
+def test_every_public_name_can_be_imported(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = module.nothing
+
+
+@pytest.mark.parametrize("package", ["depthlm", "depthlm.data", "depthlm.config", "depthlm.model", "depthlm.__main__"])
+def test_torch_is_not_imported_with_a_package(package: str) -> None:
+    script = f"import sys, {package}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0
+
+
+def test_commands_are_those_of_a_checkout_or_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locations.IS_CHECKOUT
+    assert Path(REPOSITORY, "train.py").is_file()
+    assert command("train.py", "train") == "python train.py"
+    assert install_command() == "pip install -e . -c constraints.txt"
+    assert install_command("slurm") == "pip install -e '.[slurm]' -c constraints.txt"
+    monkeypatch.setattr(locations, "IS_CHECKOUT", False)
+    assert command("train.py", "train") == "depthlm train"
+    assert install_command() == "pip install --upgrade depthlm"
+    assert install_command("slurm") == "pip install 'depthlm[slurm]'"
