@@ -114,17 +114,8 @@ def test_the_table_shows_names_as_they_are(root: Path, capsys: pytest.CaptureFix
     assert "a[/b]" in printed
     assert "5 runs below outputs" in printed
     (line,) = [line for line in printed.splitlines() if "default/base" in line]
-    assert line.split() == [
-        "outputs/default/base",
-        "complete",
-        "vanilla",
-        "micro",
-        "9.999K",
-        "3.2500",
-        "2.5000",
-        "4",
-        "days",
-    ]
+    cells = ["outputs/default/base", "complete", "vanilla", "micro", "9.999K", "3.2500", "2.5000", "4", "days"]
+    assert line.split() == cells
 
 
 def test_another_root_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
