@@ -11,6 +11,7 @@ import depthlm
 from depthlm.analysis.memory import GATHERED, MemoryEstimator, UntracedError, largest
 from depthlm.analysis.tracing import trace
 from depthlm.config import mechanisms
+from depthlm.data import prepare
 
 FAST = ["vanilla", "dca", "moda", "attention_residuals_full", "hyper_connections"]
 PRESETS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in mechanisms()]
@@ -161,6 +162,8 @@ def test_the_estimate_is_what_a_step_takes_on_a_cpu(name, precision, checkpointi
         "data=local", f"data.source={text}", "data.tokenizer=bytes", f"data.path={tmp_path / 'tokens'}",
         f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
+    # beforehand, since what preparation takes is not the step's
+    prepare(depthlm.compose(overrides).data)
     root = Path(depthlm.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", RUN, *overrides], cwd=root, capture_output=True, text=True, check=True)
     estimate, peak = (
