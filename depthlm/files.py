@@ -4,7 +4,9 @@ import hashlib
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import yaml
 
 CHUNK, SYNC_EVERY = 2**25, 2**27
 
@@ -39,6 +41,16 @@ def replace_text(file: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
     os.replace(temporary, file)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The keys of a YAML file, as plain data; {} where it is missing, broken or has none."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        found = yaml.load(file.read_text(), Loader=loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def digest(file: Path) -> str:

@@ -94,15 +94,20 @@ def test_a_signal_to_a_forked_child_ends_the_child_and_is_not_the_parents() -> N
 @pytest.mark.parametrize(
     "command",
     [
-        ["train.py", "size=micro", "tracker=none", "data.source=/nowhere"],
+        ["train.py", "size=micro", "tracker=none", "data.path={folder}/tokens", "output_dir={folder}/train"],
         ["-m", "depthlm", "evaluate", "run=/nowhere"],
-        ["-m", "depthlm", "report", "runs=/nowhere"],
-        ["data/prepare.py", "data=local", "data.source=/nowhere"],
+        ["-m", "depthlm", "report", "runs={folder}/waits"],
+        ["data/prepare.py", "data=stdlib", "data.path={folder}/tokens"],
         ["slurm/submit.py", "experiment=moda/variants", "--dry-run"],
     ],
     ids=["train", "evaluate", "report", "prepare", "submit"],
 )
-def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str]) -> None:
+def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str], tmp_path: Path) -> None:
+    # a report is quick, so its run has a summary whose reader waits for a writer
+    (tmp_path / "waits").mkdir()
+    (tmp_path / "waits" / "metrics.jsonl").touch()
+    os.mkfifo(tmp_path / "waits" / "summary.json")
+    command = [word.format(folder=tmp_path) for word in command]
     for delay in (0.0, 0.1, 0.3, 0.6, 1.0):
         process = subprocess.Popen(
             [sys.executable, *command], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

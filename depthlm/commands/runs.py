@@ -9,7 +9,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.markup import escape
 from rich.table import Table
@@ -19,6 +18,7 @@ from depthlm.analysis.runs import SUMMARY, read_run
 from depthlm.console import stdout_console
 from depthlm.counts import count_text
 from depthlm.errors import UserError
+from depthlm.files import read_yaml
 
 # folders of a run, or beside runs, in which a config.yaml is no run's: snapshots of the code, and W&B's own files
 IGNORED = {".slurm", "wandb"}
@@ -82,30 +82,21 @@ def _matches(run: Listed, text: str) -> bool:
 
 
 def _listed(folder: Path) -> Listed:
-    run, config = read_run(folder), _config(folder)
+    run, config = read_run(folder), read_yaml(folder / "config.yaml")
     files = [folder / name for name in ("config.yaml", "metrics.jsonl", SUMMARY)]
     newest = max(file.stat().st_mtime for file in files if file.exists())
     last = run.rows[-1] if run.rows else {}
     return Listed(
         directory=str(folder),
         state=run.state,
-        model=str(_name(config, "model")),
-        size=str(_name(config, "size")),
+        model=_name(config, "model"),
+        size=_name(config, "size"),
         step=run.step,
         tokens=run.summary.get("tokens", last.get("tokens")),
         loss=run.loss,
         validation_loss=run.number("validation_loss"),
         age=max(0.0, time.time() - newest),
     )
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        found = yaml.load((folder / "config.yaml").read_text(), loader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _name(config: dict[str, Any], group: str) -> str:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,6 +15,7 @@ from depthlm.config.checks import check_fields
 from depthlm.config.errors import listed, nearest
 from depthlm.config.keys import keys, leaves
 from depthlm.config.sources import NAMED
+from depthlm.files import read_yaml
 from depthlm.locations import CONF
 
 # the settings of a mechanism, and the sources of a mixture: keys that the schema does not list
@@ -116,6 +116,9 @@ def _broken_file(error: yaml.YAMLError) -> str:
 
 def is_odd(text: str) -> bool:
     """Whether an override is to be explained although it composes: it deletes, or sets nothing."""
+    if not text.startswith("~") and "{" not in text:
+        # parsing each override of each point of a sweep takes time
+        return False
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
@@ -155,7 +158,7 @@ def _explain_value(
 ) -> str:
     name, given = override.key_or_group, override.input_line
     known = keys()
-    if name in known and not override.is_delete():
+    if name in known:
         if "interpolation" in failure[0].lower():
             return f"{given}: {failure[0].split(': ', 1)[-1]}"
         return f"{given}: must be {known[name].wanted}"
@@ -174,22 +177,14 @@ def _explain_value(
 
 def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> list[str]:
     """The presets, and the parts that are in none, that have a setting."""
-    having = [option for option in groups[group] if setting in _content(option_file(group, option, config_dir))]
+    having = [option for option in groups[group] if setting in read_yaml(option_file(group, option, config_dir))]
     part, presets, used = group.rpartition("/")[2], [], set()
     for preset in groups["model"]:
-        for entry in _content(option_file("model", preset, config_dir)).get("defaults", []):
+        for entry in read_yaml(option_file("model", preset, config_dir)).get("defaults", []):
             if isinstance(entry, dict) and entry.get(part) in having:
                 presets.append(f"model={preset}")
                 used.add(entry[part])
     return presets + [f"{group}={option}" for option in having if option not in used]
-
-
-def _content(file: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:

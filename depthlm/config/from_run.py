@@ -117,7 +117,9 @@ def _parsed(
             continue
         name = override.key_or_group
         if name in PROTOCOL:
-            errors.append(f"{text}: not with run=, whose configuration is complete; leave out run= to compose it anew")
+            errors.append(
+                f"{text}: not with run=, whose configuration is complete; leave out run= to compose it from scratch"
+            )
         elif override.is_delete():
             errors.append(f"{text}: not with run=; set the key to another value")
         elif override.is_sweep_override():

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from depthlm.config.errors import nearest
 from depthlm.config.explain import available_groups, option_file
-from depthlm.config.hydra_context import hydra_at_conf
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import Key, keys
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
@@ -103,8 +103,7 @@ def show_option(console: Console, group: str, option: str, config_dir: str | Pat
         console.print(text, markup=False, soft_wrap=True)
         return
     with hydra_at_conf():
-        search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
-        raw = hydra.compose("config", [f"{group}={option}", *search])
+        raw = compose_raw([f"{group}={option}"], config_dir)
     for part in parts:
         name = f"model.{part}" if part else group.replace("/", ".")
         show_class(console, name, OmegaConf.select(raw, name))

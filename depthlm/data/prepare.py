@@ -19,7 +19,7 @@ from depthlm.data.errors import DataError
 from depthlm.data.estimate import check_room
 from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, check_sizes
-from depthlm.data.progress import TrainingBar
+from depthlm.data.progress import training_bar
 from depthlm.data.settings import check_settings, quota, settings, token_folder
 from depthlm.data.sources import is_remote, text_files, train_sources, validation_sources
 from depthlm.data.tokenizers import (
@@ -76,9 +76,9 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
         sources = len(train_sources(data))
         with (
             parallel_tokenizers(),
-            TrainingBar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as bar,
+            training_bar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as reading,
         ):
-            return train_bpe(bar.reading(_text_for_training(data)), data.vocab_size)
+            return train_bpe(reading(_text_for_training(data)), data.vocab_size)
     if not is_on_hub(data.tokenizer):
         return Tokenizer.load(data.tokenizer)
     tokenizer = Tokenizer.from_hub(data.tokenizer)

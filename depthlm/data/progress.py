@@ -3,7 +3,8 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -67,34 +68,29 @@ def read(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-class TrainingBar:
-    """A bar while a tokenizer is trained: over the text that it reads, then over the time that its merges take."""
+@contextmanager
+def training_bar(
+    console: Console, vocab_size: int, total_bytes: int
+) -> Iterator[Callable[[Iterable[str]], Iterator[str]]]:
+    """A bar while a tokenizer is trained: over the text that it reads, then over the time that its merges take.
 
-    def __init__(self, console: Console, vocab_size: int, total_bytes: int) -> None:
-        words = f"training a tokenizer of {vocab_size:,} tokens"
-        if not console.is_terminal:
-            console.print(words)
-        columns = TextColumn(words), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
-        self._bar = Progress(
-            *columns, console=console, disable=console.quiet or not console.is_terminal, transient=True
-        )
-        self._task = self._bar.add_task("", total=total_bytes, doing="reading")
+    The block is given what counts the texts that go through it.
+    """
+    words = f"training a tokenizer of {vocab_size:,} tokens"
+    if not console.is_terminal:
+        console.print(words)
+    columns = TextColumn(words), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
+    hidden = console.quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=total_bytes, doing="reading")
 
-    def reading(self, texts: Iterable[str]) -> Iterator[str]:
-        """The same texts, each counted when it is taken."""
-        for text in texts:
-            self._bar.advance(self._task, len(text))
-            yield text
-        self._bar.update(self._task, total=None, doing="finding merges")
+        def reading(texts: Iterable[str]) -> Iterator[str]:
+            for text in texts:
+                bar.advance(task, len(text))
+                yield text
+            bar.update(task, total=None, doing="finding merges")
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        yield reading
 
 
 class ProgressBar:

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
+from depthlm.files import usual_mode
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.hugging_face.native import native_config, native_type, their_name
 from depthlm.hugging_face.source import auto_map, write_code
@@ -129,8 +130,7 @@ def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
         for name, tensor in model.state_dict().items()
     }
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    # safetensors lets nobody else read it
-    (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
+    usual_mode(folder / WEIGHTS)
 
 
 def check_folder(folder: Path) -> None:

@@ -31,8 +31,8 @@ log = logging.getLogger("depthlm")
 def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
     """Train from `progress` to the plan's last step; False if a signal ended it earlier. A checkpoint ends both.
 
-    Raises DivergedError where bad numbers end the run, ValidationStopped where a signal ends a validation; all is saved
-    then.
+    Raises DivergedError where non-finite numbers end the run, ValidationStopped where a signal ends a validation; all
+    is saved then.
     """
     config, plan, engine = run.config, run.plan, run.engine
     watch = Stopwatch(progress.wall_seconds)

@@ -100,7 +100,7 @@ def test_what_is_no_run_or_has_no_checkpoint_is_refused(trained: Path, tmp_path:
     with pytest.raises(UserError, match="no run in it"):
         run(f"run={tmp_path}")
     shutil.copy(trained / "config.yaml", tmp_path)
-    with pytest.raises(UserError, match="no whole checkpoint"):
+    with pytest.raises(UserError, match="no checkpoint in it; train it first"):
         run(f"run={tmp_path}")
 
 

@@ -5,8 +5,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from depthlm.analysis.report.rows import Row
 from depthlm.analysis.report.tables import Table, cells
 from depthlm.analysis.runs import RunRecord
@@ -15,6 +13,7 @@ from depthlm.config.length import run_steps
 from depthlm.config.resolve import CHANGEABLE, is_silent
 from depthlm.config.schema import Config
 from depthlm.counts import count_text
+from depthlm.files import read_yaml
 
 # what the composing machine or its tokenizer decides, and what tells the points of one protocol apart
 APART = {"precision", "model", "seed", "import_from", "fork_from", "size.vocab_size", "experiment"}
@@ -90,12 +89,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def saved_config(directory: Path) -> dict[str, Any]:
     """The flat configuration of a run, {} where it is missing or torn."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        found = yaml.load((directory / "config.yaml").read_text(), Loader=loader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return flatten(found) if isinstance(found, dict) else {}
+    return flatten(read_yaml(directory / "config.yaml"))
 
 
 def trained_otherwise(run: RunRecord, config: Config) -> list[str]:

@@ -131,7 +131,7 @@ def test_bad_input(
     assert f"{file / 'below'}: cannot be written to" in told(f"run={trained}", "text=a", f"to={file / 'below'}")
     bare = tmp_path / "bare"
     shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("checkpoints"))
-    assert "no checkpoint in it; train it first" in told(f"run={bare}")
+    assert f"no checkpoint in it; python train.py run={bare} resume=retrain" in told(f"run={bare}")
 
 
 def test_a_run_whose_token_files_are_gone_is_told_so(
