@@ -25,13 +25,13 @@ from rich.table import Table
 
 import depthlm
 from depthlm.config import Config
-from depthlm.launchers import ranks
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
-from depthlm.training.engine import build_engine
+from depthlm.training.checkpoint.saving import Saver
+from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
-from depthlm.training.process_group import start_distributed
-from depthlm.training.saving import Saver
 
 FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
 SETTLE = 8.0

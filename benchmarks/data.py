@@ -31,11 +31,11 @@ from depthlm.config.schema import Data
 from depthlm.data import Batches, Manifest, TokenFiles, Tokenizer, documents, loader, prepare, text_files, train_bpe
 from depthlm.data.manifest import Shard
 from depthlm.data.tokenizers import parallel_tokenizers
-from depthlm.launchers import ranks
-from depthlm.training.engine import build_engine
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
+from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
-from depthlm.training.process_group import start_distributed
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6

@@ -25,10 +25,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthlm
-from depthlm import environment
 from depthlm.config import mechanisms
 from depthlm.evaluation import generate
 from depthlm.hugging_face.native import native_config, native_type, their_name
+from depthlm.machine import environment
 from depthlm.model import Decoder
 
 AGAIN = "vanilla again"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from depthlm import environment
-from depthlm.launchers import ranks
+from depthlm.distributed.launchers import ranks
+from depthlm.machine import environment
 
 Step = Callable[[], object]
 

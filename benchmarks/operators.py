@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthlm
+from depthlm.kernels.attention_residuals.reference import depth_attend
 from depthlm.kernels.backend import using
-from depthlm.kernels.depth_attend import depth_attend
-from depthlm.kernels.depth_merge import merged_attention
-from depthlm.kernels.depth_sums import gated_reads, weighted_reads
-from depthlm.kernels.depth_value_mix import depth_value_mix
-from depthlm.kernels.mhc_post_pre import mhc_post_pre
+from depthlm.kernels.depth_attention.reference import depth_value_mix
+from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
+from depthlm.kernels.mhc.reference import mhc_post_pre
+from depthlm.kernels.moda.merge import merged_attention
 from depthlm.model.connections.phases import READS
 
 TABLES = Path(__file__).parent / "tables" / "kernels"

@@ -9,7 +9,7 @@ import sys
 from typing import TypeVar
 
 import depthlm
-from depthlm.interrupts import quiet_interrupts
+from depthlm.distributed.interrupts import quiet_interrupts
 
 Schema = TypeVar("Schema")
 # what a command prints when it is interrupted, besides that it was
@@ -59,7 +59,7 @@ def summary(arguments: list[str], program: str) -> None:
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: at least 1")
-    from depthlm.analysis.summary import print_overhead, print_summary
+    from depthlm.accounting.summary import print_overhead, print_summary
     from depthlm.config import compose
 
     if parsed.overhead:
@@ -79,7 +79,7 @@ def report(arguments: list[str], program: str) -> None:
     )
     parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
     parsed = parser.parse_intermixed_args(arguments)
-    from depthlm.analysis.report import report as write_report
+    from depthlm.report import report as write_report
 
     write_report(parsed.overrides, parsed.config_dir)
 
@@ -107,7 +107,7 @@ def export(arguments: list[str], program: str) -> None:
 
 def inspect(arguments: list[str], program: str) -> None:
     """Draw what a trained run does along depth: its weights, maps and magnitudes, and write the arrays."""
-    from depthlm.analysis.inspection import Inspect, inspect_run
+    from depthlm.inspect import Inspect, inspect_run
 
     inspect_run(_read(program, Inspect, arguments))
 

@@ -3,7 +3,7 @@
 import torch
 
 from depthlm.config import Config
-from depthlm.config.mechanism import factories
+from depthlm.config.validate.mechanism import factories
 from depthlm.model import Decoder, initialize
 
 

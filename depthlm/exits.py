@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
-from depthlm.launchers import first_rank
 
 USER_MISTAKE = 2
 

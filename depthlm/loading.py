@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from depthlm.analysis.runs import SUMMARY
 from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.config.mechanism import check_target
 from depthlm.config.saved import check_trusted, load_config, targets
+from depthlm.config.validate.mechanism import check_target
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.training.checkpoints import WEIGHTS, newest_checkpoint, retrain
+from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
+from depthlm.runs.records import SUMMARY
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:

@@ -10,7 +10,8 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from depthlm.config import given_config_dir, sweep_points
+from depthlm.config import given_config_dir
+from depthlm.sweeps import sweep_points
 
 
 class PointsSweeper(Sweeper):
@@ -26,8 +27,8 @@ class PointsSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
         """Launch every point, in order, and show what became of each; exits with 1 where one failed."""
         # Hydra imports every plugin, also for help
-        from depthlm.analysis.points import print_points
-        from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
+        from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
+        from depthlm.sweeps.table import print_points
 
         assert self.launcher is not None
         points = sweep_points(arguments, self.config_dir)

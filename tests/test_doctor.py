@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from depthlm import environment
 from depthlm.doctor import machine, software
 from depthlm.doctor.command import doctor, examine, look_at
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
-from depthlm.gpu import Gpu
 from depthlm.locations import REPOSITORY
+from depthlm.machine import environment
+from depthlm.machine.gpu import Gpu
 
 OLD = Gpu(("/dev/nvidia0",), "470.57.02", (11, 4), "2.13.0", "13.0", "The NVIDIA driver on your system is too old")
 Usage = namedtuple("Usage", "total used free")
@@ -136,7 +136,7 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
 def test_variables_of_a_launcher_that_contradict_each_other_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("depthlm.launchers._told", ({}, None))
+    monkeypatch.setattr("depthlm.distributed.launchers._told", ({}, None))
     (item,) = machine.ranks()
     assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
 

@@ -79,8 +79,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     os.environ |= rank_variables(rank, port)
     import torch
 
-    from depthlm.launchers import ranks
-    from depthlm.training.process_group import start_distributed
+    from depthlm.distributed.launchers import ranks
+    from depthlm.distributed.process_group import start_distributed
 
     torch.set_num_threads(1)
     start_distributed(ranks())

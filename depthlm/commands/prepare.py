@@ -14,7 +14,7 @@ from rich.table import Table
 from depthlm.config import compose
 from depthlm.console import stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
-from depthlm.data.documents import REASONS
+from depthlm.data.corpora.documents import REASONS
 
 
 def main(arguments: list[str], program: str) -> None:

@@ -13,12 +13,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.analysis.points import STYLES
-from depthlm.analysis.runs import SUMMARY, read_run
 from depthlm.console import stdout_console
 from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.files import read_yaml
+from depthlm.runs.records import SUMMARY, read_run
+from depthlm.sweeps.table import STYLES
 
 # folders of a run, or beside runs, in which a config.yaml is no run's: snapshots of the code, and W&B's own files
 IGNORED = {".slurm", "wandb"}

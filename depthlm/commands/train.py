@@ -8,11 +8,11 @@ from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
+from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
 from depthlm.config import changes, compose, run_of
-from depthlm.config.command_line import CommandLine, check_command_line, read_command_line
+from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
-from depthlm.launchers import first_rank
 from depthlm.locations import CONF
 
 
@@ -51,24 +51,24 @@ def train_point(raw: DictConfig) -> float | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from depthlm.config import finish
+    from depthlm.config import resolve_and_check
     from depthlm.training import train
 
     application = HydraConfig.get()
     overrides = list(application.overrides.task)
     if application.mode == RunMode.RUN:
-        exit_on_mistake("train.py", lambda: sys.exit(train(finish(raw, overrides))))
+        exit_on_mistake("train.py", lambda: sys.exit(train(resolve_and_check(raw, overrides))))
     return point_of_sweep(raw, overrides)
 
 
 def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
     """Train one point; whatever goes wrong in it is printed and does not stop the others."""
-    from depthlm.analysis.runs import read_run
-    from depthlm.config import finish
+    from depthlm.config import resolve_and_check
+    from depthlm.runs.records import read_run
     from depthlm.training import FAILED, STOPPED, hand_back, train
 
     try:
-        config = finish(raw, overrides)
+        config = resolve_and_check(raw, overrides)
         code = train(config)
     except UserError as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -5,9 +5,9 @@ import types
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
-from depthlm.config.checks import fits
-from depthlm.config.errors import listed, nearest
-from depthlm.config.keys import Key, walk
+from depthlm.config.schema.keys import Key, walk
+from depthlm.config.validate.checks import fits
+from depthlm.config.validate.errors import listed, nearest
 from depthlm.counts import parse_count
 from depthlm.errors import UserError
 

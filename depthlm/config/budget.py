@@ -4,8 +4,8 @@ import math
 from collections.abc import Set
 from functools import partial
 
-from depthlm.config.length import run_steps
 from depthlm.config.schema import Config, Data
+from depthlm.config.schema.length import run_steps
 
 # of the standard library, as bytes; and the validation set in batches
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4

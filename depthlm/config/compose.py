@@ -9,14 +9,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.checks import check_fields, check_starts, check_together
-from depthlm.config.errors import ConfigError
-from depthlm.config.explain import explain_overrides, is_odd
 from depthlm.config.from_run import directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.resolve import resolve
 from depthlm.config.schema import Config
-from depthlm.config.sources import type_sources
+from depthlm.config.schema.sources import type_sources
+from depthlm.config.validate.checks import check_fields, check_starts, check_together
+from depthlm.config.validate.errors import ConfigError
+from depthlm.config.validate.explain import explain_overrides, is_odd
 from depthlm.locations import CONF
 
 
@@ -35,7 +35,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
         raw = raw_from_run(run, overrides, config_dir)
         if errors := check_fields(raw):
             raise ConfigError(errors)
-        return finish(raw, overrides, here)
+        return resolve_and_check(raw, overrides, here)
     with hydra_at_conf():
         try:
             raw = compose_raw(overrides, config_dir)
@@ -44,7 +44,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
             mistaken = True
         if mistaken and (errors := explain_overrides(overrides, config_dir, compose_raw)):
             raise ConfigError(errors)
-    return finish(raw, overrides, here)
+    return resolve_and_check(raw, overrides, here)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -53,7 +53,7 @@ def mechanisms(config_dir: str | Path | None = None) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "model").glob("*.yaml")})
 
 
-def finish(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Config:
+def resolve_and_check(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Config:
     """What was composed from these overrides: typed, resolved and checked across fields. Raises ConfigError."""
     run, own = run_of(overrides), own_overrides(overrides)
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own)}

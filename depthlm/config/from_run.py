@@ -11,13 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from depthlm.config.errors import ConfigError, nearest
-from depthlm.config.explain import OPEN, available_groups, explain_overrides, one_line
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
-from depthlm.config.keys import keys
 from depthlm.config.resolve import CHANGEABLE, LENGTHS, by_name, folder_name, run_name
 from depthlm.config.saved import check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
+from depthlm.config.schema.keys import keys
+from depthlm.config.validate.errors import ConfigError, nearest
+from depthlm.config.validate.explain import OPEN, available_groups, explain_overrides, one_line
 from depthlm.errors import UserError
 
 RUN, TRUST = "run=", "trust="

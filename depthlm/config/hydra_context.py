@@ -11,7 +11,7 @@ from hydra.core.singleton import Singleton
 from omegaconf import DictConfig
 
 from depthlm.config.schema import Config
-from depthlm.config.sources import open_names
+from depthlm.config.schema.sources import open_names
 from depthlm.locations import CONF
 
 ConfigStore.instance().store(name="schema", node=Config)

@@ -8,13 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from depthlm import environment
 from depthlm.config.budget import apply_budget
-from depthlm.config.experiment import Experiment
-from depthlm.config.keys import keys
 from depthlm.config.schema import Config
+from depthlm.config.schema.experiment import Experiment
+from depthlm.config.schema.keys import keys
 from depthlm.counts import parse_count
 from depthlm.data import is_on_hub, padded_vocab_size
+from depthlm.machine import environment
 
 # the user gives one of each group, and the default of the others steps back
 ALTERNATIVES = (

@@ -8,13 +8,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from depthlm.config.explain import one_line
 from depthlm.config.resolve import is_silent
 from depthlm.config.schema import Config, Model
-from depthlm.config.sources import type_sources
+from depthlm.config.schema.sources import type_sources
+from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
 
 FILE = "config.yaml"
+# modules of mechanisms that older runs name, and where their classes are now
+MOVED = {"depthlm.model.connections.cross_attention.": "depthlm.model.connections.deep_cross_attention."}
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
@@ -25,6 +27,11 @@ def saved_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
+    model = saved.get("model")
+    connection = model.get("connection") if isinstance(model, dict) else None
+    if isinstance(connection, dict) and isinstance(connection.get("_target_"), str):
+        for old, new in MOVED.items():
+            connection["_target_"] = connection["_target_"].replace(old, new)
     return saved  # type: ignore[return-value]
 
 

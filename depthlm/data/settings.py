@@ -7,10 +7,10 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from depthlm.data.documents import PIECE, PIECES
+from depthlm.data.corpora.documents import PIECE, PIECES
+from depthlm.data.corpora.sources import is_remote, train_sources, validation_sources
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERSION, Manifest
-from depthlm.data.sources import is_remote, train_sources, validation_sources
 from depthlm.data.tokenizers import is_on_hub, sample_bytes
 
 if TYPE_CHECKING:

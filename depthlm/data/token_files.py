@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from depthlm.data.corpora.sources import train_sources, validation_sources
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest, Shard, check_sizes
+from depthlm.data.preparation.split_writer import little_endian
 from depthlm.data.settings import check_settings, quota, token_folder
-from depthlm.data.sources import train_sources, validation_sources
-from depthlm.data.split_writer import little_endian
 from depthlm.data.tokenizers import Tokenizer
 
 if TYPE_CHECKING:

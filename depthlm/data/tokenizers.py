@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from depthlm.data.documents import pieces
+from depthlm.data.corpora.documents import pieces
+from depthlm.data.corpora.sources import train_sources
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
-from depthlm.data.sources import train_sources
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
@@ -89,7 +89,7 @@ class Tokenizer:
     @classmethod
     def from_hub(cls, name: str) -> "Tokenizer":
         """The tokenizer of a model on the hub. Raises DataError where it cannot be had."""
-        from depthlm.data.hub import hub_tokenizer
+        from depthlm.data.corpora.hub import hub_tokenizer
 
         return cls(hub_tokenizer(name), name)
 

@@ -5,11 +5,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from depthlm import environment, launchers
+from depthlm.distributed import launchers
 from depthlm.doctor.item import PROBLEM, WARNING, Item, gibibytes
 from depthlm.errors import UserError
-from depthlm.gpu import probe
-from depthlm.machine_memory import cgroup_limits
+from depthlm.machine import environment
+from depthlm.machine.gpu import probe
+from depthlm.machine.memory import cgroup_limits
 
 # below these, a small run may meet the limit
 LOW_MEMORY, LOW_SHARED_MEMORY, LOW_DISK = 2 * 2**30, 256 * 2**20, 5 * 2**30

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from depthlm import environment
 from depthlm.config import Config, ConfigError, compose
 from depthlm.doctor import machine, software
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
 from depthlm.kernels.backend import missing
-from depthlm.training.trackers import has_key
+from depthlm.machine import environment
+from depthlm.runs.trackers import has_key
 
 # seconds that W&B's server may take to answer
 REACH = 3.0

@@ -12,13 +12,13 @@ from rich.table import Table
 from depthlm.config import Config
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
-from depthlm.environment import DEVICES, usable_device
 from depthlm.errors import UserError
 from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
 from depthlm.fields import key
 from depthlm.files import replace_text
 from depthlm.loading import load_checkpoint
-from depthlm.training.trackers import start_tracker
+from depthlm.machine.environment import DEVICES, usable_device
+from depthlm.runs.trackers import start_tracker
 
 EVALUATION = "evaluation.json"
 

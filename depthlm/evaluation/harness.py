@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config import Config
-from depthlm.config.errors import nearest
+from depthlm.config.validate.errors import nearest
 from depthlm.errors import UserError
 from depthlm.evaluation.tasks import SUITES, Suite
 from depthlm.locations import install_command

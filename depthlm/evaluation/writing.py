@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from depthlm.data import Tokenizer
-from depthlm.environment import DEVICES, usable_device
 from depthlm.errors import UserError
 from depthlm.evaluation.generation import stream
 from depthlm.fields import key
 from depthlm.loading import load
+from depthlm.machine.environment import DEVICES, usable_device
 from depthlm.model import Decoder
 
 # of bytes that are no character yet

@@ -31,3 +31,8 @@ def parts(rows: int, step: int, x: Tensor) -> Iterator[slice]:
     """The rows that are worked on at a time. Where x is on meta the first `step` only: each part takes the same memory,
     which is all that can be asked there."""
     return (slice(i, i + step) for i in range(0, min(rows, step) if x.is_meta else rows, step))
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    """The tensors that are not None."""
+    return [x for x in tensors if x is not None]

@@ -30,6 +30,6 @@ def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 @triton.jit
-def loaded(ptr, at, inside):
+def load_fp32(ptr, at, inside):
     """In fp32, 0 outside."""
     return tl.load(ptr + at, inside, other=0.0).to(tl.float32)

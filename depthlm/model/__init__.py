@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from depthlm.lazy import lazy_attributes
-from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.connections.connection import Connection
@@ -19,8 +19,8 @@ __all__ = [
     "Decoder",
     "Loss",
     "Observer",
-    "Place",
     "Size",
+    "SublayerSpec",
     "compile_sublayers",
     "initialize",
     "optimizer_groups",

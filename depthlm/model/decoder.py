@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.backend import using
-from depthlm.model.attention.self_attention import AttentionFactory, Depth, Past
+from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory, DepthKV
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
 from depthlm.model.documents import find_documents
 from depthlm.model.layer import REGIONS, Layer, Regions
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.observer import UNOBSERVED, Observer
-from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Loss(NamedTuple):
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
 
     tokens_bt -> embedding -> open -> [layer] * L * loops -> close -> final_norm -> head -> logits_btv
 
-    connection, attention: factories, called with (place, size, backbone).
+    connection, attention: factories, called with (spec, size, backbone).
     loops: passes through the same layers; each pass has connections of its own.
     activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
     kernels: which code the operators over depth run: auto, triton or torch (`depthlm.kernels.backend`).
@@ -63,16 +63,16 @@ class Decoder(nn.Module):
         self.end_of_text: int | None = None
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor], Loss] = head_and_loss
         depth = loops * size.num_layers
-        places = [Place(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
+        specs = [SublayerSpec(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
         self.embedding = Embedding(size, backbone)
-        places.append(Place(depth, "final", depth))
-        connections = [connection(place, size, backbone) for place in places]
+        specs.append(SublayerSpec(depth, "final", depth))
+        connections = [connection(spec, size, backbone) for spec in specs]
         for one in connections:
-            one.meet(connections)
+            one.link(connections)
         inputs = [c.num_inputs for c in connections]
         layers = [
             Layer(
-                attention(Place(i, "attention", size.num_layers, loops), size, backbone),
+                attention(SublayerSpec(i, "attention", size.num_layers, loops), size, backbone),
                 size,
                 backbone,
                 (inputs[2 * i], inputs[2 * i + 1]),
@@ -131,11 +131,11 @@ class Decoder(nn.Module):
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
         stream = self.connections[0].open(self.embedding(tokens_bt, positions))
-        depth: Depth = []
+        depth: DepthKV = []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections = self.connections[2 * position], self.connections[2 * position + 1]
-            past = Past(mask, partial(cache.update, position) if cache is not None else None)
+            past = AttentionContext(mask, partial(cache.update, position) if cache is not None else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 layer = partial(
                     checkpoint, layer, use_reentrant=False, context_fn=partial(_recomputation, self.kernels)
@@ -155,7 +155,7 @@ class Decoder(nn.Module):
     def read_alone(self) -> None:
         """Has every connection read with its own parameters alone, as it must where those of others are sharded."""
         for connection in self.connections:
-            connection.meet([connection])
+            connection.link([connection])
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
         """logits_btv."""

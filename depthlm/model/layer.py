@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from depthlm.model.attention.self_attention import Depth, Past, SelfAttention
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.layers import MLP, Norm, Rope
 from depthlm.model.observer import UNOBSERVED, Observer
@@ -36,28 +36,28 @@ class Layer(nn.Module):
     def forward(
         self,
         stream: Stream,
-        depth: Depth,
+        depth: DepthKV,
         connections: tuple[Connection, Connection],
         rope: Rope | None,
-        past: Past,
+        past: AttentionContext,
         observer: Observer = UNOBSERVED,
-    ) -> tuple[Stream, Depth]:
+    ) -> tuple[Stream, DepthKV]:
         for_attention, for_mlp = connections
 
         observer.read(for_attention, stream)
         inputs, carry = for_attention.read(stream)
         projected = self.regions.project(self, inputs, rope)
-        observer.attend(for_attention.place, self.attention, projected, depth, past)
+        observer.attend(for_attention.spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
         output_btd = self.regions.output(self, context)
-        observer.write(for_attention.place, output_btd)
+        observer.write(for_attention.spec, output_btd)
         stream = for_attention.write(stream, output_btd, carry)
 
         observer.read(for_mlp, stream)
         inputs, carry = for_mlp.read(stream)
         output_btd, seen_btd = self.regions.transform(self, inputs)
-        depth = self.attention.expose(seen_btd, rope, depth)
-        observer.write(for_mlp.place, output_btd)
+        depth = self.attention.after_mlp(seen_btd, rope, depth)
+        observer.write(for_mlp.spec, output_btd)
         return for_mlp.write(stream, output_btd, carry), depth
 
 

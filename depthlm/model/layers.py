@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthlm.kernels.cross_entropy.reference import linear_cross_entropy
 from depthlm.kernels.dtypes import compute_dtype, upcast
 from depthlm.kernels.functions import linear, rms_norm
-from depthlm.kernels.linear_cross_entropy import linear_cross_entropy
 from depthlm.model.shape import Backbone, Size
 
 Rope = tuple[Tensor, Tensor]

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from depthlm.model.attention.self_attention import Depth, Past, SelfAttention
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.place import Place
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Observer:
@@ -17,15 +17,20 @@ class Observer:
     def read(self, connection: Connection, stream: Stream) -> None:
         """A connection, also the final one, is about to read this stream.
 
-        `connection.settled(stream)` is what of it the mechanism's formula has.
+        `connection.materialize(stream)` is what of it the mechanism's formula has.
         """
 
     def attend(
-        self, place: Place, attention: SelfAttention, projected: tuple[Tensor, ...], depth: Depth, past: Past
+        self,
+        spec: SublayerSpec,
+        attention: SelfAttention,
+        projected: tuple[Tensor, ...],
+        depth: DepthKV,
+        past: AttentionContext,
     ) -> None:
         """An attention is about to attend, with these arguments of `SelfAttention.attend`."""
 
-    def write(self, place: Place, output_btd: Tensor) -> None:
+    def write(self, spec: SublayerSpec, output_btd: Tensor) -> None:
         """A connection is about to write this output of its sublayer."""
 
 

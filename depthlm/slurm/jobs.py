@@ -5,8 +5,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from depthlm.analysis.runs import COMPLETE, RUNNING, WAITING, read_run
 from depthlm.errors import UserError
+from depthlm.runs.records import COMPLETE, RUNNING, WAITING, read_run
 
 JOBS = "jobs.jsonl"
 # of a cluster that does not tell

@@ -6,9 +6,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from depthlm.environment import git_state
 from depthlm.errors import UserError
 from depthlm.locations import CONF, IS_CHECKOUT, PACKAGE, REPOSITORY
+from depthlm.machine.environment import git_state
 
 
 def next_snapshot(folder: Path) -> Path:

@@ -15,14 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from depthlm.analysis.points import print_points
-from depthlm.analysis.runs import COMPLETE, FAILED, WAITING, read_run
-from depthlm.config import Point, check_points
 from depthlm.config.arguments import described
 from depthlm.errors import UserError
+from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
 from depthlm.slurm.cluster import SETTINGS, Cluster, read_cluster
 from depthlm.slurm.jobs import max_array_size, queued_points, remember_jobs, submitted
 from depthlm.slurm.snapshot import next_snapshot, take_snapshot
+from depthlm.sweeps import Point, check_points
+from depthlm.sweeps.table import print_points
 
 HERE = Path(__file__).resolve().parent
 

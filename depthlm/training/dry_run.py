@@ -7,9 +7,9 @@ import torch
 
 from depthlm.config import Config
 from depthlm.data import Batches
-from depthlm.training.display import show_table
 from depthlm.training.loop import train_step
-from depthlm.training.metrics import peak_memory_gib
+from depthlm.training.monitoring.display import show_table
+from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.plan import Plan
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from depthlm.analysis import plot_loss
 from depthlm.data import Corpus
 from depthlm.evaluation import generate, perplexity
 from depthlm.files import replace_text
 from depthlm.model import Decoder
-from depthlm.training.describe import show_summary
-from depthlm.training.engine import autocast
+from depthlm.runs.loss_curve import plot_loss
+from depthlm.training.engine.deepspeed import autocast
 from depthlm.training.loop import Progress, Run
-from depthlm.training.metrics import peak_memory_gib
+from depthlm.training.monitoring.describe import show_summary
+from depthlm.training.monitoring.metrics import peak_memory_gib
 
 log = logging.getLogger("depthlm")
 

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from depthlm.config import Config
+from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.signals import StopRequest
 from depthlm.model.observer import UNOBSERVED, Observer
-from depthlm.training.agreement import on_any_rank
-from depthlm.training.bad_numbers import settle, spike_limit
-from depthlm.training.blocks import BlockMeter
-from depthlm.training.display import Bar, measured_text, row_text
-from depthlm.training.engine import loss_scale
-from depthlm.training.metrics import Stopwatch, finite, peak_memory_gib
+from depthlm.training.engine.deepspeed import loss_scale
+from depthlm.training.monitoring.display import Bar, measured_text, row_text
+from depthlm.training.monitoring.metrics import Stopwatch, finite, peak_memory_gib
+from depthlm.training.monitoring.profiling import Profiler
+from depthlm.training.monitoring.sublayer_norms import BlockMeter
+from depthlm.training.nonfinite import handle_nonfinite, spike_limit
 from depthlm.training.optimizers import set_learning_rate
 from depthlm.training.plan import Plan
-from depthlm.training.profiling import Profiler
 from depthlm.training.schedules import lr_factor
-from depthlm.training.signals import StopRequest
 from depthlm.training.state import Progress, Run
 from depthlm.training.validation import ValidationStopped
 
@@ -71,7 +71,7 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             progress.tokens += plan.tokens_per_step
             bar.step(progress.step)
             mark("agreeing")
-            settle(run, progress, nll, limit, scale)
+            handle_nonfinite(run, progress, nll, limit, scale)
             flags = (request.name is not None, run.saver.due(), run.saver.busy())
             stopping, due, writing = on_any_rank(flags, run.device)
             ending = stopping or progress.step == plan.last_step

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import torch
 
-from depthlm.analysis.memory import Memory, MemoryEstimator, UntracedError, largest
+from depthlm.accounting.memory import Memory, MemoryEstimator, UntracedError, largest
 from depthlm.config import Config
+from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
-from depthlm.launchers import Ranks
-from depthlm.machine_memory import process_bytes
+from depthlm.machine.memory import process_bytes
 
 log = logging.getLogger("depthlm")
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from depthlm.config import Config, ConfigError, run_steps, warmup_steps
-from depthlm.config.checks import check_steps
-from depthlm.launchers import Ranks
+from depthlm.config.validate.checks import check_steps
+from depthlm.distributed.launchers import Ranks
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,23 @@ from typing import Any
 
 import torch
 
-from depthlm import environment, launchers
-from depthlm.analysis import count_parameters, flops_per_token
-from depthlm.analysis.memory import Memory
-from depthlm.analysis.runs import BLOCKS
+from depthlm.accounting import count_parameters, flops_per_token
+from depthlm.accounting.memory import Memory
 from depthlm.build import build_model
 from depthlm.config import Config, prepare_command
 from depthlm.data import Batches, Corpus, check_prepared, loader, open_corpus, prepare
+from depthlm.distributed import launchers
+from depthlm.distributed.collectives import on_rank_0, smallest
+from depthlm.distributed.launchers import Ranks
+from depthlm.distributed.process_group import leave_distributed, start_distributed
+from depthlm.distributed.signals import STOPPED, StopRequest, end_on_signal, stop_on_signal
+from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
-from depthlm.launchers import Ranks
-from depthlm.machine_memory import available_memory
+from depthlm.machine import environment
+from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
-from depthlm.training.agreement import on_first_rank, smallest
-from depthlm.training.bad_numbers import DivergedError
-from depthlm.training.checkpoints import lost, retrain
-from depthlm.training.describe import derived, show_summary
-from depthlm.training.display import log_to, show_table, start_logging
-from depthlm.training.dry_run import dry_run
-from depthlm.training.engine import build_engine
-from depthlm.training.finish import final_losses, finish, show_sample
-from depthlm.training.import_weights import import_weights
-from depthlm.training.loop import train_steps
-from depthlm.training.memory_check import check_memory
-from depthlm.training.metrics import MetricsFile, peak_flops
-from depthlm.training.plan import Plan, make_plan
-from depthlm.training.process_group import leave_distributed, start_distributed
-from depthlm.training.restoring import Start, find_start, go_back, restore
-from depthlm.training.run_directory import (
+from depthlm.runs.checkpoints import lost, retrain
+from depthlm.runs.directory import (
     check_run_directory,
     check_shared,
     describe_run,
@@ -46,13 +36,24 @@ from depthlm.training.run_directory import (
     record_failure,
     write_failure,
 )
-from depthlm.training.saving import NotSavedError, Saver
-from depthlm.training.sharding import undo_sharding
-from depthlm.training.signals import STOPPED, StopRequest, end_on_signal, stop_on_signal
+from depthlm.runs.records import BLOCKS
+from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
+from depthlm.training.checkpoint.init_from import import_weights
+from depthlm.training.checkpoint.restoring import ResumePoint, find_resume_point, restore, rewind_to
+from depthlm.training.checkpoint.saving import NotSavedError, Saver
+from depthlm.training.dry_run import dry_run
+from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine.sharding import undo_sharding
+from depthlm.training.finish import final_losses, finish, show_sample
+from depthlm.training.loop import train_steps
+from depthlm.training.memory_check import check_memory
+from depthlm.training.monitoring.describe import derived, show_summary
+from depthlm.training.monitoring.display import log_to, show_table, start_logging
+from depthlm.training.monitoring.metrics import MetricsFile, peak_flops
+from depthlm.training.nonfinite import DivergedError
+from depthlm.training.plan import Plan, make_plan
 from depthlm.training.state import Run
-from depthlm.training.trackers import NoTracker, Tracker, start_tracker
 from depthlm.training.validation import ValidationStopped, diagnoser, validator
-from depthlm.training.watchdog import Watch, watch_ranks
 
 log = logging.getLogger("depthlm")
 
@@ -102,17 +103,17 @@ def train_together(config: Config, ranks: Ranks) -> int:
     return code
 
 
-def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -> int:
+def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Activity) -> int:
     """Train on the ranks that have joined; what is to be decided once, the first decides for all. Returns the code."""
     directory = Path(config.output_dir or "")
-    summary = on_first_rank(lambda: check_run_directory(config))
+    summary = on_rank_0(lambda: check_run_directory(config))
     if summary is not None and not config.dry_run:
         return show_complete(config, summary, ranks.rank)
     available = smallest(available_memory(device, ranks.local_world_size), device)
-    memory = on_first_rank(lambda: check_memory(config, ranks, device, available))
-    on_first_rank(lambda: check_prepared(config.data, partial(prepare_command, config)))
+    memory = on_rank_0(lambda: check_memory(config, ranks, device, available))
+    on_rank_0(lambda: check_prepared(config.data, partial(prepare_command, config)))
     watch.mark("preparing the data", 0, limited=False)
-    on_first_rank(lambda: prepare(config.data))
+    on_rank_0(lambda: prepare(config.data))
     watch.mark("starting", 0, limited=False)
     corpus = open_corpus(config.data)
     plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
@@ -131,13 +132,13 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Watch) -
         return train_from(None, config, ranks, plan, corpus, batches, device, watch, request, memory)
     with ExitStack() as held:
         request = held.enter_context(stop_on_signal(watch.report))
-        on_first_rank(lambda: held.enter_context(lock_run_directory(directory)))
+        on_rank_0(lambda: held.enter_context(lock_run_directory(directory)))
         # again: another process may have gone on with the run until now
-        summary = on_first_rank(lambda: check_run_directory(config))
+        summary = on_rank_0(lambda: check_run_directory(config))
         if summary is not None:
             return show_complete(config, summary, ranks.rank)
-        start = on_first_rank(lambda: find_start(config, plan, corpus.digest()))
-        on_first_rank(lambda: describe_run(config, ranks))
+        start = on_rank_0(lambda: find_resume_point(config, plan, corpus.digest()))
+        on_rank_0(lambda: describe_run(config, ranks))
         check_shared(directory, ranks.rank)
         if ranks.rank == 0:
             corpus.tokenizer.save(directory)
@@ -163,14 +164,14 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> int:
 
 
 def train_from(
-    start: Start | None,
+    start: ResumePoint | None,
     config: Config,
     ranks: Ranks,
     plan: Plan,
     corpus: Corpus,
     batches: Batches,
     device: torch.device,
-    watch: Watch,
+    watch: Activity,
     request: StopRequest,
     memory: Memory | None,
 ) -> int:
@@ -216,7 +217,7 @@ def train_from(
         batches=iter(steps),
         seen=batches.seen if len(corpus.train) > 1 else None,
         windows=lambda step: batches.windows(step - 1),
-        go_back=partial(go_back, config, plan, engine),
+        rewind_to=partial(rewind_to, config, plan, engine),
         validate=validator(config, plan, corpus, model, device, watch, request),
         diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,

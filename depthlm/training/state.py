@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from depthlm.config import Config
-from depthlm.training.metrics import MetricsFile
+from depthlm.distributed.watchdog import Activity
+from depthlm.runs.trackers import Tracker
+from depthlm.training.checkpoint.saving import Saver
+from depthlm.training.monitoring.metrics import MetricsFile
 from depthlm.training.plan import Plan
-from depthlm.training.saving import Saver
-from depthlm.training.trackers import Tracker
-from depthlm.training.watchdog import Watch
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Run:
 
     seen: of each source of a mixture after so many steps, its share of the samples and its epochs.
     windows: of each source, its windows in the whole batch of a step (from 1).
-    go_back: brings the engine back to the checkpoint of a step, and returns how far the run was; None where it cannot.
+    rewind_to: loads the checkpoint of a step into the engine and returns its progress; None where that fails.
         Collective.
     bad_batches, blocks: files as that of the metrics, for what is told of bad batches and measured of blocks.
     """
@@ -53,7 +53,7 @@ class Run:
     batches: Iterator[torch.Tensor]
     seen: Callable[[int], dict[str, tuple[float, float]]] | None
     windows: Callable[[int], dict[str, list[int]]]
-    go_back: Callable[[int], Progress | None]
+    rewind_to: Callable[[int], Progress | None]
     validate: Callable[[], dict[str, float | None]]
     diagnose: Callable[[], dict[str, float | None]]
     parameters: int
@@ -63,5 +63,5 @@ class Run:
     bad_batches: MetricsFile
     blocks: MetricsFile
     tracker: Tracker
-    watch: Watch
+    watch: Activity
     saver: Saver

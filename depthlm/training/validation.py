@@ -8,13 +8,13 @@ from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import Corpus, TokenFiles, validation_batches
+from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.signals import StopRequest
+from depthlm.distributed.watchdog import Activity
 from depthlm.evaluation import diagnose, perplexity, total_loss
 from depthlm.model import Decoder
-from depthlm.training.agreement import on_any_rank
-from depthlm.training.engine import autocast
+from depthlm.training.engine.deepspeed import autocast
 from depthlm.training.plan import Plan
-from depthlm.training.signals import StopRequest
-from depthlm.training.watchdog import Watch
 
 # batches between two times that several ranks ask each other whether to stop
 ASK_EVERY = 8
@@ -30,7 +30,7 @@ def validator(
     corpus: Corpus,
     model: Decoder,
     device: torch.device,
-    watch: Watch,
+    watch: Activity,
     request: StopRequest,
 ) -> Callable[[], dict[str, float | None]]:
     """A function that measures the mean loss (nats per token) and perplexity on each validation set; collective.
@@ -73,7 +73,7 @@ def diagnoser(
 
 
 def marked(
-    batches: Iterator[tuple[Tensor, Tensor]], watch: Watch, request: StopRequest, device: torch.device
+    batches: Iterator[tuple[Tensor, Tensor]], watch: Activity, request: StopRequest, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The same batches; each is progress. Raises ValidationStopped where a rank is to stop; collective."""
     ask_every = 1 if torch.distributed.get_world_size() == 1 else ASK_EVERY

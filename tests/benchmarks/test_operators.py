@@ -9,7 +9,7 @@ import depthlm
 from benchmarks import operators
 from benchmarks.operators import CASES, Make, Shape, difference, read_table, shape_of, step
 from depthlm.model.connections.attention_residuals import AttentionResiduals
-from depthlm.model.connections.cross_attention import GRN
+from depthlm.model.connections.deep_cross_attention import GRN
 from depthlm.model.connections.denseformer import DenseFormer
 
 TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
@@ -63,7 +63,7 @@ def test_a_difference_is_relative_to_the_largest_number_and_not_overlooked() -> 
 )
 def test_reads_and_sources_are_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
     decoder = depthlm.build_model(depthlm.compose(["size=1.5b", f"model={model}"], here=False), "meta")
-    middle = (x for x in decoder.modules() if isinstance(x, kind) and x.place.layer == decoder.size.num_layers // 2)
+    middle = (x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2)
     # a phase of its own is what a sublayer has that reads nothing
     first = next(x for x in middle if x.phase[0] is x and len(x.phase) > 1)
     reads = sum(getattr(x, "num_inputs", 1) for x in first.phase)

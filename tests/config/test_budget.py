@@ -2,9 +2,10 @@
 
 import pytest
 
-from depthlm.config import compose, run_steps, sweep_points, warmup_steps
+from depthlm.config import compose, run_steps, warmup_steps
 from depthlm.config.budget import divided, matrices
 from depthlm.config.schema import Config
+from depthlm.sweeps import sweep_points
 
 FORTY_EIGHT = ["size=1.5b", "training.max_steps=15625", "training.batch_size=1024", "data=pile", "precision=fp16"]
 MINE = "experiment=depth_attention/mixing_rule"

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.commands.command_line import read_command_line
 from depthlm.config import run_steps, warmup_steps
-from depthlm.config.command_line import read_command_line
-from depthlm.config.keys import keys
 from depthlm.config.resolve import run_name
+from depthlm.config.schema.keys import keys
 from depthlm.counts import parse_count
 from depthlm.locations import REPOSITORY
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.config import Config, Point, load_experiment, point_directory, run_steps, sweep_points
+from depthlm.config import Config, run_steps
 from depthlm.config.budget import matrices
 from depthlm.locations import REPOSITORY
+from depthlm.sweeps import Point, load_experiment, point_directory, sweep_points
 
 FOLDER = REPOSITORY / "conf/experiment"
 EXPERIMENTS = sorted(

@@ -7,10 +7,11 @@ import pytest
 from omegaconf import OmegaConf
 
 import depthlm
-from depthlm.config import Config, ConfigError, changes, check_points, sweep_points
-from depthlm.config.command_line import read_command_line
+from depthlm.commands.command_line import read_command_line
+from depthlm.config import Config, ConfigError, changes
 from depthlm.config.resolve import CHANGEABLE
 from depthlm.errors import UserError
+from depthlm.sweeps import check_points, sweep_points
 
 BASE = "outputs/default/base"
 

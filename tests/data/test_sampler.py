@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows, validation_batches
 from depthlm.data.permutation import key_of, permute
-from depthlm.data.split_writer import SplitWriter
+from depthlm.data.preparation.split_writer import SplitWriter
 
 KEYS = st.integers(0, 2**64 - 1)
 

@@ -23,7 +23,7 @@ from depthlm.data import (
     text_files,
     verify,
 )
-from depthlm.data.split_writer import SplitWriter
+from depthlm.data.preparation.split_writer import SplitWriter
 
 Local = Callable[..., Data]
 

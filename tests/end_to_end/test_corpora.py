@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from depthlm import compose
-from depthlm.analysis.runs import read_metrics
 from depthlm.config import prepare_command
 from depthlm.data import DataError, Manifest, Tokenizer, check_prepared, prepare, token_folders, verify
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..data.fake_hub import FakeHub, fake_hub
+from ..data.corpora.fake_hub import FakeHub, fake_hub
 from .corpora import Corpus, Mirrors, corpora, documents_of, kept
 
 CORPORA = corpora()

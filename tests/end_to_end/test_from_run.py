@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.analysis.runs import COMPLETE, read_run
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import COMPLETE, read_run
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:

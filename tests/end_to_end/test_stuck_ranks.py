@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.analysis.runs import read_metrics
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_metrics
 
 from ..two_ranks import free_port, rank_variables
 

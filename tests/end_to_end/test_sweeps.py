@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from depthlm.analysis.runs import read_metrics
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_metrics
 
 TRAIN = [sys.executable, str(REPOSITORY / "train.py")]
 FRAGILE = """from pathlib import Path

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from depthlm.analysis.runs import read_metrics
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_metrics
 
 TRAIN = [sys.executable, "train.py"]
 Overrides = Callable[..., list[str]]

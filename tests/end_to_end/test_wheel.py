@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import depthlm
-from depthlm.analysis.runs import COMPLETE, read_run
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import COMPLETE, read_run
 
 RUN = [
     "size=micro", "data=local", "data.source=texts", "data.path=tokens", "data.tokenizer=bytes", "tracker=none",

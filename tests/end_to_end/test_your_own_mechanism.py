@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import depthlm
-from depthlm.analysis.runs import read_metrics
 from depthlm.config import ConfigError
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_metrics
 
 PAGE = (REPOSITORY / "docs/your_own_mechanism.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)

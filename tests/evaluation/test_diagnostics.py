@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.analysis.runs import read_metrics
 from depthlm.evaluation import diagnose
+from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
 SHAPE = ["size=micro", "data.tokenizer=bytes"]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.analysis.runs import read_run
 from depthlm.config.arguments import read_arguments
 from depthlm.data import Manifest, Tokenizer, bytes_tokenizer, train_bpe
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
+from depthlm.runs.records import read_run
 from depthlm.training import train
 
 

@@ -116,7 +116,7 @@ def test_the_harness_knows_the_tasks_of_the_papers_and_their_metrics() -> None:
 
 def test_the_suites_have_the_names_that_the_experiments_read() -> None:
     for name, experiment in (("paper", "depth_attention/main"), ("moda", "moda/model_size")):
-        columns = depthlm.config.sweep.load_experiment(experiment, None).columns
+        columns = depthlm.sweeps.points.load_experiment(experiment, None).columns
         read = {column.metric for column in columns.values() if "_shot/" in column.metric}
         shots = {0: "zero", 5: "five"}
         tasks = [*SUITES[name].tasks, "average"]

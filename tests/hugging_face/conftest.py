@@ -13,7 +13,7 @@ from depthlm.config import Config
 from depthlm.data import bytes_tokenizer
 from depthlm.files import digest
 from depthlm.model import Decoder, initialize
-from depthlm.training.checkpoints import MANIFEST, NEEDED, WEIGHTS, checkpoint_path
+from depthlm.runs.checkpoints import MANIFEST, NEEDED, WEIGHTS, checkpoint_path
 
 from ..model.conftest import SHAPE
 

@@ -16,7 +16,7 @@ from depthlm.evaluation.generation import generate
 from depthlm.hugging_face import export
 from depthlm.hugging_face.pretrained import load_weights, read_pretrained
 from depthlm.model import Decoder
-from depthlm.training.import_weights import copy_weights
+from depthlm.training.checkpoint.init_from import copy_weights
 
 from ..model.conftest import PRESETS
 from .conftest import write_run
@@ -50,8 +50,8 @@ from .own_scale import scale
 
 
 class OwnConnection(Connection):
-    def __init__(self, place, size, backbone, factor: float = 0.5):
-        super().__init__(place, size, backbone)
+    def __init__(self, spec, size, backbone, factor: float = 0.5):
+        super().__init__(spec, size, backbone)
         self.factor = factor
 
     def read(self, stream: list[Tensor]):

@@ -115,16 +115,18 @@ def test_code_is_copied_with_its_imports_alone_changed(tmp_path: Path, monkeypat
     text = (
         "import math, json\nfrom typing import (\n    Any,\n)\n"
         "try:\n    import absent\nexcept ImportError:\n    pass\n"
-        "from depthlm.model.place import (\n    Place as Where,\n)\n"
+        "from depthlm.model.sublayer_spec import (\n    SublayerSpec as Where,\n)\n"
         "def f():\n    from .part import X\n    return X\n"
     )
     (package / "main.py").write_text(text)
     (tmp_path / "beside.py").write_text("from reader.main import f\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     texts = collect(["beside"])
-    assert texts.keys() == {"beside", "reader.main", "reader.part", "depthlm.model.place"}
+    assert texts.keys() == {"beside", "reader.main", "reader.part", "depthlm.model.sublayer_spec"}
     assert texts["beside"] == "from .reader_main import f\n"
-    expected = text.replace("from depthlm.model.place", "from .depthlm_model_place").replace(".part", ".reader_part")
+    expected = text.replace("from depthlm.model.sublayer_spec", "from .depthlm_model_sublayer_spec").replace(
+        ".part", ".reader_part"
+    )
     assert texts["reader.main"] == expected
 
 

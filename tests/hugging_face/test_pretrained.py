@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import depthlm
-from depthlm.analysis.runs import read_metrics
 from depthlm.config import ConfigError
 from depthlm.data import bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.hugging_face import export
 from depthlm.hugging_face.pretrained import load_weights, read_pretrained
+from depthlm.runs.records import read_metrics
 from depthlm.training import train
-from depthlm.training.import_weights import copy_weights
+from depthlm.training.checkpoint.init_from import copy_weights
 
 from ..two_ranks import TwoRanks, train_on_ranks
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depthlm.kernels.attention_residuals.reference import depth_attend
 from depthlm.kernels.backend import using
-from depthlm.kernels.depth_attend import depth_attend
-from depthlm.kernels.depth_sums import gated_reads, weighted_reads
+from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
 
 from .compiling import compile_kernels
 
-attend_ops = pytest.importorskip("depthlm.kernels.depth_attend_triton")
-sums_ops = pytest.importorskip("depthlm.kernels.depth_sums_triton")
+attend_ops = pytest.importorskip("depthlm.kernels.attention_residuals.triton")
+sums_ops = pytest.importorskip("depthlm.kernels.gated_residuals.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READS = ("attend", "weighted", "gated")
 
@@ -177,14 +177,14 @@ def test_the_kernels_compile_for_gpus() -> None:
     read_from = {"x_ptrs": sources, "query_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*fp32",
                  "start_lse_ptr": "*fp32", "out_ptr": "*fp32", "lse_ptr": "*fp32", **counts}  # fmt: skip
     backward = {**read_from, "grad_ptr": "*fp32", "grad_lse_ptr": "*fp32", "grad_x_ptrs": sources,
-                "parts_query_ptr": "*fp32", "parts_bias_ptr": "*fp32", "grad_start_ptr": "*fp32",
+                "partial_dq_ptr": "*fp32", "partial_dbias_ptr": "*fp32", "grad_start_ptr": "*fp32",
                 "grad_start_lse_ptr": "*fp32"}  # fmt: skip
     switches = {**sizes, "EPS": 1e-5, "NORMED": True, "BIAS": True, "START": True}
     compile_kernels(
         attend_ops.__name__, [("_forward", read_from, switches), ("_backward", backward, switches)], warps=16
     )
     sums = {"x_ptrs": sources, "weights_ptr": "*fp32", "gate_ptr": "*fp32", "start_ptr": "*fp32", "out_ptr": "*fp32",
-            "grad_ptr": "*fp32", "grad_x_ptrs": sources, "parts_ptr": "*fp32", "parts_gate_ptr": "*fp32",
+            "grad_ptr": "*fp32", "grad_x_ptrs": sources, "parts_ptr": "*fp32", "partial_dgate_ptr": "*fp32",
             **counts}  # fmt: skip
     kernels = [
         (name, sums, {**sizes, "GATED": gated, **({"START": True} if name == "_forward" else {})})

@@ -9,7 +9,7 @@ from depthlm.model.attention.depth_attention import DepthAttention
 from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
-from depthlm.model.connections.cross_attention import GRN
+from depthlm.model.connections.deep_cross_attention import GRN
 from depthlm.model.connections.denseformer import DenseFormer
 from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
 from depthlm.model.connections.laurel import Laurel

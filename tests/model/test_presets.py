@@ -10,8 +10,8 @@ from torch import Tensor
 import depthlm
 from depthlm.evaluation import generate
 from depthlm.model import Decoder, compile_sublayers
-from depthlm.model.attention.self_attention import Past
-from depthlm.model.place import Place
+from depthlm.model.attention.self_attention import AttentionContext
+from depthlm.model.sublayer_spec import SublayerSpec
 
 from .conftest import BACKBONES, CONF, PRESETS, SHAPE
 
@@ -84,7 +84,9 @@ def test_a_depth_mix_reads_each_position_alone(build: Any, attention: str) -> No
     for pair in changed:
         for x in pair:
             x[:, :, 3] += 1
-    (context, passed_on), (other, other_passed_on) = (layer.attend((q, k, v), d, Past()) for d in (depth, changed))
+    (context, passed_on), (other, other_passed_on) = (
+        layer.attend((q, k, v), d, AttentionContext()) for d in (depth, changed)
+    )
     moved = positions(context, other, dims=(0, 2))
     if attention == "moda":
         assert moved == [3]
@@ -342,5 +344,5 @@ def test_every_model_composes_at_every_size() -> None:
 
 def test_places_count_loops_for_connections_alone(build: Any) -> None:
     model = build("model.loops=3", "size.num_layers=2")
-    assert [c.place for c in model.connections][-1] == Place(6, "final", 6)
-    assert [layer.attention.place for layer in model.layers] == [Place(i, "attention", 2, 3) for i in range(2)]
+    assert [c.spec for c in model.connections][-1] == SublayerSpec(6, "final", 6)
+    assert [layer.attention.spec for layer in model.layers] == [SublayerSpec(i, "attention", 2, 3) for i in range(2)]

@@ -81,7 +81,7 @@ def test_a_stream_without_what_waits_is_that_of_reads_alone(build: Any, preset: 
     for model in (together, alone):
         stream, seen = model.connections[0].open(torch.ones(1, 2, 32)), []
         for i, connection in enumerate(model.connections[:-1]):
-            seen.append([x.detach() for x in connection.settled(stream)])
+            seen.append([x.detach() for x in connection.materialize(stream)])
             _, carry = connection.read(stream)
             stream = connection.write(stream, torch.full((1, 2, 32), float(i)), carry)
         streams.append(seen)

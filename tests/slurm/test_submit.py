@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from depthlm.config import sweep_points
 from depthlm.locations import REPOSITORY
+from depthlm.sweeps import sweep_points
 
 SUBMIT = [sys.executable, str(REPOSITORY / "slurm/submit.py")]
 

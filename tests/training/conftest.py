@@ -2,8 +2,8 @@
 
 import pytest
 
-from depthlm.launchers import ranks
-from depthlm.training.process_group import start_distributed
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
 
 
 @pytest.fixture
@@ -13,4 +13,4 @@ def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    monkeypatch.setattr("depthlm.config.checks._check_device", lambda config: [])
+    monkeypatch.setattr("depthlm.config.validate.checks._check_device", lambda config: [])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import depthlm
-from depthlm.analysis.runs import read_metrics
 from depthlm.model import Decoder
+from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.run import build_model, forget_the_run_before
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.analysis.runs import read_metrics
-from depthlm.launchers import ranks
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
+from depthlm.runs.records import read_metrics
 from depthlm.training import FAILED, train
-from depthlm.training.engine import build_engine, loss_scale
+from depthlm.training.engine.deepspeed import build_engine, loss_scale
+from depthlm.training.engine.sharding import whole_weights
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
-from depthlm.training.process_group import start_distributed
-from depthlm.training.sharding import whole_weights
 
 from .spoiled import train_spoiled
-from .test_bad_numbers import assert_same, bad_batches, manifest, weights
+from .test_nonfinite import assert_same, bad_batches, manifest, weights
 from .test_numbers import synthetic_tokens
 from .test_resume import curve
 

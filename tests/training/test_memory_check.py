@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.analysis.memory import MemoryEstimator
+from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
+from depthlm.distributed.launchers import ALONE, Ranks
 from depthlm.errors import UserError
-from depthlm.launchers import ALONE, Ranks
 from depthlm.training import memory_check, train
 from depthlm.training.memory_check import check_memory
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.analysis import MemoryEstimator
+from depthlm.accounting import MemoryEstimator
 from depthlm.config import Config
-from depthlm.launchers import ranks
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
 from depthlm.model import optimizer_groups
-from depthlm.training.engine import build_engine, deepspeed_settings
+from depthlm.training.engine.deepspeed import build_engine, deepspeed_settings
+from depthlm.training.engine.sharding import PLAIN_LINEAR, whole_weights
 from depthlm.training.loop import Progress, next_learning_rate, train_step
 from depthlm.training.optimizers import set_learning_rate
 from depthlm.training.plan import make_plan
-from depthlm.training.process_group import start_distributed
-from depthlm.training.sharding import PLAIN_LINEAR, whole_weights
 
 
 def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
@@ -265,7 +265,7 @@ def test_zero_3_with_every_weight_in_shards_gives_the_same_curve(
             settings["zero_optimization"][f"stage3_{name}"] = 0
         return settings
 
-    monkeypatch.setattr("depthlm.training.engine.deepspeed_settings", sharded)
+    monkeypatch.setattr("depthlm.training.engine.deepspeed.deepspeed_settings", sharded)
     start_distributed(ranks())
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
-from depthlm.analysis.runs import read_metrics
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import total_loss
-from depthlm.training import run, run_directory, train
+from depthlm.runs import directory as run_directory
+from depthlm.runs.records import read_metrics
+from depthlm.training import run, train
 
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
 
@@ -197,7 +198,7 @@ def test_a_looped_decoder_resumes_and_loads(small_run: Callable[..., list[str]],
 def test_two_processes_do_not_train_in_one_directory(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("depthlm.training.run_directory.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("depthlm.runs.directory.LOCK_SECONDS", 0.1)
     (tmp_path / "run").mkdir()
     with (tmp_path / "run/.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -236,7 +237,7 @@ def test_a_file_system_without_locks_is_told_and_trained_on(
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("depthlm.training.run_directory.SHARED_SECONDS", 0.1)
+    monkeypatch.setattr("depthlm.runs.directory.SHARED_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"rank 3 on .* does not see what the first rank has written there"):
         run_directory.check_shared(tmp_path, 3)
     (tmp_path / "config.yaml").touch()

@@ -10,7 +10,7 @@ import depthlm
 from depthlm.training import train
 
 from ..two_ranks import TwoRanks, train_on_ranks
-from .test_bad_numbers import assert_same, states, weights
+from .test_nonfinite import assert_same, states, weights
 from .test_resume import curve
 
 STEPS = 8

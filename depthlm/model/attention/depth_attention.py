@@ -7,12 +7,12 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and s
 import torch
 from torch import Tensor
 
+from depthlm.kernels.depth_attention.reference import depth_value_mix, depth_weights
 from depthlm.kernels.depth_reduce import weighted_sum
-from depthlm.kernels.depth_value_mix import depth_value_mix, depth_weights
-from depthlm.model.attention.self_attention import Depth, Past, SelfAttention, causal_attention
-from depthlm.model.place import Place
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class DepthAttention(SelfAttention):
@@ -36,7 +36,7 @@ class DepthAttention(SelfAttention):
 
     def __init__(
         self,
-        place: Place,
+        spec: SublayerSpec,
         size: Size,
         backbone: Backbone,
         stride: int | None = None,
@@ -44,14 +44,14 @@ class DepthAttention(SelfAttention):
         mixing: str = "softmax",
         mixes: str = "value",
     ):
-        super().__init__(place, size, backbone)
+        super().__init__(spec, size, backbone)
         check(
             at_least(1, stride=stride, optional=True),
             one_of(("anchored", "relative"), sources=sources),
             one_of(("softmax", "uniform"), mixing=mixing),
             one_of(("value", "key", "key_value"), mixes=mixes),
         )
-        self.stride = stride or max(1, place.num_layers // 2)
+        self.stride = stride or max(1, spec.num_layers // 2)
         self.anchored, self.mixing, self.objects = sources == "anchored", mixing, mixes.split("_")
 
     def source_layers(self, layer: int) -> range:
@@ -60,16 +60,16 @@ class DepthAttention(SelfAttention):
 
     def source_positions(self, passed: int) -> list[int]:
         """The unrolled positions of all that this layer reads, in the order of its weights, after so many layers."""
-        loop_start = passed - self.place.layer
-        inside = [loop_start + j for j in self.source_layers(self.place.layer)]
-        return [*inside, *range(self.place.layer, loop_start, self.place.num_layers)]
+        loop_start = passed - self.spec.layer
+        inside = [loop_start + j for j in self.source_layers(self.spec.layer)]
+        return [*inside, *range(self.spec.layer, loop_start, self.spec.num_layers)]
 
     def is_source(self) -> bool:
         """Whether a later pass or layer reads this one."""
-        later = range(self.place.layer + 1, self.place.num_layers)
-        return self.place.loops > 1 or any(self.place.layer in self.source_layers(layer) for layer in later)
+        later = range(self.spec.layer + 1, self.spec.num_layers)
+        return self.spec.loops > 1 or any(self.spec.layer in self.source_layers(layer) for layer in later)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
+    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
         # one entry a layer passed, empty where nobody reads it: its place in the list tells the layer and the loop
         sources = [depth[position] for position in self.source_positions(len(depth))]
@@ -97,9 +97,9 @@ class DepthAttention(SelfAttention):
 
     def num_mixed(self) -> float:
         """Sources and self that this layer mixes, as a mean over the loops; 0 where it has no source."""
-        inside = len(self.source_layers(self.place.layer))
-        counts = [inside + loop for loop in range(self.place.loops)]
-        return sum(count + 1 for count in counts if count) / self.place.loops
+        inside = len(self.source_layers(self.spec.layer))
+        counts = [inside + loop for loop in range(self.spec.loops)]
+        return sum(count + 1 for count in counts if count) / self.spec.loops
 
     def forward_flops(self, length: int, causal: bool) -> float:
         """The scores of sources and self, and the sum of each object that is mixed (appendix B.2)."""

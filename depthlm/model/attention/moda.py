@@ -5,12 +5,12 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 
 from torch import Tensor
 
-from depthlm.kernels.depth_merge import merged_attention
-from depthlm.model.attention.self_attention import Depth, Past, SelfAttention, causal_attention
+from depthlm.kernels.moda.merge import merged_attention
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
 from depthlm.model.layers import Linear, Rope
-from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Moda(SelfAttention):
@@ -31,7 +31,7 @@ class Moda(SelfAttention):
 
     def __init__(
         self,
-        place: Place,
+        spec: SublayerSpec,
         size: Size,
         backbone: Backbone,
         depth_kv: bool = True,
@@ -40,13 +40,13 @@ class Moda(SelfAttention):
         last_layer_kv: bool = False,
         slots: int | None = None,
     ):
-        super().__init__(place, size, backbone)
+        super().__init__(spec, size, backbone)
         check(
             boolean(depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv),
             at_least(1, slots=slots, optional=True),
         )
         self.depth_kv, self.slots = depth_kv, slots
-        read = place.layer < place.num_layers - 1 or place.loops > 1
+        read = spec.layer < spec.num_layers - 1 or spec.loops > 1
         self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
         # what each depth entry of a layer is made by, in their order
         self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
@@ -62,7 +62,7 @@ class Moda(SelfAttention):
             return projected
         return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
+    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
         if depth:
             context = merged_attention(q, *past.extend(k, v), depth, past.mask_b1ts).transpose(1, 2).flatten(2)
@@ -74,7 +74,7 @@ class Moda(SelfAttention):
             depth = self.keep(depth, k, v)
         return context, depth
 
-    def expose(self, mlp_input_btd: Tensor, rope: Rope | None, depth: Depth) -> Depth:
+    def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
         if not self.ffn_kv:
             return depth
         k_flat, v_flat = self.ffn_k_proj(mlp_input_btd), self.ffn_v_proj(mlp_input_btd)
@@ -84,15 +84,15 @@ class Moda(SelfAttention):
         """k_bkte and v_bkte of k_bt(ke) and v_bt(ke); the key gets the K-norm of this layer's attention."""
         return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
 
-    def keep(self, depth: Depth, k_bkte: Tensor, v_bkte: Tensor) -> Depth:
+    def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
         """The depth list with one more entry, and no more than `slots`."""
         depth = [*depth, (k_bkte, v_bkte)]
         return depth if self.slots is None else depth[-self.slots :]
 
     def num_entries(self) -> float:
         """Depth entries that this layer's queries see, as a mean over the loops."""
-        loops, layers = self.place.loops, self.place.num_layers
-        counts = [len(self.entry_kinds) * (loop * layers + self.place.layer) for loop in range(loops)]
+        loops, layers = self.spec.loops, self.spec.num_layers
+        counts = [len(self.entry_kinds) * (loop * layers + self.spec.layer) for loop in range(loops)]
         return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
 
     def forward_flops(self, length: int, causal: bool) -> float:
@@ -105,7 +105,7 @@ class Moda(SelfAttention):
 
     def held_values(self) -> float:
         """Projected keys and values, which are in no KV cache, as far as the last layer still sees them."""
-        newer = len(self.entry_kinds) * max(self.place.num_layers - 2 - self.place.layer, 0)
+        newer = len(self.entry_kinds) * max(self.spec.num_layers - 2 - self.spec.layer, 0)
         kept = self.ffn_kv + self.attn_kv
         if self.slots is not None:
             kept = (self.ffn_kv and newer < self.slots) + (self.attn_kv and newer + self.ffn_kv < self.slots)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from depthlm.model.cache import causal_mask
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
-from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
-Depth = list[tuple[Tensor, ...]]
+DepthKV = list[tuple[Tensor, ...]]
 
 
-class Past(NamedTuple):
+class AttentionContext(NamedTuple):
     """What the new tokens see of the sequence.
 
     mask_b1ts: true where a token sees another of its own document; None: it sees itself and all before it.
@@ -42,14 +42,14 @@ class SelfAttention(nn.Module):
                                                depth, of the layers below
 
     A layer calls, in this order, `project` and `output` (matrix products; compiled where compiling is on, so neither
-    may touch the depth list), and between them `attend`, where a mechanism does its work. `expose` follows the MLP and
-    is given what it saw. The depth list holds tuples of tensors of this forward pass, in the order in which layers
-    appended them; it is copied, never changed in place.
+    may touch the depth list), and between them `attend`, where a mechanism does its work. `after_mlp` follows the MLP
+    and is given the MLP's input. The depth list holds tuples of tensors of this forward pass, in the order in which
+    layers appended them; it is copied, never changed in place.
     """
 
-    def __init__(self, place: Place, size: Size, backbone: Backbone):
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
-        self.place = place
+        self.spec = spec
         self.num_heads, self.num_kv_heads, self.head_size = size.num_heads, size.num_kv_heads, size.head_size
         self.qk_norm = backbone.qk_norm
         q_width, kv_width = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
         k = self.rotate(self.k_proj(k_in), self.k_norm if self.qk_norm != "none" else None, rope)
         return q, k, self.heads(self.v_proj(v_in)).transpose(1, 2)
 
-    def attend(self, projected: tuple[Tensor, ...], depth: Depth, past: Past) -> tuple[Tensor, Depth]:
+    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         """context_bt(he) and the depth list for the layers above."""
         q, k, v = projected
         return causal_attention(q, k, v, past), depth
@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
         """output_btd of context_bt(he)."""
         return self.o_proj(context)
 
-    def expose(self, mlp_input_btd: Tensor, rope: Rope | None, depth: Depth) -> Depth:
+    def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
         """The depth list after the MLP of this layer, given what that MLP sees."""
         return depth
 
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
         return 0.0
 
 
-def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Past) -> Tensor:
+def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: AttentionContext) -> Tensor:
     """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included.
 
     Those of other documents are left out.
@@ -131,4 +131,4 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Past)
 class AttentionFactory(Protocol):
     """A class of attentions, with its own settings bound (`functools.partial`)."""
 
-    def __call__(self, place: Place, size: Size, backbone: Backbone) -> SelfAttention: ...
+    def __call__(self, spec: SublayerSpec, size: Size, backbone: Backbone) -> SelfAttention: ...

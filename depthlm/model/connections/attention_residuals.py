@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.depth_attend import depth_attend
+from depthlm.kernels.attention_residuals.reference import depth_attend
 from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.connections.phases import READS, phase_of
-from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class AttentionResiduals(Connection):
@@ -33,7 +33,7 @@ class AttentionResiduals(Connection):
 
     def __init__(
         self,
-        place: Place,
+        spec: SublayerSpec,
         size: Size,
         backbone: Backbone,
         block_size: int | None = None,
@@ -41,17 +41,17 @@ class AttentionResiduals(Connection):
         mixing: str = "softmax",
         key_norm: bool = True,
     ):
-        super().__init__(place, size, backbone)
+        super().__init__(spec, size, backbone)
         check(
             at_least(1, block_size=block_size, optional=True),
             one_of(("static", "input_dependent"), query=query),
             one_of(("softmax", "sigmoid", "scalars"), mixing=mixing),
             boolean(key_norm=key_norm),
         )
-        self.block_size = block_size or default_block_size(place)
+        self.block_size = block_size or default_block_size(spec)
         self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
-        self.num_sources = 1 + -(-place.sublayer // self.block_size)
-        self.begins_block = place.sublayer % self.block_size == 0
+        self.num_sources = 1 + -(-spec.sublayer // self.block_size)
+        self.begins_block = spec.sublayer % self.block_size == 0
         self.two_phase = query == "static" and mixing == "softmax"
         self.phase: list[AttentionResiduals] = [self]
         if mixing == "scalars":
@@ -68,7 +68,7 @@ class AttentionResiduals(Connection):
         # a zero query makes the first h the mean of the sources, as the paper asks
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
 
-    def meet(self, connections: Sequence[Connection]) -> None:
+    def link(self, connections: Sequence[Connection]) -> None:
         if self.two_phase:
             self.phase = phase_of(self, [c for c in connections if isinstance(c, AttentionResiduals)], READS)
 
@@ -102,7 +102,7 @@ class AttentionResiduals(Connection):
         # in the embedding's type, as a residual stream
         return [*blocks, running_sum.to(sources[0].dtype) + output_btd, *carry]
 
-    def settled(self, stream: Stream) -> Stream:
+    def materialize(self, stream: Stream) -> Stream:
         return stream[: self.num_sources]
 
     def forward_flops(self, length: int, causal: bool) -> float:
@@ -123,13 +123,13 @@ class AttentionResidualsRecency(Connection):
     block_size: sublayers between snapshots; None: ceil(2L / 8).
     """
 
-    def __init__(self, place: Place, size: Size, backbone: Backbone, block_size: int | None = None):
-        super().__init__(place, size, backbone)
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, block_size: int | None = None):
+        super().__init__(spec, size, backbone)
         check(at_least(1, block_size=block_size, optional=True))
-        self.block_size = block_size or default_block_size(place)
+        self.block_size = block_size or default_block_size(spec)
         self.eps = backbone.norm_eps
-        self.num_sources = 2 + self.snapshots(place.layer)
-        self.takes_snapshot = place.kind == "mlp" and self.snapshots(place.layer + 1) > self.snapshots(place.layer)
+        self.num_sources = 2 + self.snapshots(spec.layer)
+        self.takes_snapshot = spec.kind == "mlp" and self.snapshots(spec.layer + 1) > self.snapshots(spec.layer)
         self.phase: list[AttentionResidualsRecency] = [self]
         self.query = nn.Parameter(torch.empty(size.hidden_size))
         self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
@@ -145,7 +145,7 @@ class AttentionResidualsRecency(Connection):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0}[name])
 
-    def meet(self, connections: Sequence[Connection]) -> None:
+    def link(self, connections: Sequence[Connection]) -> None:
         self.phase = phase_of(self, [c for c in connections if isinstance(c, AttentionResidualsRecency)], READS)
 
     def open(self, embedding_btd: Tensor) -> Stream:
@@ -171,7 +171,7 @@ class AttentionResidualsRecency(Connection):
             blocks = [*blocks, running_sum]
         return [*blocks, running_sum, *carry]
 
-    def settled(self, stream: Stream) -> Stream:
+    def materialize(self, stream: Stream) -> Stream:
         return stream[: self.num_sources]
 
     def forward_flops(self, length: int, causal: bool) -> float:
@@ -215,9 +215,9 @@ def read_phase(
     return h_btd, [*later, lse_sbt] if later else []
 
 
-def default_block_size(place: Place) -> int:
+def default_block_size(spec: SublayerSpec) -> int:
     """Eight blocks, the paper's recommendation; the last may be short."""
-    return -(-2 * place.num_layers // 8)
+    return -(-2 * spec.num_layers // 8)
 
 
 def read_flops(size: Size, num_sources: int, scored: bool = True) -> float:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from depthlm.model.place import Place
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 Stream = list[Tensor]
 Inputs = tuple[Tensor, ...]
@@ -31,16 +31,16 @@ class Connection(nn.Module):
     `depthlm.model.initialization`), needed as soon as the connection owns parameters.
     """
 
-    def __init__(self, place: Place, size: Size, backbone: Backbone):
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
-        self.place, self.size = place, size
+        self.spec, self.size = spec, size
 
     @property
     def num_inputs(self) -> int:
         """Inputs that `read` gives: 1, or 3 for q, k and v of an attention, each then with a norm of its own."""
         return 1
 
-    def meet(self, connections: "Sequence[Connection]") -> None:
+    def link(self, connections: "Sequence[Connection]") -> None:
         """Is called when a decoder has made all its connections, for reads that are made together with those of other
         sublayers; or with this one alone, where its parameters alone are at hand."""
 
@@ -56,7 +56,7 @@ class Connection(nn.Module):
         """The stream after this sublayer. Every connection defines it."""
         raise NotImplementedError(f"{type(self).__name__} defines no write(stream, output_btd, carry)")
 
-    def settled(self, stream: Stream) -> Stream:
+    def materialize(self, stream: Stream) -> Stream:
         """What this stream has by the mechanism's formula when its sublayer is about to read: without what was read
         ahead, and with what is yet to be written."""
         return stream
@@ -82,4 +82,4 @@ class Connection(nn.Module):
 class ConnectionFactory(Protocol):
     """A class of connections, with its own settings bound (`functools.partial`)."""
 
-    def __call__(self, place: Place, size: Size, backbone: Backbone) -> Connection: ...
+    def __call__(self, spec: SublayerSpec, size: Size, backbone: Backbone) -> Connection: ...

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.depth_sums import weighted_reads
+from depthlm.kernels.gated_residuals.reference import weighted_reads
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.connections.phases import READS, phase_of
-from depthlm.model.place import Place
 from depthlm.model.settings import at_least, check
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class DenseFormer(Connection):
@@ -27,26 +27,24 @@ class DenseFormer(Connection):
     dilation: the average reads only the X_j with j = i modulo dilation.
     """
 
-    def __init__(self, place: Place, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):
-        super().__init__(place, size, backbone)
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, period: int = 1, dilation: int = 1):
+        super().__init__(spec, size, backbone)
         check(at_least(1, period=period, dilation=dilation))
-        if period > place.num_layers:
-            raise ValueError(f"period={period}: the {place.num_layers} layers end before the first average")
-        if dilation > place.num_layers:
-            raise ValueError(
-                f"dilation={dilation}: no average of {place.num_layers} layers reads that far below itself"
-            )
-        block = place.layer + 1
+        if period > spec.num_layers:
+            raise ValueError(f"period={period}: the {spec.num_layers} layers end before the first average")
+        if dilation > spec.num_layers:
+            raise ValueError(f"dilation={dilation}: no average of {spec.num_layers} layers reads that far below itself")
+        block = spec.layer + 1
         self.sources: range | None = None
         self.phase, self.dilation = [self], dilation
-        if place.kind == "mlp" and block % period == 0:
+        if spec.kind == "mlp" and block % period == 0:
             self.sources = range(block % dilation, block + 1, dilation)
             self.a = nn.Parameter(torch.empty(len(self.sources)))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor[-1] = 1.0  # Y_i = X_i: the decoder starts as vanilla
 
-    def meet(self, connections: Sequence[Connection]) -> None:
+    def link(self, connections: Sequence[Connection]) -> None:
         averages = [c for c in connections if isinstance(c, DenseFormer) and c.sources]
         # with a dilation neighbours read different sources
         self.phase = phase_of(self, averages, READS if self.dilation == 1 else 1) if self.sources else [self]
@@ -55,12 +53,12 @@ class DenseFormer(Connection):
         return [embedding_btd, embedding_btd]
 
     def read(self, stream: Stream) -> tuple[Inputs, None]:
-        return (stream[self.place.layer + 1],), None
+        return (stream[self.spec.layer + 1],), None
 
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
-        block = self.place.layer + 1
+        block = self.spec.layer + 1
         history, h, waiting = stream[:block], stream[block] + output_btd, stream[block + 1 :]
-        if self.place.kind == "attention":
+        if self.spec.kind == "attention":
             return [*history, h, *waiting]
         history = [*history, h]
         if self.sources is None:
@@ -80,8 +78,8 @@ class DenseFormer(Connection):
             y = y.clone()
         return [y, *later]
 
-    def settled(self, stream: Stream) -> Stream:
-        return stream[: self.place.layer + 2]
+    def materialize(self, stream: Stream) -> Stream:
+        return stream[: self.spec.layer + 2]
 
     def forward_flops(self, length: int, causal: bool) -> float:
         return 2.0 * self.size.hidden_size * len(self.sources or ())

@@ -15,12 +15,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.mhc_post_pre import Pending, mhc_maps, mhc_post_pre, write_streams
-from depthlm.kernels.streams import mix_streams, normed_projection, read_streams
+from depthlm.kernels.mhc.reference import Pending, mhc_maps, mhc_post_pre, write_streams
+from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams
 from depthlm.model.connections.connection import Connection, Inputs, Stream
-from depthlm.model.place import Place
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 COLLAPSES = ("mean", "sum", "learned")
 
@@ -37,18 +37,18 @@ class HyperConnections(Connection):
 
     def __init__(
         self,
-        place: Place,
+        spec: SublayerSpec,
         size: Size,
         backbone: Backbone,
         num_streams: int = 4,
         dynamic: bool = True,
         collapse: str = "mean",
     ):
-        super().__init__(place, size, backbone)
+        super().__init__(spec, size, backbone)
         check(at_least(1, num_streams=num_streams), boolean(dynamic=dynamic), one_of(COLLAPSES, collapse=collapse))
         self.num_streams, self.dynamic, self.eps = num_streams, dynamic, backbone.norm_eps
         n, d = num_streams, size.hidden_size
-        self.collapse = Collapse(n, collapse) if place.kind == "final" else None
+        self.collapse = Collapse(n, collapse) if spec.kind == "final" else None
         if self.collapse is not None:
             return
         self.static_pre = nn.Parameter(torch.empty(n))
@@ -61,7 +61,7 @@ class HyperConnections(Connection):
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "static_pre":
-            tensor[self.place.sublayer % self.num_streams] = 1.0
+            tensor[self.spec.sublayer % self.num_streams] = 1.0
         elif name == "static_res":
             tensor.fill_diagonal_(1.0)
         else:
@@ -128,17 +128,17 @@ class ManifoldHyperConnections(Connection):
 
     def __init__(
         self,
-        place: Place,
+        spec: SublayerSpec,
         size: Size,
         backbone: Backbone,
         num_streams: int = 4,
         iterations: int = 20,
         collapse: str = "mean",
     ):
-        super().__init__(place, size, backbone)
+        super().__init__(spec, size, backbone)
         check(at_least(1, num_streams=num_streams, iterations=iterations), one_of(COLLAPSES, collapse=collapse))
         self.num_streams, self.iterations, self.eps = num_streams, iterations, backbone.norm_eps
-        self.collapse = Collapse(num_streams, collapse) if place.kind == "final" else None
+        self.collapse = Collapse(num_streams, collapse) if spec.kind == "final" else None
         if self.collapse is not None:
             return
         n, width = num_streams, num_streams * size.hidden_size
@@ -183,7 +183,7 @@ class ManifoldHyperConnections(Connection):
         x_btnd, pending = _pending(stream)
         return x_btnd if pending is None else write_streams(x_btnd, pending)
 
-    def settled(self, stream: Stream) -> Stream:
+    def materialize(self, stream: Stream) -> Stream:
         return [self.streams(stream)]
 
     def close(self, stream: Stream) -> Tensor:

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from depthlm.kernels.depth_reduce import weighted_sum
 from depthlm.model.connections.connection import Connection, Inputs, Stream
-from depthlm.model.place import Place
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Laurel(Connection):
@@ -28,12 +28,12 @@ class Laurel(Connection):
     """
 
     def __init__(
-        self, place: Place, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3
+        self, spec: SublayerSpec, size: Size, backbone: Backbone, variant: str = "pa", rank: int = 8, last_k: int = 3
     ):
-        super().__init__(place, size, backbone)
+        super().__init__(spec, size, backbone)
         check(one_of(("rw", "lr", "pa"), variant=variant), at_least(1, rank=rank, last_k=last_k))
         self.variant, self.rank, self.last_k = variant, rank, last_k
-        if place.kind == "final":
+        if spec.kind == "final":
             return
         if variant == "rw":
             self.alpha = nn.Parameter(torch.empty(1))
@@ -42,7 +42,7 @@ class Laurel(Connection):
         self.down = nn.Parameter(torch.empty(rank, size.hidden_size))
         self.up = nn.Parameter(torch.empty(size.hidden_size, rank))
         if variant == "pa":
-            self.gamma = nn.Parameter(torch.empty(min(last_k, place.sublayer + 1)))
+            self.gamma = nn.Parameter(torch.empty(min(last_k, spec.sublayer + 1)))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "down":

@@ -1,0 +1,22 @@
+"""Accounting: parameters, FLOPs and memory of a decoder, and what its mechanism adds to them."""
+
+from typing import TYPE_CHECKING
+
+from depthlm.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from depthlm.accounting.flops import flops_per_token
+    from depthlm.accounting.memory import Memory, MemoryEstimator
+    from depthlm.accounting.parameters import count_parameters
+
+__all__ = ["Memory", "MemoryEstimator", "count_parameters", "flops_per_token"]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "Memory": "memory",
+        "MemoryEstimator": "memory",
+        "count_parameters": "parameters",
+        "flops_per_token": "flops",
+    },
+)

@@ -1,0 +1,173 @@
+"""`python -m depthlm summary`: what a configuration costs, before anything is built."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from depthlm.accounting.flops import flops_per_token
+from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
+from depthlm.accounting.overhead import Overhead, overhead
+from depthlm.accounting.parameters import count_parameters
+from depthlm.build import build_model
+from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
+from depthlm.console import stdout_console
+from depthlm.errors import UserError
+
+# memory of common GPUs, in GB of 10^9 bytes: what theirs has beyond is CUDA's own
+GPUS = (80, 141)
+
+
+def summarize(config: Config, gpus: int) -> dict[str, Any]:
+    """Parameters by part, FLOPs per token, tokens, and bytes on each of `gpus` GPUs for every ZeRO stage.
+
+    The activations are those of one micro-batch; where none is given, of the batch's share of one GPU. With them, the
+    largest micro-batch for each memory of GPUS. Raises UserError where the decoder cannot be traced.
+    """
+    model = build_model(config, "meta")
+    training = config.training
+    counts = count_parameters(model)
+    flops = flops_per_token(model, training.sequence_length)
+    steps = run_steps(config)
+    micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
+    memory, largest_sizes = memory_per_gpu(config, gpus, micro_batch_size)
+    return {
+        "model": config.model.name,
+        "backbone": config.backbone.name,
+        "size": config.size.name,
+        "parameters": counts,
+        "flops_per_token": round(flops.training),
+        "forward_flops_per_token": round(flops.forward),
+        "extra": extra(overhead(model)),
+        "sequence_length": training.sequence_length,
+        "steps": steps,
+        "tokens": steps and steps * training.batch_size * training.sequence_length,
+        "gpus": gpus,
+        "precision": config.precision.name,
+        "micro_batch_size": micro_batch_size,
+        "memory_per_gpu": memory,
+        "largest_micro_batch_size": largest_sizes,
+    }
+
+
+def memory_per_gpu(
+    config: Config, gpus: int, micro_batch_size: int
+) -> tuple[dict[str, float], dict[str, dict[str, int | None]]]:
+    """By ZeRO stage, the bytes on each GPU; and by ZeRO stage and GB of a GPU, the largest micro-batch (sequences),
+    None where one sequence is too many."""
+    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 2 * micro_batch_size))
+    share = max(1, config.training.batch_size // gpus)
+
+    def total(stage: int, size: int) -> float:
+        return estimator.estimate(stage, gpus, size, max(1, share // size)).total
+
+    try:
+        memory = {f"zero{stage}": total(stage, micro_batch_size) for stage in range(4)}
+    except UntracedError as error:
+        raise UserError(str(error)) from None
+    sizes = range(1, 2**16)
+    most = {
+        f"zero{stage}": {f"{gb}GB": largest(sizes, gb * 1e9, partial(total, stage)) for gb in GPUS}
+        for stage in range(4)
+    }
+    return memory, most
+
+
+def print_summary(config: Config, gpus: int, as_json: bool) -> None:
+    """Print the summary of a configuration, as tables or as JSON (bytes, counts)."""
+    summary = summarize(config, gpus)
+    if as_json:
+        print(json.dumps(summary, indent=1))
+        return
+    console = stdout_console()
+    title = f"{summary['model']}, backbone {summary['backbone']}, size {summary['size']}"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
+    table.add_column("parameters")
+    table.add_column("", justify="right")
+    table.add_column("share", justify="right")
+    total = summary["parameters"]["total"]
+    for part, count in summary["parameters"].items():
+        if part == "total":
+            table.add_section()
+        if count:
+            table.add_row(part, f"{count:,}", f"{count / total:.1%}")
+    console.print(table)
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_row("FLOPs per token, forward", f"{summary['forward_flops_per_token']:.4g}")
+    table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
+    for name, text in overhead_texts(summary["extra"]).items():
+        table.add_row(f"beyond vanilla, forward: {name}", text)
+    if summary["steps"] is not None:
+        table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
+        table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
+    console.print(table)
+    setting = (
+        f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
+    )
+    console.print(f"memory per GPU: {setting}")
+    table = Table(box=box.SIMPLE)
+    table.add_column("")
+    for column in ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS)):
+        table.add_column(column, justify="right")
+    for name, size in summary["memory_per_gpu"].items():
+        most = (str(n or "none") for n in summary["largest_micro_batch_size"][name].values())
+        table.add_row(name, f"{size / 2**30:.2f} GiB", *most)
+    console.print(table)
+
+
+def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
+    """Print what every mechanism of conf/model costs beyond vanilla (Depth-Attention, Table 2), as a table or as JSON.
+
+    overrides: of everything but the mechanism. Raises ConfigError for an override of it.
+    """
+    taken = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
+    taken = [override for override in taken if not override.startswith("model.loops=")]
+    if taken:
+        raise ConfigError([f"{override}: --overhead goes through every mechanism; leave it out" for override in taken])
+    names = [name for name in mechanisms(config_dir) if name != "vanilla"]
+    costs = {}
+    for name in track(names, "mechanisms", console=Console(stderr=True), transient=True):
+        config = compose([*overrides, f"model={name}"], config_dir, here=False)
+        costs[name] = extra(overhead(build_model(config, "meta")))
+    if as_json:
+        print(json.dumps(costs, indent=1))
+        return
+    size = config.size.name
+    title = f"Beyond vanilla, size {size}\n"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
+    table.add_column("mechanism", min_width=max(map(len, names)))
+    for column in overhead_texts(costs[names[0]]):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in names:
+        table.add_row(name, *overhead_texts(costs[name]).values())
+    stdout_console().print(table)
+
+
+def extra(cost: Overhead) -> dict[str, int]:
+    """An overhead under its public names."""
+    return {name: round(value) for name, value in asdict(cost).items()}
+
+
+def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
+    """An overhead as people read it: column and value."""
+    return {
+        "parameters": f"{cost['parameters']:,}",
+        "FLOPs/token": f"{cost['flops_per_token']:.2e}",
+        "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
+        "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
+    }
+
+
+def _bytes_text(count: float) -> str:
+    if count < 2**20:
+        return f"{count / 2**10:.0f} KiB"
+    # halves upwards, as the papers round
+    return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"

@@ -1,0 +1,225 @@
+"""The memory of one forward and backward pass, counted without running it: on tensors that have shapes and no numbers.
+
+`trace` runs the decoder itself on the device `meta`, so that it counts whatever a mechanism keeps, with checkpointing
+and document masks. `_AsOn` answers for a device that need not be there, and `_Ledger` counts.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from depthlm.kernels.cross_entropy import reference as linear_cross_entropy
+from depthlm.model import Decoder
+
+META = torch.device("meta")
+
+# what autocast computes in 16 bits; and on a GPU in fp32, by a cast of the input or by asking for the result
+LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum",
+         "linalg_vecdot", "conv1d", "scaled_dot_product_attention"}  # fmt: skip
+FP32 = {"exp", "expm1", "log", "log1p", "log2", "log10", "reciprocal", "rsqrt", "pow", "__pow__", "__rpow__",
+        "softplus", "layer_norm", "group_norm", "logsumexp", "norm", "cosine_similarity", "mse_loss"}  # fmt: skip
+FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
+# what makes tensors on the current device
+MAKERS = {"empty", "zeros", "ones", "full", "arange", "tensor", "linspace", "eye", "rand", "randn", "randint",
+          "scalar_tensor", "tril_indices", "triu_indices", "empty_strided"}  # fmt: skip
+HALF = (torch.float16, torch.bfloat16)
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+    FP32.add("rms_norm")
+
+# operators whose bodies are PyTorch: what they take while they run is counted too
+BODIES: dict[Any, Callable[..., Any]] = {
+    linear_cross_entropy.chunked._opoverload: linear_cross_entropy.forward,
+    linear_cross_entropy.chunked_backward._opoverload: linear_cross_entropy.backward,
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes of one forward and backward pass, beside weights, and gradients that were there before.
+
+    saved: kept for the backward pass. peak: alive at once, the gradients of weights as they come included.
+    """
+
+    saved: int
+    peak: int
+
+
+def trace(
+    model: Decoder,
+    device: str,
+    micro_batch_size: int,
+    sequence_length: int,
+    autocast: torch.dtype | None = None,
+    z_loss: float = 0.0,
+    accumulating: bool = False,
+) -> Trace:
+    """What a micro-batch takes on `cpu` or `cuda`, which need not be there.
+
+    model: on meta; its weights' dtype is that of the run. autocast: the dtype under autocast; None: no autocast.
+    accumulating: whether the gradients of earlier micro-batches are there.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if accumulating else None
+    tokens = torch.empty(micro_batch_size, sequence_length + 1, dtype=torch.long, device=META)
+    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    ledger, pretence = _Ledger(held), _AsOn(device)
+    try:
+        with ledger, pretence:
+            with pretence.autocast(autocast):
+                sums = model(tokens[:, :-1], tokens[:, 1:])
+                loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
+            saved = ledger.live
+            # what loss.backward() calls, which itself is a function that `pretence` would be left for
+            engine = torch.autograd.Variable._execution_engine
+            engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+    return Trace(saved, ledger.peak)
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, and the most there were at once."""
+
+    def __init__(self, held: list[Tensor]):
+        """held: tensors that are not counted."""
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: dict[int, weakref.ref | None] = {x.untyped_storage()._cdata: None for x in held}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        body = BODIES.get(func)
+        if body is not None:
+            with self:
+                return body(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for x in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(x, Tensor) and x.is_meta:
+                self._count(x)
+        return result
+
+    def _count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+
+        def release(_: Any) -> None:
+            self.live -= size
+            del self.known[key]
+
+        self.known[key] = weakref.ref(storage, release)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class _AsOn(TorchFunctionMode):
+    """Tensors on meta say that they are on the CPU or a GPU, and PyTorch's functions do what they would do there.
+
+    Autocast takes no notice of meta: its casts are made here. Its state is that of the CPU, for every device.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.cuda = device == "cuda"
+        self.answers = {
+            torch.Tensor.is_cuda.__get__: self.cuda,  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: not self.cuda,  # type: ignore[attr-defined]
+        }
+        self.cast_weights: dict[int, Tensor] | None = None
+
+    @contextlib.contextmanager
+    def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Inside, autocast is on, and casts each weight once."""
+        self.cast_weights = {}
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            yield
+        self.cast_weights = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.answers:
+            return self.answers[func]
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        if name in MAKERS:
+            kwargs["device"] = META
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = self._cast(name, args, kwargs)
+        if name == "scaled_dot_product_attention":
+            return _attention(self.cuda, *args, **kwargs)
+        if name == "rms_norm" and self.cuda:
+            return _FusedNorm.apply(*args, *kwargs.values())
+        return func(*args, **kwargs)
+
+    def _cast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a function as autocast gives them to it."""
+        if name in LOWER:
+            to, types = torch.get_autocast_dtype("cpu"), [torch.float32, *HALF]
+        elif self.cuda and name in FP32:
+            to, types = torch.float32, [*HALF]
+        elif self.cuda and name in FP32_RESULT and args[0].dtype in HALF:
+            return args, {"dtype": torch.float32} | kwargs
+        else:
+            return args, kwargs
+        return tree_map(lambda x: self._to(x, to) if isinstance(x, Tensor) and x.dtype in types else x, (args, kwargs))
+
+    def _to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.cast_weights is None or not (x.is_leaf and x.requires_grad) or x.dtype == dtype:
+            return x.to(dtype)
+        if id(x) not in self.cast_weights:
+            self.cast_weights[id(x)] = x.to(dtype)
+        return self.cast_weights[id(x)]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """PyTorch's RMS norm on a GPU: it keeps x, the weight and a number per row. Elsewhere PyTorch takes it apart."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[: x.dim() - len(shape)], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, None if weight is None else torch.empty_like(weight), None
+
+
+def _attention(
+    cuda: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that scaled_dot_product_attention chooses on the device: flash where it can, else on a GPU the
+    memory-efficient one, which knows no groups, else one that holds all scores."""
+    aten = torch.ops.aten
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)
+    if not cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    if q.dtype in HALF and attn_mask is None and q.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if q.shape[-3] == k.shape[-3]:
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, q.requires_grad, dropout_p, is_causal, scale=scale
+        )[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]

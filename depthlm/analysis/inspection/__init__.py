@@ -1,6 +1,0 @@
-"""Looking inside a trained run: what its mechanism does along depth, as pictures and as the arrays behind them."""
-
-from depthlm.analysis.inspection.collect import collect
-from depthlm.analysis.inspection.command import Inspect, inspect_run
-
-__all__ = ["Inspect", "collect", "inspect_run"]

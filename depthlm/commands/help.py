@@ -1,0 +1,180 @@
+"""`python train.py --help [topic]`: groups with their options, keys with their defaults, and what each means."""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.schema.keys import Key, keys
+from depthlm.config.validate.errors import nearest
+from depthlm.config.validate.explain import available_groups, option_file
+from depthlm.console import stdout_console
+from depthlm.errors import UserError
+
+USAGE = r"""
+[bold]python train.py \[key=value ...][/bold]        train; again: resume, or say that the run is complete
+[bold]python train.py run=<directory> ...[/bold]    resume a run, or start another one from its configuration
+[bold]python train.py -m \[key=a,b ...][/bold]       train each point of a sweep, one after the other
+[bold]python train.py dry_run=true ...[/bold]       check everything, print what is derived, take one full-size step
+[bold]python train.py --cfg job ...[/bold]          print the composed configuration
+[bold]python train.py --help <topic> ...[/bold]     a group (model, training), option (model=dca) or key (optimizer.lr)
+[bold]python -m depthlm <command> ...[/bold]        summary, runs, report, evaluate, ...: `python -m depthlm --help`
+
+    python train.py size=360m precision=bf16 training.max_tokens=7B
+    python train.py -m seed=1,2 optimizer.lr=1e-3,2e-3
+    eval "$(python train.py -sc install=bash)"      completion of groups, options and keys in this shell
+"""
+
+
+def print_help(topics: Sequence[str], config_dir: str | Path | None) -> None:
+    """Write the help of each topic, or the whole help, to standard output. Raises UserError for an unknown topic."""
+    console = stdout_console(redirected_width=120)
+    groups = available_groups(config_dir)
+    for topic in topics:
+        group, equals, option = topic.partition("=")
+        if equals:
+            if option not in groups.get(group, ()):
+                close = nearest(option, groups.get(group, ())) or nearest(group, groups)
+                raise UserError(f"--help {topic}: no such option{close}")
+            show_option(console, group, option, config_dir)
+        else:
+            show_topic(console, topic, groups, config_dir)
+    if not topics:
+        show_all(console, groups)
+
+
+def show_all(console: Console, groups: dict[str, list[str]]) -> None:
+    """Every group with its options, and every key."""
+    with hydra_at_conf():
+        raw = hydra.compose("config", return_hydra_config=True)
+    chosen = raw.hydra.runtime.choices
+    console.print(USAGE.strip() + "\n")
+    console.print("[bold]Groups: group=option[/bold]")
+    table = Table("group", "options, the default first", box=box.SIMPLE)
+    for name, options in groups.items():
+        table.add_row(name, ", ".join(sorted(options, key=lambda option: option != chosen.get(name))))
+    console.print(table)
+    console.print("[bold]Keys: key=value[/bold]")
+    console.print(key_table(keys().values(), raw))
+    console.print(
+        "Exit codes: 0 complete, 2 a mistake in the command, 75 stopped by a signal with everything saved, "
+        "130 interrupted before training, 1 anything else."
+    )
+
+
+def show_topic(console: Console, topic: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> None:
+    """One group: its options with what their files say of themselves, and the keys of its section; or one key."""
+    inside = [key for key in keys().values() if key.name == topic or key.name.startswith(f"{topic}.")]
+    if topic not in groups and not inside:
+        raise UserError(f"--help {topic}: no such group or key{nearest(topic, [*groups, *keys()])}")
+    with hydra_at_conf():
+        raw = hydra.compose("config", return_hydra_config=True)
+    if topic in groups:
+        table = Table(topic, "", box=box.SIMPLE)
+        default = raw.hydra.runtime.choices.get(topic)
+        for option in groups[topic]:
+            words = escape(" ".join(comment(option_file(topic, option, config_dir))))
+            table.add_row(option, f"{words} [dim](the default)[/dim]" if option == default else words)
+        console.print(table)
+        console.print(f"`--help {topic}={groups[topic][0]}` shows what an option sets.\n", markup=False)
+    if inside:
+        console.print(key_table(inside, raw))
+
+
+def show_option(console: Console, group: str, option: str, config_dir: str | Path | None) -> None:
+    """What one option says of itself and sets; of a mechanism, the settings of its classes with their docstrings."""
+    file = option_file(group, option, config_dir)
+    console.print(f"[bold]{group}={option}[/bold]  [dim]{escape(str(file))}[/dim]")
+    console.print(" ".join(comment(file)) + "\n", markup=False)
+    parts = {"model": ("connection", "attention"), "model/connection": ("",), "model/attention": ("",)}.get(group)
+    if parts is None:
+        text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
+        console.print(text, markup=False, soft_wrap=True)
+        return
+    with hydra_at_conf():
+        raw = compose_raw([f"{group}={option}"], config_dir)
+    for part in parts:
+        name = f"model.{part}" if part else group.replace("/", ".")
+        show_class(console, name, OmegaConf.select(raw, name))
+
+
+def show_class(console: Console, name: str, settings: DictConfig) -> None:
+    """The class of a connection or an attention: its docstring, and each setting with its value and its meaning."""
+    module, _, attribute = str(settings.get("_target_")).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise UserError(f"{name}._target_={settings.get('_target_')}: cannot be imported ({error})") from None
+    console.print(f"[bold]{name}[/bold]: {found.__module__}.{found.__qualname__}\n")
+    console.print(inspect.getdoc(found) or "", markup=False, soft_wrap=True)
+    meanings = setting_meanings(inspect.getdoc(found) or "")
+    table = Table("setting", "value", "default", "meaning", box=box.SIMPLE)
+    for parameter in inspect.signature(found).parameters.values():
+        if parameter.name not in ("spec", "size", "backbone") and parameter.kind is not parameter.VAR_KEYWORD:
+            default = "" if parameter.default is parameter.empty else spelt(parameter.default)
+            value = spelt(settings[parameter.name]) if parameter.name in settings else default
+            meaning = escape(meanings.get(parameter.name, ""))
+            table.add_row(f"{name}.{parameter.name}", escape(value), escape(default), meaning)
+    console.print(table if table.row_count else "\nno settings\n")
+
+
+def setting_meanings(docstring: str) -> dict[str, str]:
+    """What a docstring says of each parameter: its lines `name: meaning`, and `a, b: meaning` for several."""
+    found: dict[str, str] = {}
+    current: list[str] = []
+    for line in docstring.splitlines():
+        match = re.match(r"((?:\w+(?:, )?)+): (.+)", line)
+        if match:
+            current = match[1].split(", ")
+            found |= dict.fromkeys(current, match[2])
+        elif line.startswith("    ") and current:
+            found |= {name: f"{found[name]} {line.strip()}" for name in current}
+        else:
+            current = []
+    return found
+
+
+def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
+    """Each key with its default and its meaning."""
+    table = Table("key", "default", "meaning", box=box.SIMPLE)
+    section = ""
+    for key in shown:
+        if key.name.rpartition(".")[0] != section:
+            table.add_section()
+            section = key.name.rpartition(".")[0]
+        try:
+            value = OmegaConf.select(raw, key.name)
+        except OmegaConfBaseException:
+            value = None
+        default = "(see the group)" if isinstance(value, DictConfig) else spelt(value)
+        choices = f" ({', '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
+        table.add_row(key.name, escape(default), escape(key.metadata["doc"] + choices))
+    return table
+
+
+def spelt(value: object) -> str:
+    """A value as an override has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def comment(file: Path) -> list[str]:
+    """The lines of the comment that a configuration file begins with."""
+    words = []
+    for line in file.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        words.append(line.removeprefix("#").strip())
+    return words

@@ -1,0 +1,20 @@
+"""The schema of a configuration: its keys, types and documentation."""
+
+from depthlm.config.schema.config import (
+    SHARD_TOKENS,
+    Config,
+    Data,
+    DeepSpeed,
+    Model,
+    Optimizer,
+    Precision,
+    Schedule,
+    Source,
+    Tracker,
+    Training,
+)
+
+__all__ = [
+    "SHARD_TOKENS", "Config", "Data", "DeepSpeed", "Model", "Optimizer", "Precision", "Schedule", "Source", "Tracker",
+    "Training",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Validation of a configuration, and the explanation of each mistake."""

@@ -1,0 +1,301 @@
+"""What a configuration must satisfy: each field alone, then the fields together. Every mistake is reported."""
+
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from depthlm.config.resolve import LENGTHS, tokenizer_exists
+from depthlm.config.schema import Config
+from depthlm.config.schema.keys import Key, keys, leaves
+from depthlm.config.schema.length import run_steps, warmup_steps
+from depthlm.config.schema.sources import check_sources
+from depthlm.config.validate.errors import listed, nearest
+from depthlm.config.validate.mechanism import check_target, check_values
+from depthlm.counts import parse_count
+from depthlm.data import (
+    DataError,
+    Manifest,
+    padded_vocab_size,
+    shares,
+    token_folder,
+    train_sources,
+    validation_sources,
+)
+from depthlm.distributed import launchers
+from depthlm.errors import UserError
+from depthlm.machine import environment
+
+# the settings of a mechanism are its own: its code says which there are
+FREE_GROUPS = ("model.connection", "model.attention")
+
+
+def check_fields(raw: DictConfig) -> list[str]:
+    """Choices and bounds of every key, and the settings of the two mechanisms against what their code takes."""
+    known, errors = keys(), []
+    for name in leaves(raw):
+        if name not in known and not any(name.startswith(f"{key}.") for key in known):
+            errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
+    for key in known.values():
+        value = OmegaConf.select(raw, key.name, throw_on_missing=True)
+        if key.name in FREE_GROUPS:
+            errors.extend(check_target(key.name, OmegaConf.to_container(value, resolve=True)))
+        elif not fits(key, value):
+            errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
+    return errors + check_sources(raw, fits)
+
+
+def fits(key: Key, value: Any) -> bool:
+    """Whether a value is what its key allows."""
+    bounds = key.metadata
+    if value is None:
+        return key.optional
+    if bounds["count"]:
+        try:
+            value = parse_count(value)
+        except (ValueError, OverflowError):
+            return False
+    if bounds["choices"]:
+        return value in bounds["choices"]
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return (
+        (bounds["minimum"] is None or value >= bounds["minimum"])
+        and (bounds["above"] is None or value > bounds["above"])
+        and (bounds["maximum"] is None or value <= bounds["maximum"])
+    )
+
+
+def check_together(config: Config, given: set[str], here: bool) -> list[str]:
+    """What spans fields: shapes that divide, settings that exclude each other, what this device can do.
+
+    given: the keys and groups named by the overrides. here: whether it is to run on this machine.
+    """
+    return [
+        *_check_shape(config, given),
+        *check_values(config),
+        *_check_batch(config, given),
+        *_check_length(config),
+        *_check_optimizer(config),
+        *_check_checkpoints(config),
+        *_check_sharding(config),
+        *_check_data(config),
+        *(_check_device(config) if here else []),
+        *(_check_files(config) if here else []),
+    ]
+
+
+def check_starts(config: Config, starts: set[str]) -> list[str]:
+    """Of the keys whose values are other points of the experiment: whether those have been trained to their end.
+
+    Not asked of a run that has begun, nor where the command line names a checkpoint.
+    """
+    errors = []
+    for key in sorted(starts):
+        start = getattr(config, key, None)
+        if start is None or _holds_checkpoints(config.output_dir or "") or (Path(start) / "manifest.json").exists():
+            continue
+        if Path(start).exists() and not (Path(start) / "summary.json").exists():
+            errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
+    return errors
+
+
+def _check_shape(config: Config, given: set[str]) -> list[str]:
+    size, backbone, errors = config.size, config.backbone, []
+    if size.num_heads % size.num_kv_heads:
+        errors.append(
+            f"size.num_kv_heads={size.num_kv_heads}: must divide size.num_heads={size.num_heads}; "
+            f"allowed: {listed(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
+        )
+    if backbone.position == "rope" and size.head_size % 2:
+        errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
+    needed = padded_vocab_size(config.data) if tokenizer_exists(config) else 0
+    if "size.vocab_size" in given and size.vocab_size < needed:
+        errors.append(
+            f"size.vocab_size={size.vocab_size}: data.tokenizer={config.data.tokenizer} needs {needed} "
+            f"(padded to a multiple of {config.data.pad_vocab_multiple}); leave it out, or give a larger one"
+        )
+    return errors
+
+
+def _check_batch(config: Config, given: set[str]) -> list[str]:
+    training, ranks = config.training, launchers.ranks().world_size
+    length = training.sequence_length
+    if training.batch_tokens is not None:
+        if "training.batch_size" in given:
+            return ["training.batch_size and training.batch_tokens: both given; give one"]
+        if training.batch_tokens % length:
+            return [f"training.batch_tokens={training.batch_tokens}: does not divide by sequence_length={length}"]
+    if training.batch_size % ranks:
+        return [
+            f"training.batch_size={training.batch_size}: does not divide by the {ranks} ranks of this run; "
+            f"allowed: multiples of {ranks}"
+        ]
+    share = training.batch_size // ranks
+    if training.micro_batch_size is not None and share % training.micro_batch_size:
+        return [
+            f"training.micro_batch_size={training.micro_batch_size}: does not divide a rank's share of the batch, "
+            f"{training.batch_size} / {ranks} ranks = {share}; "
+            f"allowed: {listed(m for m in range(1, share + 1) if share % m == 0)}"
+        ]
+    return []
+
+
+def _check_length(config: Config) -> list[str]:
+    training, schedule, errors = config.training, config.schedule, []
+    lengths = [name for name in LENGTHS if getattr(training, name.removeprefix("training.")) is not None]
+    if len(lengths) > 1:
+        errors.append(f"{' and '.join(lengths)}: both given; give one")
+    if not lengths:
+        errors.append(
+            "training.max_steps: how long is the run? give training.max_steps, training.max_tokens or "
+            "training.max_epochs"
+        )
+    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
+        errors.append("schedule.warmup_steps and schedule.warmup_ratio: both given; give one")
+    if schedule.warmup_steps is None and schedule.warmup_ratio is None:
+        errors.append("schedule.warmup_ratio: give it or schedule.warmup_steps; 0 is no warm-up")
+    steps = None if errors else run_steps(config)
+    return errors if steps is None else check_steps(config, steps)
+
+
+def check_steps(config: Config, steps: int) -> list[str]:
+    """Whether the schedule fits into a run of so many steps."""
+    schedule, errors = config.schedule, []
+    warmup = warmup_steps(config, steps)
+    if warmup > steps:
+        errors.append(f"schedule.warmup_steps={warmup}: longer than the run of {steps} steps; allowed: 0 to {steps}")
+    if schedule.name == "inverse_sqrt" and warmup == 0:
+        errors.append("schedule.name=inverse_sqrt: needs a warm-up; give schedule.warmup_steps, 1 or more")
+    if schedule.name == "wsd" and warmup + round(schedule.decay_ratio * steps) > steps:
+        errors.append(
+            f"schedule.decay_ratio={schedule.decay_ratio}: warm-up ({warmup} steps) and decay overlap in {steps} steps"
+        )
+    return errors
+
+
+def _check_optimizer(config: Config) -> list[str]:
+    errors = []
+    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        errors.append(f"optimizer.betas={config.optimizer.betas}: two numbers from 0 to below 1, as in [0.9,0.95]")
+    if config.optimizer.name == "muon" and config.deepspeed.stage > 0:
+        errors.append(
+            f"optimizer=muon with deepspeed.stage={config.deepspeed.stage}: Muon needs whole matrices, "
+            "which ZeRO 1 and above flatten; allowed: deepspeed=zero0"
+        )
+    return errors
+
+
+def _check_checkpoints(config: Config) -> list[str]:
+    keep_every, every = config.training.keep_every, config.training.checkpoint_every
+    if keep_every is not None and keep_every % every:
+        return [
+            f"training.keep_every={keep_every}: regular checkpoints are those of training.checkpoint_every={every}; "
+            f"allowed: multiples of {every}"
+        ]
+    return []
+
+
+def _check_sharding(config: Config) -> list[str]:
+    if config.deepspeed.offload != "none" and config.deepspeed.stage != 3:
+        return [
+            f"deepspeed.offload={config.deepspeed.offload} with deepspeed.stage={config.deepspeed.stage}: only ZeRO 3 "
+            "puts its shards aside; allowed: deepspeed=zero3_offload"
+        ]
+    if config.deepspeed.stage == 3 and config.training.compile:
+        return [
+            "training.compile=true with deepspeed.stage=3: compiled code cannot follow weights that come and go; "
+            "allowed: deepspeed=zero0, zero1 or zero2, or training.compile=false"
+        ]
+    return []
+
+
+def _check_device(config: Config) -> list[str]:
+    errors, device = [], environment.device_type(config.device)
+    if error := environment.device_error(config.device):
+        errors.append(error)
+    if config.precision.name == "fp16" and device == "cpu":
+        errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
+    elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
+        errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
+                      "use deepspeed=zero1")  # fmt: skip
+    from depthlm.kernels.backend import launch_lacks, missing
+
+    if config.kernels == "triton" and (lack := missing(device)):
+        errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
+    if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        errors.append("training.compile=true: torch.compile on a CPU needs a C++ compiler, and there is no g++ here")
+    if config.training.compile and device == "cuda" and (lack := launch_lacks()):
+        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
+    return errors
+
+
+def _check_data(config: Config) -> list[str]:
+    data, errors = config.data, []
+    if data.sources and (unweighted := [name for name, source in data.sources.items() if source.weight is None]):
+        errors.append(
+            f"data.sources.{unweighted[0]}.weight: missing; every source of a mixture has a share of the tokens"
+        )
+    elif data.sources:
+        try:
+            shares([source.weight for source in data.sources.values()])
+        except DataError as error:
+            errors.append(f"{error.where}: {error.what}; {error.remedy}")
+    if both := sorted(data.validation.keys() & train_sources(data).keys()):
+        errors.append(f"data.validation.{both[0]}: also the name of a source; give the validation set another")
+    for name, source in data.validation.items():
+        if source.weight is not None:
+            errors.append(f"data.validation.{name}.weight={source.weight}: a validation set has none; leave it out")
+    if not data.sources and data.weight is not None:
+        errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
+    return errors
+
+
+def _check_files(config: Config) -> list[str]:
+    from depthlm.hugging_face.pretrained import is_pretrained
+
+    data, errors = config.data, []
+    for name, source in (train_sources(data) | validation_sources(data)).items():
+        key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
+        if not (source.source or source.path or source.hub or name == "stdlib"):
+            errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
+        gone = source.source is not None and not Path(source.source).exists()
+        if gone and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
+            errors.append(f"{key}.source={source.source}: no such folder or file")
+    if not tokenizer_exists(config):
+        errors.append(
+            f"data.tokenizer={data.tokenizer}: not bpe, not bytes, no such tokenizer.json, and no model of the hub "
+            "(owner/name)"
+        )
+    if not config.output_dir:
+        return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
+    if config.import_from is not None and config.fork_from is not None:
+        errors.append("import_from and fork_from: both given; import_from takes the weights alone, fork_from all")
+    for key, start in (("import_from", config.import_from), ("fork_from", config.fork_from)):
+        if start is None or any(map(_holds_checkpoints, (config.output_dir, start))):
+            continue
+        if key == "import_from" and is_pretrained(Path(start)):
+            errors.extend(_check_pretrained(config, Path(start)))
+        else:
+            errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
+    folder = Path(config.output_dir).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        errors.append(f"output_dir={config.output_dir}: {existing} is no folder that this user may write to")
+    return errors
+
+
+def _check_pretrained(config: Config, folder: Path) -> list[str]:
+    from depthlm.hugging_face.pretrained import differences, read_pretrained
+
+    try:
+        return differences(read_pretrained(folder), config)
+    except UserError as error:
+        return [str(error)]
+
+
+def _holds_checkpoints(directory: str) -> bool:
+    return (Path(directory) / "manifest.json").exists() or any(Path(directory).glob("checkpoints/step-*"))

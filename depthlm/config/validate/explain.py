@@ -1,0 +1,193 @@
+"""Why overrides do not compose: every mistake of a command line at once, each with what is allowed."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from depthlm.config.schema.keys import keys, leaves
+from depthlm.config.schema.sources import NAMED
+from depthlm.config.validate.checks import check_fields
+from depthlm.config.validate.errors import listed, nearest
+from depthlm.files import read_yaml
+from depthlm.locations import CONF
+
+# the settings of a mechanism, and the sources of a mixture: keys that the schema does not list
+MECHANISM = ("model.connection", "model.attention")
+OPEN = tuple(f"{name}." for name in (*MECHANISM, *NAMED))
+
+Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
+
+
+def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, compose: Compose) -> list[str]:
+    """One line a mistake. Groups are judged first; then each key alone, on top of the groups that are right."""
+    errors: list[str] = []
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except HydraException:
+            errors.append(f"{text}: not an override; write key=value, and quote a value that holds spaces or commas")
+    available = available_groups(config_dir)
+    groups: list[str] = []
+    values: dict[str, Override] = {}
+    for override in parsed:
+        name = override.key_or_group
+        given = override.input_line or name
+        if override.is_delete():
+            errors += _refuse_deletion(given, name, available)
+        elif override.value() == {}:
+            errors.append(f"{given}: sets nothing; give the keys inside it, or leave it out")
+        elif override.is_sweep_override():
+            errors.append(f"{given}: several values; add -m to train each, or write [a,b] for a list")
+        elif name in available:
+            options = available[name]
+            if override.value() in options or (override.value() is None and name == "experiment"):
+                groups.append(given)
+            else:
+                # mechanisms are what readers add
+                own = "; one of your own: --config-dir" if name.startswith("model") and config_dir is None else ""
+                errors.append(
+                    f"{given}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{own}"
+                )
+        else:
+            values[given] = override
+    composed, failure = _try(compose, groups, config_dir)
+    if composed is None:
+        return [*errors, *failure]
+    base = set(check_fields(composed))
+    for given, override in values.items():
+        alone, failure = _try(compose, [*groups, given], config_dir)
+        if alone is None:
+            errors.append(_explain_value(override, composed, available, failure, config_dir))
+        else:
+            errors.extend(error for error in check_fields(alone) if error not in base)
+    # what the groups themselves leave open, such as data.source of data=local, unless an override closes it
+    everything, failure = _try(compose, [*groups, *values], config_dir)
+    if everything is not None:
+        errors.extend(check_fields(everything))
+    elif not errors:
+        errors.extend(failure)
+    return errors
+
+
+def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
+    """Every configuration group with its options, those of config_dir included."""
+    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.rglob("*.yaml"):
+            group, _, option = file.relative_to(folder).with_suffix("").as_posix().rpartition("/")
+            root, _, rest = group.partition("/")
+            if root == "experiment":
+                # a folder for each paper, and one choice among all their files
+                group, option = root, f"{rest}/{option}".lstrip("/")
+            if group and root != "hydra" and not file.stem.startswith("_"):
+                found.setdefault(group, set()).add(option)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) -> tuple[DictConfig | None, list[str]]:
+    try:
+        raw = compose(overrides, config_dir)
+        check_fields(raw)
+        return raw, []
+    except MissingMandatoryValue as error:
+        return None, [f"{error.full_key}: has no default; give {error.full_key}=..."]
+    except InterpolationResolutionError as error:
+        return None, [f"{error.full_key}: {str(error).splitlines()[0]}"]
+    except yaml.YAMLError as error:
+        return None, [_broken_file(error)]
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        return None, [one_line(error)]
+
+
+def _broken_file(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}" if mark else "a configuration file"
+    return f"{where}: not valid YAML ({problem or ' '.join(str(error).split())})"
+
+
+def is_odd(text: str) -> bool:
+    """Whether an override is to be explained although it composes: it deletes, or sets nothing."""
+    if not text.startswith("~") and "{" not in text:
+        # parsing each override of each point of a sweep takes time
+        return False
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException:
+        return True
+    return override.is_delete() or (not override.is_sweep_override() and override.value() == {})
+
+
+def _refuse_deletion(given: str, name: str, groups: Iterable[str]) -> list[str]:
+    if name in groups:
+        return [f"{given}: every group has an option; choose another by {name}=..."]
+    if name in keys():
+        return [f"{given}: a key cannot be removed; set it to another value"]
+    # a source of a mixture, or a setting of a mechanism
+    return [] if name.startswith(OPEN) else [f"{given}: no such key{nearest(name, keys())}"]
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of Hydra or OmegaConf says, with the key that it is about."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    key = getattr(cause, "full_key", None)
+    if lines and re.match(r"Key '.*' (is )?not in '", lines[0]):
+        return f"{key}: no such key"
+    # what Hydra says of a file ends in a colon, and the reason follows
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), type(cause).__name__)
+    return (f"{key}: " if key else "") + text
+
+
+def _explain_value(
+    override: Override,
+    composed: DictConfig,
+    groups: dict[str, list[str]],
+    failure: list[str],
+    config_dir: str | Path | None,
+) -> str:
+    name, given = override.key_or_group, override.input_line
+    known = keys()
+    if name in known:
+        if "interpolation" in failure[0].lower():
+            return f"{given}: {failure[0].split(': ', 1)[-1]}"
+        return f"{given}: must be {known[name].wanted}"
+    present = list(dict.fromkeys([*known, *leaves(composed), *groups]))
+    if name in present or name.startswith("hydra"):
+        return f"{given}: {failure[0]}"
+    sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
+    if name in sections:
+        inside = [key for key in known if key.startswith(name + ".")]
+        return f"{given}: a group of keys; set one of {listed(inside)}"
+    group, _, setting = name.rpartition(".")
+    if group in MECHANISM and (owners := _owners(group.replace(".", "/"), setting, groups, config_dir)):
+        return f"{given}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
+    return f"{given}: no such key{nearest(name, present)}"
+
+
+def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> list[str]:
+    """The presets, and the parts that are in none, that have a setting."""
+    having = [option for option in groups[group] if setting in read_yaml(option_file(group, option, config_dir))]
+    part, presets, used = group.rpartition("/")[2], [], set()
+    for preset in groups["model"]:
+        for entry in read_yaml(option_file("model", preset, config_dir)).get("defaults", []):
+            if isinstance(entry, dict) and entry.get(part) in having:
+                presets.append(f"model={preset}")
+                used.add(entry[part])
+    return presets + [f"{group}={option}" for option in having if option not in used]
+
+
+def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:
+    """The file of an option; one of config_dir takes the place of ours."""
+    folders = [CONF] if config_dir is None else [Path(config_dir), CONF]
+    return next(file for folder in folders if (file := folder / group / f"{option}.yaml").is_file())

@@ -1,0 +1,1 @@
+"""Corpora: where their text lies, and the documents in it."""

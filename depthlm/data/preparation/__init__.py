@@ -1,0 +1,1 @@
+"""Preparation of token files: from raw text to complete folders of shards."""

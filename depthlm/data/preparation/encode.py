@@ -1,0 +1,247 @@
+"""One pass over a source: documents in, token files and their manifest out; killed, it goes on from a whole shard."""
+
+import io
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from depthlm.data.corpora.documents import REASONS, Reader, documents, pieces
+from depthlm.data.corpora.sources import TextFile, TextFiles
+from depthlm.data.errors import DataError
+from depthlm.data.held_out import held_out_share, is_validation
+from depthlm.data.manifest import Manifest
+from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile
+from depthlm.data.preparation.split_writer import SplitWriter, dtype_of
+from depthlm.data.tokenizers import Tokenizer, parallel_tokenizers
+from depthlm.machine import environment
+
+if TYPE_CHECKING:
+    from depthlm.config.schema import Data
+
+# Characters that are encoded at once: few, so that threads take turns at what only one can do (making lists of ids),
+# but enough for every core; the library needs some hundred bytes of memory for each.
+BATCH = min(2**22, 2**18 * environment.cores())
+
+# Characters of the longest piece of a document that is encoded as a whole; the tokens at a cut depend on it.
+LONGEST = 2**20
+
+# Batches that are encoded while one is written: the second fills the cores while the first one's last texts run.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is encoded: a source and all that its token files follow from.
+
+    cut: whether a file of plain text is many documents. validation_only: all of its documents are held out.
+    quota: training tokens after which it ends; null: all. vocab_size: ids are below it, also where a tokenizer that
+    was trained on little text has fewer.
+    """
+
+    name: str
+    files: TextFiles
+    text_field: str
+    cut: bool
+    validation_only: bool
+    quota: int | None
+    vocab_size: int
+    settings: dict[str, Any]
+    data: "Data"
+
+
+class Piece(NamedTuple):
+    """A document, a part of one too long to be encoded at once, or (without text) a bad one."""
+
+    held_out: bool
+    text: str
+    last: bool
+    after: Position
+    bad: str = ""
+
+
+class Part(NamedTuple):
+    """Files that are read one after the other, and the share of their documents that is held out."""
+
+    files: list[TextFile]
+    fraction: float
+
+
+class Batch(NamedTuple):
+    """Pieces encoded at once. done: the share of the source that has been read."""
+
+    pieces: list[Piece]
+    done: float
+
+
+class Encoded(NamedTuple):
+    """The ids of a batch, [n], and how many of them and how many bytes of text each piece has."""
+
+    ids: NDArray[np.integer]
+    tokens: list[int]
+    bytes: list[int]
+
+
+def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Manifest:
+    """Write the token files of both splits into the folder; their manifest, not yet written.
+
+    Goes on from the folder's progress file where there is one. Each document is followed by the end of text.
+    Raises DataError where a document or file is bad, or a split has no document.
+    """
+    size, dtype = job.vocab_size, dtype_of(job.vocab_size)
+    stems = {False: "train", True: f"validation-{job.name}"}
+    writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
+    left_out: Counter[str] = Counter()
+    progress = ProgressFile(folder, job.settings, job.files, tokenizer.fingerprint)
+    position = progress.restore(writers, left_out) or Position(0, 0, 0)
+    whole = sum(len(writer.shards) for writer in writers.values())
+    bar = ProgressBar(console, job.name, job.quota)
+    with parallel_tokenizers(), bar, ThreadPoolExecutor(AHEAD) as pool:
+        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+        batches = _batches(job, position)
+        while True:
+            while len(waiting) <= AHEAD and (batch := next(batches, None)) is not None:
+                waiting.append((batch, pool.submit(_encode, tokenizer, batch.pieces, writers[False].dtype)))
+            if not waiting:
+                break
+            batch, encoded = waiting.popleft()
+            full = _write(writers, left_out, batch.pieces, encoded.result(), job)
+            bar.show(batch.done, writers)
+            if full:
+                for _, future in waiting:
+                    future.cancel()
+                break
+            # a position is between documents: a file that is whole within one is told of at its end
+            if batch.pieces[-1].last and (now := sum(len(writer.shards) for writer in writers.values())) > whole:
+                progress.save(batch.pieces[-1].after, writers, left_out)
+                whole = now
+    train, validation = writers[False], writers[True]
+    _check_splits(job, train.documents, validation.documents, left_out)
+    return Manifest(
+        name=job.name,
+        source=job.files.description,
+        settings=job.settings,
+        dtype=dtype,
+        vocab_size=size,
+        tokenizer=tokenizer.fingerprint,
+        train=train.finish(entropy=bool(train.tokens)),
+        validation={job.name: validation.finish()},
+        left_out=dict(left_out),
+    )
+
+
+def held_out_fraction(files: TextFiles, text_field: str, cut: bool, asked: float) -> float:
+    """The share of the training files' documents that is held out: none where others are, else at least one."""
+    if files.held_out is not None:
+        return 0.0
+    return held_out_share((name for name, _ in documents(files.train, text_field, cut)), asked)
+
+
+def _parts(job: Job) -> list[Part]:
+    """The files of the source in the order in which they are read."""
+    if job.validation_only:
+        return [Part(job.files.train, 1.0)]
+    fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data.validation_fraction)
+    return [*([Part(job.files.held_out, 1.0)] if job.files.held_out else []), Part(job.files.train, fraction)]
+
+
+def _batches(job: Job, start: Position) -> Iterator[Batch]:
+    parts = _parts(job)
+    total = sum(len(files) for files, _ in parts)
+    batch: list[Piece] = []
+    characters = 0
+    for piece, files_read, reader in _pieces(job, parts, start):
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= BATCH:
+            yield Batch(batch, (files_read + reader.share_read) / total)
+            batch, characters = [], 0
+    if batch:
+        yield Batch(batch, 1.0)
+
+
+def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piece, int, Reader]]:
+    """Each piece, with how many files have been read to their end and the reader of this one."""
+    files_read = -1
+    for part, (files, fraction) in enumerate(parts):
+        for index, file in enumerate(files):
+            files_read += 1
+            if (part, index) < start[:2]:
+                continue
+            first = start.record if (part, index) == start[:2] else 0
+            reader = Reader(file, job.text_field, job.cut)
+            for record in reader.records(first):
+                after = Position(part, index, record.next)
+                if record.text is None:
+                    if record.bad != "empty" and job.data.on_bad_document == "error":
+                        other = "set data.text_field to where the text is" if record.bad == "field" else "mend it"
+                        remedy = f"Either {other}, or data.on_bad_document=skip to leave out and count such documents."
+                        raise DataError(record.why, file.location, remedy)
+                    yield Piece(False, "", True, after, record.bad), files_read, reader
+                    continue
+                held_out, text = is_validation(record.name, fraction), record.text
+                if len(text) > LONGEST:
+                    *parts_before, text = pieces(io.StringIO(text, newline=""), LONGEST)
+                    for piece in parts_before:
+                        yield Piece(held_out, piece, False, after), files_read, reader
+                yield Piece(held_out, text, True, after), files_read, reader
+
+
+def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> Encoded:
+    texts = [piece.text for piece in batch if not piece.bad]
+    encoded = iter(tokenizer.encode_batch(texts))
+    ids: list[int] = []
+    tokens = []
+    for piece in batch:
+        before = len(ids)
+        if not piece.bad:
+            ids += next(encoded)
+            if piece.last:
+                ids.append(tokenizer.end_of_text)
+        tokens.append(len(ids) - before)
+    return Encoded(np.array(ids, dtype=dtype), tokens, [len(piece.text.encode()) for piece in batch])
+
+
+def _write(
+    writers: dict[bool, SplitWriter], left_out: Counter[str], batch: list[Piece], encoded: Encoded, job: Job
+) -> bool:
+    """Write the pieces, up to the end of the document that fills the quota; whether it is full.
+
+    It is not before a document is held out, however small the quota.
+    """
+    kept, full = len(batch), False
+    trained_on, held_out = writers[False].tokens, writers[True].documents
+    for number, piece in enumerate(batch if job.quota is not None else ()):
+        trained_on += 0 if piece.held_out else encoded.tokens[number]
+        held_out += piece.held_out and piece.last
+        if piece.last and held_out and job.quota is not None and trained_on >= job.quota:
+            kept, full = number + 1, True
+            break
+    good = np.array([not piece.bad for piece in batch[:kept]])
+    held = np.array([piece.held_out for piece in batch[:kept]])
+    last = np.array([piece.last for piece in batch[:kept]])
+    tokens, sizes = np.array(encoded.tokens[:kept]), np.array(encoded.bytes[:kept])
+    for held_out, writer in writers.items():
+        mine = good & (held == held_out)
+        if mine.any():
+            ids = encoded.ids[: tokens.sum()][np.repeat(mine, tokens)]
+            writer.add(ids, int(last[mine].sum()), int(sizes[mine].sum()))
+    left_out.update(piece.bad for piece in batch[:kept] if piece.bad)
+    return full
+
+
+def _check_splits(job: Job, train: int, validation: int, left_out: Counter[str]) -> None:
+    where = job.files.description.get("root") or job.files.description.get("hub")
+    if not train and not validation:
+        reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in left_out.items()) or "no document in it"
+        raise DataError(f"nothing to train on ({reasons})", where, "Set data.source to a folder or file of text.")
+    if not validation or not (train or job.validation_only):
+        what = f"{train} documents for training and {validation} for validation"
+        remedy = "Give more documents: a folder of many files, or one file, which is cut into many."
+        raise DataError(what, where, remedy)

@@ -1,0 +1,1 @@
+"""Several ranks as one run: launchers, process groups, collectives, signals, watchdog."""

@@ -1,0 +1,56 @@
+"""How much of its value a layer takes from which layer (Depth-Attention, arXiv 2606.05014, Figure 3)."""
+
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+
+from depthlm.inspect.figures import Grid, draw_grids
+from depthlm.inspect.picture import Collector, Picture, over_tokens
+from depthlm.model import Decoder, SublayerSpec
+from depthlm.model.attention.depth_attention import DepthAttention
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
+
+
+class DepthAttentionWeights(Collector):
+    """alpha of each layer over its sources and itself."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model)
+        self.sources: dict[int, list[int]] = {}
+
+    def attend(
+        self,
+        spec: SublayerSpec,
+        attention: SelfAttention,
+        projected: tuple[Tensor, ...],
+        depth: DepthKV,
+        past: AttentionContext,
+    ) -> None:
+        assert isinstance(attention, DepthAttention)
+        q_bhte, k_bkte, _ = projected
+        positions = attention.source_positions(len(depth))
+        alpha = attention.weights(q_bhte, [*(depth[position][0] for position in positions), k_bkte])
+        self.sources[spec.layer] = [*positions, spec.layer]
+        if alpha.ndim == 1:
+            mean = alpha[:, None].expand(-1, attention.num_kv_heads)
+        else:
+            mean = over_tokens(alpha.transpose(2, 3))
+        self.add(spec.layer, mean, q_bhte.shape[0] * q_bhte.shape[2])
+
+    def pictures(self) -> list[Picture]:
+        heads = np.full((self.depth, self.depth, self.model.size.num_kv_heads), np.nan)
+        for layer, sources in self.sources.items():
+            heads[layer, sources] = self.mean(layer)
+        weights = heads.mean(-1)
+        about = "how much of its value a layer takes from which layer (Figure 3 of arXiv 2606.05014)"
+        draw = partial(
+            draw_grids,
+            [Grid("", weights)],
+            title="Depth-attention weights",
+            rows="layer",
+            columns="source layer (diagonal: the layer itself)",
+            values="weight, mean over tokens and heads",
+        )
+        arrays = {"depth_attention": weights, "depth_attention_heads": heads}
+        return [Picture("depth_attention", about, arrays, draw)]

@@ -1,0 +1,156 @@
+"""How the pictures look: grids of weights, curves over depth, small matrices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from depthlm.inspect.picture import Array
+from depthlm.report.figures.style import DASHES, MARKERS, grid, log_ticks, subplots
+
+# Okabe and Ito's
+HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+NOTHING = "#DADADA"
+# with more rows or columns than this, numbers in the cells are too small to read
+NUMBERED = 12
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A panel of cells, [row, column]; nan where there is nothing.
+
+    first_row: the number of the first row. last_row: what the last row is called instead of its number.
+    """
+
+    title: str
+    values: Array
+    first_row: int = 0
+    last_row: str | None = None
+
+
+def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, values: str, below: bool = False) -> Any:
+    """Panels beside, or below, each other, with one scale of colours. rows, columns, values: what they are."""
+    height, width = (max(grid.values.shape[axis] for grid in grids) for axis in (0, 1))
+    wide = 1.0 + max(2.2, width * np.clip(5.5 / width, 0.075, 0.5))
+    high = 0.8 + max(0.7, height * np.clip(5.0 / height, 0.105, 0.4))
+    across, down = (1, len(grids)) if below else (len(grids), 1)
+    figure, axes = subplots(across, wide * across + 0.9, high * down + 0.5, rows=down)
+    norm, colours = scale([grid.values for grid in grids])
+    for place, panel in zip(axes.flat, grids, strict=True):
+        image = draw_grid(place, panel, norm, colours)
+        # so that the rows of all panels are level
+        place.set_ylim(height - 0.5, -0.5)
+    for place in axes[:, 0]:
+        place.set_ylabel(rows)
+    figure.supxlabel(columns, fontsize="medium")
+    figure.suptitle(title, fontsize="medium")
+    beyond = max(np.nanmax(grid.values) for grid in grids) > norm.vmax
+    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values, extend="max" if beyond else "neither")
+    return figure
+
+
+def scale(values: Sequence[Array]) -> tuple[Any, Any]:
+    """Colours from 0 up to the largest value, or around 0 where there are signs.
+
+    A row of one cell does not count: a single source has all the weight, and would make the others look alike.
+    """
+    import matplotlib
+    from matplotlib.colors import Normalize
+
+    rows = [row[np.isfinite(row)] for part in values for row in part]
+    finite = np.concatenate([row for row in rows if row.size > 1] or rows)
+    most = float(np.abs(finite).max(initial=0)) or 1.0
+    signed = bool((finite < 0).any())
+    colours = matplotlib.colormaps["PuOr_r" if signed else "viridis_r"].with_extremes(bad=NOTHING)
+    return Normalize(-most if signed else 0.0, most), colours
+
+
+def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
+    """One panel; the image, for a bar of colours."""
+    height, width = panel.values.shape
+    image = axes.imshow(panel.values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    axes.set_title(panel.title, fontsize="medium")
+    last = height - (panel.last_row is not None)
+    down = _ticks(last)
+    names = [str(panel.first_row + number) for number in down]
+    if panel.last_row is not None:
+        down, names = [*down, last], [*names, panel.last_row]
+        axes.axhline(last - 0.5, color="white", lw=3)
+    axes.set_yticks(down, names)
+    axes.set_xticks(_ticks(width))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if max(height, width) <= NUMBERED:
+        for (row, column), value in np.ndenumerate(panel.values):
+            if np.isfinite(value):
+                axes.text(
+                    column,
+                    row,
+                    number_text(float(value)),
+                    ha="center",
+                    va="center",
+                    size=7,
+                    color=ink(colours(norm(value))),
+                )
+    return image
+
+
+def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y: str) -> Any:
+    """Curves over depth, a panel for each group of them."""
+    figure, axes = subplots(len(panels), 5.2 * len(panels) + 0.6, 3.8, sharey=True)
+    every = np.concatenate([values for curves in panels.values() for values in curves.values()])
+    for place, (name, curves) in zip(axes[0], panels.items(), strict=True):
+        for number, (label, values) in enumerate(curves.items()):
+            # where there are many, markers hide the line
+            marker = MARKERS[number] if len(values) <= 40 else ""
+            place.plot(values, color=HUES[number], ls=DASHES[number], marker=marker, ms=3.5, lw=1.5, label=label)
+        place.set_title(name, fontsize="medium")
+        place.xaxis.get_major_locator().set_params(integer=True)
+        grid(place)
+    if every.min() > 0 and every.max() > 10 * every.min():
+        axes[0, 0].set_yscale("log")
+        log_ticks(axes[0, 0].yaxis, (every.min(), every.max()))
+    elif np.ptp(every) < 0.1:
+        # else rounding would fill the picture
+        axes[0, 0].set_ylim(every.min() - 0.1, every.max() + 0.1)
+    axes[0, 0].set_ylabel(y)
+    axes[0, -1].legend(frameon=False)
+    figure.supxlabel(x, fontsize="medium")
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str) -> Any:
+    """Square matrices with their numbers; beside each row and below each column its sum. Each has its own colours.
+
+    A product of many may be larger by any factor.
+    """
+    size = len(rows[0][0][1])
+    side = 0.8 + 0.34 * size
+    figure, axes = subplots(len(rows[0]), side * len(rows[0]) + 0.9, (side + 0.25) * len(rows) + 0.5, rows=len(rows))
+    for line, row in zip(axes, rows, strict=True):
+        for place, (name, matrix) in zip(line, row, strict=True):
+            draw_grid(place, Grid(name, matrix), *scale([matrix]))
+            place.set_xticks(range(size), [number_text(total) for total in matrix.sum(0)], size=7, rotation=90)
+            place.set_yticks(range(size), [number_text(total) for total in matrix.sum(1)], size=7)
+    figure.supxlabel("sums of columns (old streams); at the left: of rows (new streams)", fontsize="medium")
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def number_text(value: float) -> str:
+    """A number of at most five characters and a sign."""
+    if abs(value) < 100:
+        return f"{round(value, 2) + 0.0:.2f}"  # no minus before 0.00
+    return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def ink(colour: tuple[float, ...]) -> str:
+    """Black or white, whichever is read on this colour."""
+    red, green, blue, *_ = colour
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+
+
+def _ticks(count: int) -> list[int]:
+    return list(range(0, count, -(-count // 12) or 1))

@@ -1,0 +1,71 @@
+"""What a query of MoDA attends to, over the sequence and over depth (arXiv 2603.15619, the attention maps)."""
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from depthlm.inspect.moda_figures import draw_depth_share, draw_maps
+from depthlm.inspect.picture import Array, Collector, Picture
+from depthlm.kernels.moda.merge import probabilities
+from depthlm.model import Decoder, SublayerSpec
+from depthlm.model.attention.moda import Moda
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
+
+# in the picture of the maps: layers and heads at even distances, as in the paper, and the first tokens
+LAYERS, HEADS, TOKENS = 4, 4, 256
+
+
+class DepthProbabilities(Collector):
+    """The one softmax over [sequence, depth]: maps of the first window, and of all tokens the mean of each entry."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__(model)
+        self.entries: dict[int, list[tuple[int, str]]] = {}
+        self.maps: dict[int, Array] = {}
+        self.layers = _spread(self.depth, LAYERS)
+        self.heads = _spread(model.size.num_heads, HEADS)
+
+    def attend(
+        self,
+        spec: SublayerSpec,
+        attention: SelfAttention,
+        projected: tuple[Tensor, ...],
+        depth: DepthKV,
+        past: AttentionContext,
+    ) -> None:
+        assert isinstance(attention, Moda)
+        q_bhte, k_bkte, *_ = projected
+        t = q_bhte.shape[2]
+        before = [(layer, kind) for layer in range(spec.layer) for kind in attention.entry_kinds]
+        self.entries[spec.layer] = before[len(before) - len(depth) :]
+        for row in range(len(q_bhte)):  # one at a time: the scores of many heads are large
+            keys = [entry[0][row : row + 1] for entry in depth]
+            mask = past.mask_b1ts[row : row + 1] if past.mask_b1ts is not None else None
+            p_htx = probabilities(q_bhte[row : row + 1], k_bkte[row : row + 1], keys, mask)[0]
+            self.add(spec.layer, p_htx[..., t:].mean((0, 1)), t)
+            if spec.layer in self.layers and spec.layer not in self.maps:
+                shown = min(t, TOKENS)
+                parts = (p_htx[self.heads, :shown, :shown], p_htx[self.heads, :shown, t:])
+                self.maps[spec.layer] = torch.cat(parts, dim=-1).cpu().numpy()
+
+    def pictures(self) -> list[Picture]:
+        columns = {"attention": 0, "mlp": 1}
+        share = np.full((self.depth, self.depth, 2), np.nan)
+        for layer, entries in self.entries.items():
+            for (source, kind), value in zip(entries, self.mean(layer), strict=True):
+                share[layer, source, columns[kind]] = value
+        about = "which tokens, and which depth entries, the queries of some layers and heads attend to"
+        maps = {f"moda_map_layer_{layer}": values for layer, values in self.maps.items()}
+        drawn = partial(draw_maps, self.maps, self.entries, self.heads)
+        about_share = "how much of the attention goes to depth, and to which entries"
+        return [
+            Picture("moda_maps", f"{about} (the attention maps of arXiv 2603.15619)", maps, drawn),
+            Picture("moda_depth_share", about_share, {"moda_depth_share": share}, partial(draw_depth_share, share)),
+        ]
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """So many numbers below count, at even distances, the first and the last among them."""
+    return sorted({round(number) for number in np.linspace(0, count - 1, wanted)})

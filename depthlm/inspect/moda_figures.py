@@ -1,0 +1,86 @@
+"""How MoDA's attention is drawn."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from depthlm.inspect.figures import HUES, NOTHING, Grid, draw_grid, scale
+from depthlm.inspect.picture import Array
+from depthlm.report.figures.style import grid, subplots
+
+# of the width of the sequence: how wide the depth entries, few beside the tokens, are drawn, and how far from it
+WIDE, GAP = 0.35, 0.04
+
+
+def draw_maps(maps: Mapping[int, Array], entries: Mapping[int, Sequence[tuple[int, str]]], heads: Sequence[int]) -> Any:
+    """A column for each layer, a row for each head: queries by [sequence | depth], a dashed line between the two."""
+    import matplotlib
+    from matplotlib.colors import PowerNorm
+
+    figure, axes = subplots(len(maps), 2.9 * len(maps) + 1.1, 2.4 * len(heads) + 0.9, rows=len(heads))
+    colours = matplotlib.colormaps["viridis_r"].with_extremes(bad=NOTHING)
+    # most probabilities are small, and should be seen
+    norm = PowerNorm(0.35, 0, 1)
+    for column, (layer, values) in enumerate(maps.items()):
+        for row, head in enumerate(heads):
+            place, map_tx = axes[row, column], values[row]
+            t = len(map_tx)
+            hidden = np.triu(np.ones((t, t), dtype=bool), 1)
+            sequence = np.where(hidden, np.nan, map_tx[:, :t])
+            image = place.imshow(sequence, cmap=colours, norm=norm, extent=(0, t, t, 0), aspect="auto")
+            start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
+            ticks = {0.0: "0", float(t): str(t)}
+            if entries[layer]:
+                place.imshow(map_tx[:, t:], cmap=colours, norm=norm, extent=(start, end, t, 0), aspect="auto")
+                place.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
+                ticks = {0.0: "0", (start + end) / 2: _depth_label(entries[layer])}
+            place.set_xlim(0, end)
+            place.set_ylim(t, 0)
+            place.set_xticks(list(ticks), list(ticks.values()), size=8)
+            place.set_yticks([0, t], ["0", str(t)], size=8)
+            place.tick_params(length=2)
+            place.spines[:].set_visible(False)
+            if row == 0:
+                place.set_title(f"layer {layer}", fontsize="medium")
+            if column == 0:
+                place.set_ylabel(f"head {head}\nquery")
+    figure.suptitle("MoDA: attention over [sequence | depth] of the first window", fontsize="medium")
+    figure.supxlabel("key: tokens, then depth entries", fontsize="medium")
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
+    bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
+    return figure
+
+
+def draw_depth_share(share: Array) -> Any:
+    """Of [layer, source layer, attention or MLP entry]: the sums as bars, and each entry as a cell."""
+    kinds = [
+        (number, name) for number, name in enumerate(("attention", "MLP")) if np.isfinite(share[..., number]).any()
+    ]
+    depth = len(share)
+    side = 1.2 + max(2.4, depth * np.clip(5.0 / depth, 0.105, 0.4))
+    figure, axes = subplots(1 + len(kinds), side * (1 + len(kinds)) + 0.9, side)
+    bars, *cells = axes[0]
+    below = np.zeros(depth)
+    for number, name in kinds:
+        part = np.nansum(share[..., number], axis=1)
+        bars.bar(range(depth), part, 0.8, below, color=HUES[number], label=f"{name} entries")
+        below += part
+    bars.set(xlabel="layer", ylabel="share of the attention that goes to depth", ylim=(0, 1))
+    bars.xaxis.get_major_locator().set_params(integer=True)
+    grid(bars, "y")
+    if kinds:
+        bars.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
+        norm, colours = scale([share])
+    for place, (number, name) in zip(cells, kinds, strict=True):
+        image = draw_grid(place, Grid(f"to {name} entries", share[..., number]), norm, colours)
+        place.set(xlabel="layer of the entry", ylabel="layer of the query")
+    if kinds:
+        figure.colorbar(image, ax=cells, shrink=0.85, pad=0.02, label="mean probability")
+    figure.suptitle("MoDA: attention to depth; the rest goes to the sequence", fontsize="medium")
+    return figure
+
+
+def _depth_label(entries: Sequence[tuple[int, str]]) -> str:
+    first, last = entries[0][0], entries[-1][0]
+    return f"depth: layer {first}" if first == last else f"depth: {first} to {last}"

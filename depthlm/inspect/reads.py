@@ -1,0 +1,118 @@
+"""What each sublayer reads: Attention Residuals (arXiv 2603.15031, Figure 7), DeepCrossAttention (2502.06785, 10)."""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from depthlm.inspect.figures import Grid, draw_grids
+from depthlm.inspect.picture import Array, Collector, Picture, over_tokens, stacked
+from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
+from depthlm.model.connections.connection import Connection, Stream
+from depthlm.model.connections.deep_cross_attention import GRN
+
+
+class AttentionResidualWeights(Collector):
+    """alpha of each read over its sources."""
+
+    def read(self, connection: Connection, stream: Stream) -> None:
+        assert isinstance(connection, AttentionResiduals | AttentionResidualsRecency)
+        self.add(connection.spec.sublayer, over_tokens(connection.weights(stream)), stream[0][..., 0].numel())
+
+    def pictures(self) -> list[Picture]:
+        width = len(self.mean(2 * self.depth))
+        alpha = stacked([self.mean(sublayer) for sublayer in range(2 * self.depth + 1)], width)
+        arrays = {
+            "attention_residuals_attention": alpha[:-1:2],
+            "attention_residuals_mlp": alpha[1::2],
+            "attention_residuals_final": alpha[-1],
+        }
+        first = self.model.connections[0]
+        assert isinstance(first, AttentionResiduals | AttentionResidualsRecency)
+        if isinstance(first, AttentionResidualsRecency):
+            then = "then snapshots; last the running sum"
+        else:
+            then = "then sublayer outputs" if first.block_size == 1 else f"then blocks of {first.block_size} sublayers"
+        draw = partial(
+            draw_grids,
+            [
+                Grid("before attention, and the final read", alpha[::2], last_row="final"),
+                Grid("before the MLP", alpha[1::2]),
+            ],
+            title="Attention Residuals",
+            rows="layer",
+            columns=f"source (0: embedding, {then})",
+            values="weight, mean over tokens",
+        )
+        about = "what each sublayer reads, before attention and MLP apart (Figure 7 of arXiv 2603.15031)"
+        return [Picture("attention_residuals", about, arrays, draw)]
+
+
+class StackWeights(Collector):
+    """b of each read of GRN and DeepCrossAttention, and with a gate what a token's weights come to.
+
+    Where a source is the sum of older blocks, its weight is that of each of them.
+    """
+
+    def read(self, connection: Connection, stream: Stream) -> None:
+        assert isinstance(connection, GRN)
+        if connection.spec.kind == "mlp" or connection.version < 3:
+            return
+        found: list[list[torch.Tensor]] = [[] for _ in range(connection.num_inputs)]
+        for i, weights in enumerate(found):
+            for b_d, score_bt in zip(connection.b[i], connection.scores(stream, i), strict=True):
+                if connection.gate == "relu_of_sum":
+                    weights.append((b_d + score_bt[..., None]).relu().mean())
+                else:
+                    weights.append(b_d.mean() + score_bt.relu().mean())
+        means = torch.stack([torch.stack(weights) for weights in found])
+        self.add(connection.spec.layer, means, stream[0][..., 0].numel())
+
+    def pictures(self) -> list[Picture]:
+        reads = [c for c in self.model.connections if isinstance(c, GRN) and c.spec.kind != "mlp"]
+        b = [read.b.flatten(2) if read.b.ndim == 3 else read.b[..., None] for read in reads]
+        means = [values.double().mean(-1).cpu().numpy() for values in b]
+        deviations = [values.double().std(-1, correction=0).cpu().numpy() for values in b]
+        name = "dca" if reads[0].separate_qkv else "grn"
+        about = "learned biases b of each block over the blocks before (Figure 10 of arXiv 2502.06785)"
+        found = [self._picture(reads, means, f"{name}_b", about, "b, mean over the hidden size")]
+        if reads[0].version > 1:
+            found[0].arrays.update(_by_input(reads, deviations, f"{name}_b_deviation"))
+        if reads[0].version == 3:
+            about = "what the gate makes of them: the weight of each block before, mean over tokens"
+            weights = [self.mean(read.spec.layer) for read in reads]
+            found.append(
+                self._picture(reads, weights, f"{name}_weights", about, "weight, mean over tokens and the hidden size")
+            )
+        return found
+
+    def _picture(self, reads: list[GRN], values: list[Array], name: str, about: str, what: str) -> Picture:
+        arrays = _by_input(reads, values, name)
+        rows, final = arrays[name], arrays[f"{name}_final"]
+        titles = ["q", "k", "v"] if len(rows) == 3 else ["input"]
+        grids = [Grid(title, grid) for title, grid in zip(titles, rows, strict=True)]
+        grids[0] = Grid(f"{titles[0]}, and the final read", np.vstack([rows[0], final]), last_row="final")
+        draw = partial(
+            draw_grids,
+            grids,
+            title="DeepCrossAttention" if len(rows) == 3 else "Generalised residual network",
+            rows="layer",
+            columns="source (0: embedding, j: output of block j)",
+            values=what,
+        )
+        return Picture(name, about, arrays, draw)
+
+
+def _by_input(reads: list[GRN], values: list[Array], name: str) -> dict[str, Array]:
+    """[input, layer, source] and of the final read [source], a sum of blocks spread over these; nan: no source."""
+    depth = len(reads) - 1
+    spread = [value[:, _columns(read)] for read, value in zip(reads, values, strict=True)]
+    by_input = [stacked([value[i] for value in spread[:-1]], depth + 1) for i in range(len(spread[0]))]
+    return {name: np.stack(by_input), f"{name}_final": spread[-1][0]}
+
+
+def _columns(read: GRN) -> list[int]:
+    """For the embedding and each block before, which source of the read holds it."""
+    blocks = read.spec.layer + 1
+    summed = blocks - read.num_sources
+    return [0, *([1] * summed), *range(1, read.num_sources)] if summed else list(range(blocks))

@@ -1,0 +1,1 @@
+"""Attention over depth for several reads of the same sources."""

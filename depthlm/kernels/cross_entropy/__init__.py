@@ -1,0 +1,1 @@
+"""The output layer of a decoder together with its loss."""

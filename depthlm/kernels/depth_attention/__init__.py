@@ -1,0 +1,1 @@
+"""The mix over depth of Depth-Attention."""

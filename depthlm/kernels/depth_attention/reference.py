@@ -1,0 +1,54 @@
+"""The mix over depth of Depth-Attention (arXiv 2606.05014, section 3.2), at every position and key/value head:
+
+    qbar = mean of the head's queries;    alpha = softmax_j(qbar . k_j / sqrt(e));    vmix = sum_j alpha_j v_j
+
+Shapes: b batch, t tokens, h query heads, k key/value heads, e head size, n sources and self.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthlm.kernels.backend import expect, fused
+from depthlm.kernels.depth_reduce import source_scores, weighted_sum
+
+# what the Triton kernels take: one program has whole heads, and the code of all sources
+MAX_SOURCES, WIDEST = 64, 256
+
+
+def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """vmix_bkte, in the widest type of the values.
+
+    keys, values: n tensors k_bkte and v_bkte each.
+    Raises: ValueError for a shape or a device, TypeError for a type, where Triton kernels run it.
+    """
+    e, unsupported = q_bhte.shape[3], None
+    if len(keys) > MAX_SOURCES:
+        unsupported = f"{len(keys)} sources, self included, are more than {MAX_SOURCES}"
+    elif e > WIDEST:
+        unsupported = f"head size {e} is above {WIDEST}"
+    if not fused("depth_value_mix", [q_bhte, *keys, *values], unsupported):
+        return weighted_sum(depth_weights(q_bhte, keys), values)
+    from depthlm.kernels.depth_attention.triton import forward
+
+    check_entries("depth_value_mix", q_bhte, keys, values)
+    return forward(q_bhte, list(keys), list(values))[0]
+
+
+def depth_weights(q_bhte: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """alpha_nbkt in fp32 or better."""
+    exact = torch.promote_types(q_bhte.dtype, torch.float32)
+    qbar_bkte = q_bhte.unflatten(1, (keys[0].shape[1], -1)).mean(2, dtype=exact)
+    return source_scores(qbar_bkte * q_bhte.shape[3] ** -0.5, keys, eps=None).softmax(0)
+
+
+def check_entries(operator: str, q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Raises: ValueError where these are no k_bkte and v_bkte for the queries; else as `backend.expect`."""
+    (b, h, t, e), num_kv_heads = q_bhte.shape, keys[0].shape[1]
+    if len(keys) != len(values):
+        raise ValueError(f"{operator}: {len(keys)} keys and {len(values)} values, must be as many")
+    if h % num_kv_heads:
+        raise ValueError(f"{operator}: {h} query heads, must be a multiple of the {num_kv_heads} key/value heads")
+    entries = {f"{name}s[{j}]": x for name, xs in (("key", keys), ("value", values)) for j, x in enumerate(xs)}
+    expect(operator, q_bhte, **{name: (x, (b, num_kv_heads, t, e)) for name, x in entries.items()})

@@ -1,0 +1,1 @@
+"""The write of an mHC sublayer and the read of the next."""

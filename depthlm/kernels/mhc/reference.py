@@ -1,0 +1,82 @@
+"""The write of one mHC sublayer and the read of the next (arXiv 2512.24880), in one operator.
+
+A write alone would put n streams into memory that the next read takes out again at once; so a write only hands on what
+it was given, and the next read does both.
+
+Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w = n d, m = n (n + 2) width of the
+projection: n columns of H_pre, n of H_post, n^2 of H_res.
+"""
+
+import torch
+from torch import Tensor
+
+from depthlm.kernels.backend import expect, fused
+from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams, sinkhorn
+
+# what a write is given: output_btd of the sublayer, and post_btn and res_btij of its read
+Pending = tuple[Tensor, Tensor, Tensor]
+# streams that a Triton program holds side by side
+MOST_STREAMS = 8
+
+
+def mhc_post_pre(
+    x_btnd: Tensor,
+    pending: Pending | None,
+    phi_mw: Tensor,
+    alpha: Tensor,
+    bias_m: Tensor,
+    eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """input_btd, X'_btnd, post_btn and res_btij: the streams after the pending write, and the read of them.
+
+    X' = H_res X + H_post^T y of the pending write, X where there is none; H_pre, H_post, H_res = `mhc_maps` of X';
+    input = H_pre X'. Input and X' have the type of X, the maps are in fp32 or better.
+
+    phi_mw: the projection, times the weight of the norm before it. alpha: [3], of pre, post and res.
+    Raises, for Triton kernels: ValueError for a shape or a device, TypeError for a type.
+    """
+    n = x_btnd.shape[2]
+    unsupported = None if n <= MOST_STREAMS else f"num_streams={n} is above {MOST_STREAMS}"
+    if fused("mhc_post_pre", (x_btnd, phi_mw, alpha, bias_m, *(pending or ())), unsupported):
+        from depthlm.kernels.mhc.triton import mhc_post_pre as in_triton
+
+        _check(x_btnd, pending, phi_mw, alpha, bias_m)
+        return in_triton(x_btnd, pending, phi_mw, alpha, bias_m, eps, iterations)
+    if pending is not None:
+        x_btnd = write_streams(x_btnd, pending)
+    pre_btn, post_btn, res_btij = mhc_maps(x_btnd, phi_mw, alpha, bias_m, eps, iterations)
+    return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
+
+
+def write_streams(x_btnd: Tensor, pending: Pending) -> Tensor:
+    """X'_btnd = H_res X + H_post^T y."""
+    output_btd, post_btn, res_btij = pending
+    return mix_streams(res_btij, x_btnd, post_btn, output_btd)
+
+
+def mhc_maps(
+    x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """pre_btn, post_btn and res_btij of the streams (arXiv 2512.24880).
+
+    m = alpha * (phi vec X / rms(vec X)) + bias; H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post) and
+    H_res = Sinkhorn-Knopp(exp(m_res)).
+    """
+    n = x_btnd.shape[2]
+    projected_btm = normed_projection(x_btnd.flatten(2), phi_mw, eps)
+    widths = (n, n, n * n)
+    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
+    pre, post, res = (alpha_m * projected_btm + bias_m).split(widths, dim=-1)
+    return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
+
+
+def _check(x_btnd: Tensor, pending: Pending | None, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor) -> None:
+    b, t, n, d = x_btnd.shape
+    m = n * (n + 2)
+    expect("mhc_post_pre", x_btnd, x=(x_btnd, (b, t, n, d)), phi=(phi_mw, (m, n * d)), alpha=(alpha, (3,)))
+    expect("mhc_post_pre", x_btnd, bias=(bias_m, (m,)))
+    if pending is not None:
+        output_btd, post_btn, res_btij = pending
+        expect("mhc_post_pre", x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))
+        expect("mhc_post_pre", x_btnd, res=(res_btij, (b, t, n, n)))

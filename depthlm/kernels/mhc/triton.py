@@ -1,0 +1,174 @@
+# mypy: allow-untyped-defs
+"""`mhc_post_pre` in Triton: one pass writes the new streams and projects them, another reads them by their maps.
+
+Shapes: b batch, t tokens, n streams, d hidden size, m = n (n + 2).
+"""
+
+import torch
+from torch import Tensor
+
+from depthlm.kernels.call import operator_name
+from depthlm.kernels.dtypes import compute_dtype, no_autocast
+from depthlm.kernels.mhc.triton_kernels import backward_kernel, forward_kernel
+
+try:
+    import triton
+except ImportError as error:
+    raise ImportError("fused kernels need the package triton") from error
+
+# of a program: the rows of its products, of which tl.dot asks for 16
+POSITIONS = 16
+
+
+def mhc_post_pre(
+    x_btnd: Tensor,
+    pending: tuple[Tensor, Tensor, Tensor] | None,
+    phi_mw: Tensor,
+    alpha: Tensor,
+    bias_m: Tensor,
+    eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `depthlm.kernels.mhc.reference.mhc_post_pre`, where Triton runs."""
+    kind = compute_dtype(x_btnd)
+    output, post, res = pending or (None, None, None)
+    read, new, new_post, new_res, _, _ = forward(
+        x_btnd, output, post, res, phi_mw, alpha, bias_m, eps, iterations, kind
+    )
+    return read, x_btnd if pending is None else new, new_post, new_res
+
+
+@torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())
+def forward(
+    x: Tensor,
+    output: Tensor | None,
+    post: Tensor | None,
+    res: Tensor | None,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    eps: float,
+    iterations: int,
+    kind: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """input_btd, X'_btnd (empty without a pending write), post_btn, res_btij, projected_btm and 1 / rms_bt."""
+    b, t, n, d = x.shape
+    outputs = _outputs(x, output)
+    x, phi = x.contiguous(), phi.to(kind).contiguous()
+    pending = [x if part is None else part.contiguous() for part in (output, post, res)]
+    with torch.cuda.device_of(x):
+        forward_kernel[(triton.cdiv(b * t, POSITIONS),)](
+            x, *pending, phi, alpha.contiguous(), bias.contiguous(), *outputs, b * t, d, iterations,
+            EPS=eps, N=n, NP=_padded(n), PENDING=output is not None, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
+        )  # fmt: skip
+    return outputs
+
+
+@torch.library.custom_op(operator_name(__name__, "mhc_post_pre_backward"), mutates_args=())
+def backward(
+    grad_read: Tensor,
+    grad_new: Tensor | None,
+    grad_post: Tensor,
+    grad_res: Tensor,
+    x: Tensor,
+    output: Tensor | None,
+    post: Tensor | None,
+    res: Tensor | None,
+    new: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    projected: Tensor,
+    scale: Tensor,
+    iterations: int,
+    kind: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, output, post, res (the last three empty without a pending write), phi, alpha and bias."""
+    b, t, n, d = x.shape
+    pending = output is not None
+    x, low = x.contiguous(), phi.to(kind).contiguous()
+    new = new if pending else x
+    given = [x if part is None else part.contiguous() for part in (output, post, res)]
+    grads = [new if grad is None else grad.contiguous() for grad in (grad_read, grad_new, grad_post, grad_res)]
+    out = [
+        torch.empty_like(part, memory_format=torch.contiguous_format) if pending else x.new_empty(0) for part in given
+    ]
+    grad_x, grad_logits = torch.empty_like(x), torch.empty_like(projected)
+    sums = scale.new_empty(b * t, iterations, 2, _padded(n))
+    with torch.cuda.device_of(x):
+        backward_kernel[(triton.cdiv(b * t, POSITIONS),)](
+            *grads, x, *given, new, low, alpha.contiguous(), bias.contiguous(), projected, scale,
+            sums, grad_x, *out, grad_logits, b * t, d, iterations,
+            N=n, NP=_padded(n), PENDING=pending, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
+        )  # fmt: skip
+    widths = (n, n, n * n)
+    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha.float(), widths, strict=True)])
+    per_alpha = (grad_logits * projected).flatten(0, 1).sum(0).split(widths)
+    low_pm = (grad_logits * alpha_m * scale[..., None]).flatten(0, 1).to(kind)
+    with no_autocast(x):
+        grad_phi = low_pm.mT @ new.view(b * t, n * d).to(kind)
+    grad_alpha = torch.stack([part.sum() for part in per_alpha])
+    grad_bias = grad_logits.flatten(0, 1).sum(0)
+    weights = grad_phi.to(phi.dtype), grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
+    return grad_x, out[0], out[1], out[2], *weights
+
+
+@forward.register_fake
+def _(x, output, post, res, phi, alpha, bias, eps, iterations, kind):
+    return _outputs(x, output)
+
+
+@backward.register_fake
+def _(grad_read, grad_new, grad_post, grad_res, x, output, post, res, new, phi, alpha, bias, *_):
+    pending = [x.new_empty(0) if part is None else part.new_empty(part.shape) for part in (output, post, res)]
+    return x.new_empty(x.shape), *pending, *(part.new_empty(part.shape) for part in (phi, alpha, bias))
+
+
+def _outputs(x, output):
+    b, t, n, d = x.shape
+    exact = {"dtype": torch.float32}
+    return (
+        x.new_empty(b, t, d),
+        x.new_empty(0) if output is None else x.new_empty(b, t, n, d),
+        x.new_empty(b, t, n, **exact),
+        x.new_empty(b, t, n, n, **exact),
+        x.new_empty(b, t, n * (n + 2), **exact),
+        x.new_empty(b, t, **exact),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, _, ctx.iterations, ctx.kind = inputs
+    _, new, post, res, projected, scale = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, new, projected, scale)
+    ctx.shapes = post.shape, res.shape
+
+
+def _differentiate(ctx, grad_read, grad_new, grad_post, grad_res, *_):
+    x, output, post, res, phi, alpha, bias, new, projected, scale = ctx.saved_tensors
+    if grad_read is None:
+        grad_read = x.new_zeros(*x.shape[:2], x.shape[3])
+    if grad_new is None and output is not None:
+        grad_new = torch.zeros_like(new)
+    grads = (scale.new_zeros(s) if g is None else g for s, g in zip(ctx.shapes, (grad_post, grad_res), strict=True))
+    grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias = backward(
+        grad_read, None if output is None else grad_new, *grads,
+        x, output, post, res, new, phi, alpha, bias, projected, scale, ctx.iterations, ctx.kind,
+    )  # fmt: skip
+    if output is None:
+        grad_pending = [None] * 3
+    return grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias, None, None, None
+
+
+forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _padded(n: int) -> int:
+    return max(4, triton.next_power_of_2(n))
+
+
+def _chunk(n: int, d: int) -> int:
+    """The columns of a chunk: as many as n streams leave registers for; up to n = 4 nothing is spilled."""
+    most = 64 if n <= 2 else 32 if n <= 4 else 16
+    return min(most, max(16, triton.next_power_of_2(d)))

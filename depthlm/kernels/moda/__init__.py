@@ -1,0 +1,1 @@
+"""The depth part of MoDA, and its merge with attention over the sequence."""

@@ -1,0 +1,130 @@
+"""What this process runs on: device, cores, versions."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import depthlm
+from depthlm.errors import UserError
+from depthlm.locations import IS_CHECKOUT, REPOSITORY
+from depthlm.machine.gpu import probe, unusable
+
+if TYPE_CHECKING:
+    from depthlm.distributed.launchers import Ranks
+
+# what a configuration or a command may ask for
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def device_type(choice: str = "auto") -> str:
+    """`cuda` or `cpu`: of `auto`, the GPU where torch can use one."""
+    import torch
+
+    return "cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def device_error(choice: str) -> str | None:
+    """Why the device of this choice cannot be used here, or a GPU would stay idle; None where all is well."""
+    if choice == "cpu" or device_type() == "cuda":
+        return None
+    if reason := unusable(probe()):
+        return f"device={choice}: {reason}"
+    if choice == "cuda":
+        return "device=cuda: there is no NVIDIA GPU that this process may use; allowed here: auto, cpu"
+    return None
+
+
+def usable_device(choice: str) -> str:
+    """`cuda` or `cpu`. Raises UserError where the choice cannot be used, or a GPU would stay idle."""
+    if error := device_error(choice):
+        raise UserError(error)
+    return device_type(choice)
+
+
+def device_name(device: str) -> str:
+    """The name of the GPU (`cuda`), or of the processor (`cpu`)."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(ranks: "Ranks") -> int:
+    """CPU threads for this rank: all its cores where srun bound it to some, else its share of the node's."""
+    bound = ranks.launcher == "srun" and cores() < (os.cpu_count() or 1)
+    return cores() if bound else max(1, cores() // ranks.local_world_size)
+
+
+def fast_precision(device: str) -> str:
+    """bf16 where the device (`cuda` or `cpu`) multiplies it faster than fp32, else fp32.
+
+    Without units for it, bf16 can be 45 times slower.
+    """
+    import torch
+
+    if device == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    capabilities = torch.cpu.get_capabilities()
+    return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
+
+
+def describe(here: "Ranks", device: str) -> dict[str, Any]:
+    """What `environment.json` records: versions, git commit, command, device (`cuda` or `cpu`)."""
+    packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
+    versions: dict[str, str | None] = {"depthlm": depthlm.__version__}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "git": git_state(),
+        "code": str(REPOSITORY),
+        "command": sys.orig_argv,
+        "device": device_name(device),
+        "device_type": device,
+        "cores": cores(),
+        "world_size": here.world_size,
+        "launcher": here.launcher,
+        "nodes": here.nodes,
+    }
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of this checkout and whether files differ from it; None outside a checkout.
+
+    In a copy that was submitted to a cluster, what its git.json says.
+    """
+    if (REPOSITORY / "git.json").is_file():
+        return json.loads((REPOSITORY / "git.json").read_text())
+    if not IS_CHECKOUT:
+        return None
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
+        )
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

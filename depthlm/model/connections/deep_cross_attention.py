@@ -1,0 +1,145 @@
+"""Generalised residual networks and DeepCrossAttention (arXiv 2502.06785): a block reads a learned combination of all
+earlier block outputs, which in v3 depends on the input."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.kernels.depth_reduce import source_scores, weighted_sum
+from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
+from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.connections.phases import READS, phase_of
+from depthlm.model.settings import at_least, boolean, check, one_of
+from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
+
+
+class GRN(Connection):
+    """Before every block t: g = sum_j beta_j * G_j, with G = [embedding, output of block 1, ..., output of block t-1].
+
+    v1 (section 3.1): beta_j = b_j, a number. v2: b_j in R^D. v3: relu(b_j + w_j . G_j), a gate on top.
+    DeepCrossAttention (section 3.2) reads three times: q, k and v each have their own b and w.
+
+    G --+-> g_q, g_k, g_v -> attention --+--(+)-> MLP input -> MLP -(+)-> output of block t, appended to G
+        |       `--------------------------- ^                       ^
+        |                                `----------------------------'
+
+    A block's output is attention + MLP without the skip, so with b = 1 and w = 0, the start, g is the sum that vanilla
+    has. One more read is the final hidden state. The stream is G; between attention and MLP, [*G, attention output, h];
+    and behind either what the first block of a phase has read for the later ones.
+
+    version: 1, 2 or 3, as above.
+    last_k: G holds [embedding, sum of the outputs before, the last k outputs]; None: all.
+    gate: of v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
+    w: of v3; per_source, as the paper's parameter counts have it, or shared by all sources, as its text.
+    separate_qkv: one read for each of q, k and v, as in DeepCrossAttention; else one for all three.
+    """
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        size: Size,
+        backbone: Backbone,
+        version: int = 3,
+        last_k: int | None = None,
+        gate: str = "relu_of_sum",
+        w: str = "per_source",
+        separate_qkv: bool = False,
+    ):
+        super().__init__(spec, size, backbone)
+        check(
+            one_of((1, 2, 3), version=version),
+            at_least(1, last_k=last_k, optional=True),
+            one_of(("relu_of_sum", "printed"), gate=gate),
+            one_of(("per_source", "shared"), w=w),
+            boolean(separate_qkv=separate_qkv),
+        )
+        self.version, self.last_k, self.gate, self.separate_qkv = version, last_k, gate, separate_qkv
+        self.num_sources = spec.layer + 1 if last_k is None else min(spec.layer + 1, last_k + 2)
+        # in one pass for all inputs, and for those of later blocks: a product, or a gate of each dimension
+        self.fused = version == 1 or (version == 3 and gate == "relu_of_sum")
+        self.phase: list[GRN] = [self]
+        if spec.kind == "mlp":
+            return
+        widths = () if version == 1 else (size.hidden_size,)
+        self.b = nn.Parameter(torch.empty(self.num_inputs, self.num_sources, *widths))
+        if version == 3:
+            self.w = nn.Parameter(torch.empty(self.num_inputs, 1 if w == "shared" else self.num_sources, *widths))
+        self.optimizer_settings = {name: {"weight_decay": 0.0} for name, _ in self.named_parameters()}
+
+    @property
+    def num_inputs(self) -> int:
+        return 3 if self.separate_qkv and self.spec.kind == "attention" else 1
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_(1.0 if name == "b" else 0.0)
+
+    def link(self, connections: Sequence[Connection]) -> None:
+        # a shortened stack has another sum in its middle at every block
+        if self.fused and self.last_k is None and self.spec.kind != "mlp":
+            readers = [c for c in connections if isinstance(c, GRN) and c.spec.kind != "mlp"]
+            self.phase = phase_of(self, readers, max(1, READS // readers[0].num_inputs))
+
+    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Stream] | None]:
+        if self.spec.kind == "mlp":
+            return (stream[self.num_sources + 1],), None
+        sources, waiting = stream[: self.num_sources], stream[self.num_sources :]
+        if not self.fused:
+            g = [self.combine(sources, i) for i in range(self.num_inputs)]
+        else:
+            old = self.phase[0].num_sources
+            if self is self.phase[0]:
+                waiting = [*self.sum_up(self.phase, slice(0, old), sources, None)]
+            g, waiting = waiting[: self.num_inputs], waiting[self.num_inputs :]
+            if recent := sources[old:]:
+                g = [*self.sum_up([self], slice(old, None), recent, torch.stack(g))]
+            elif waiting:
+                # a view would keep what waits in memory for as long as itself
+                g = [x.clone() for x in g]
+        return tuple(g), (g[0], waiting)
+
+    def sum_up(self, readers: "Sequence[GRN]", part: slice, sources: Stream, start_sbtd: Tensor | None) -> Tensor:
+        """g_sbtd of the inputs of these readers, over this part of their sources, added to a start."""
+        b_snd = torch.cat([c.b[:, part] for c in readers])
+        if self.version == 1:
+            return weighted_reads(b_snd, sources, start_sbtd)
+        w_snd = torch.cat([(c.w if c.w.shape[1] == 1 else c.w[:, part]).expand(-1, len(sources), -1) for c in readers])
+        return gated_reads(b_snd, w_snd, sources, start_sbtd)
+
+    def combine(self, sources: Stream, i: int) -> Tensor:
+        """g_btd, the i-th of the inputs."""
+        g = weighted_sum(self.b[i], sources)
+        return g if self.version == 2 else g + weighted_sum(self.scores(sources, i).relu(), sources)
+
+    def scores(self, stream: Stream, i: int) -> Tensor:
+        """w_j . G_j of v3, of each source of the i-th input, [n, b, t]."""
+        sources = stream[: self.num_sources]
+        return source_scores(self.w[i].expand(len(sources), -1), sources, eps=None)
+
+    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Stream] | None) -> Stream:
+        sources, rest = stream[: self.num_sources], stream[self.num_sources :]
+        if carry is not None:
+            g, waiting = carry
+            return [*sources, output_btd, output_btd + g, *waiting]
+        attention_btd, _, *waiting = rest
+        return [*self.shorten([*sources, attention_btd + output_btd]), *waiting]
+
+    def shorten(self, stack: Stream) -> Stream:
+        """The stack with at most `last_k` outputs after the embedding and the sum of the older ones."""
+        if self.last_k is None or len(stack) <= self.last_k + 1:
+            return stack
+        embedding, *middle = stack[: -self.last_k]
+        # in the embedding's type: this sum grows with depth, as a residual stream does
+        return [embedding, sum(middle[1:], middle[0].to(embedding.dtype)), *stack[-self.last_k :]]
+
+    def materialize(self, stream: Stream) -> Stream:
+        return stream[: self.num_sources + 2 * (self.spec.kind == "mlp")]
+
+    def forward_flops(self, length: int, causal: bool) -> float:
+        reads = 0 if self.spec.kind == "mlp" else self.num_inputs
+        return (4.0 if self.version == 3 else 2.0) * reads * self.num_sources * self.size.hidden_size
+
+    def io_values(self) -> float:
+        reads = 0 if self.spec.kind == "mlp" else self.num_inputs
+        return float(reads * self.size.hidden_size * ((2 if self.version == 3 else 1) * self.num_sources + 1))

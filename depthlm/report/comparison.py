@@ -1,0 +1,168 @@
+"""The tables: ours beside the paper's, and both against the baseline."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from depthlm.config.schema.experiment import Column
+from depthlm.report.rows import FACTS, Measured, Row, difference, measured, paper, paper_difference
+from depthlm.report.series import reference_of, task
+from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
+from depthlm.runs.records import COMPLETE
+
+# so many columns stand with ours, the paper's and the difference side by side, and so many in one table at all
+SIDE_BY_SIDE, WIDEST = 3, 10
+
+
+def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
+    """The tables of each group of columns: one where they are few, else ours, the paper's and the difference apart."""
+    groups: dict[str, dict[str, Column]] = {}
+    for name, column in sweep.columns.items():
+        groups.setdefault(column.group, {})[name] = column
+    tables: dict[str, list[Table]] = {}
+    for group, columns in groups.items():
+        named = f"{group}: " if group else ""
+        if len(columns) <= SIDE_BY_SIDE:
+            tables[group] = [_side_by_side(sweep, columns, group)]
+            continue
+        tables[group] = []
+        for part in _parts(columns):
+            printed = any(_printed(sweep, name) for name in part)
+            tables[group].append(_table(sweep, part, f"{named}ours" if printed else group, ours_cells))
+            if printed:
+                tables[group].append(_table(sweep, part, f"{named}the paper's", _paper_cells))
+                apart = _table(sweep, part, f"{named}ours - the paper's", _apart_cells)
+                if any(cell.text != DASH for row in apart.rows for cell in row[1:]):
+                    tables[group].append(apart)
+    return tables
+
+
+def against_table(sweep: Sweep) -> Table | None:
+    """The first column as differences against the baseline's row, ours and the paper's; None for a single row."""
+    name, column = sweep.first
+    references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
+    names = list(dict.fromkeys(reference.label for reference in references if reference is not None))
+    if len(sweep.rows) < 2 or not names:
+        return None
+    one = names[0] if len(names) == 1 else ""
+    rows = []
+    for row, reference in zip(sweep.rows, references, strict=True):
+        if row is reference:
+            continue
+        ours = None if reference is None else difference(row, reference, column)
+        theirs = None if reference is None else paper_difference(row, reference, name)
+        against = [] if one else [DASH if reference is None else reference.label]
+        ours_text = _missing(row, reference) if ours is None else _with_deviation(ours, column, signed_text)
+        theirs_text = [signed_text(theirs, column.digits)] if _printed(sweep, name) else []
+        rows.append(cells([row.label, *against, ours_text, *theirs_text]))
+    head = ["", *([] if one else ["against"]), "ours", *(["paper"] if _printed(sweep, name) else [])]
+    return Table(head, rows, f"{title_of(name, column)}, against {one or 'the baseline of the same task'}")
+
+
+def _missing(row: Row, reference: Row | None) -> str:
+    if reference is None:
+        return DASH
+    return MISSING if not (_any_complete(row) and _any_complete(reference)) else DASH
+
+
+def _any_complete(row: Row) -> bool:
+    return any(run.state == COMPLETE for run in row.runs)
+
+
+def _parts(columns: dict[str, Column]) -> list[dict[str, Column]]:
+    """Columns in as few tables as may be, of nearly the same width."""
+    count = math.ceil(len(columns) / WIDEST)
+    width = math.ceil(len(columns) / count)
+    items = list(columns.items())
+    return [dict(items[start : start + width]) for start in range(0, len(items), width)]
+
+
+def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table:
+    head, body = _labels(sweep)
+    for name, column in columns.items():
+        shown = [ours_cells(sweep, name, column)]
+        head.append(f"{headed(name, column)}: ours" if _printed(sweep, name) else headed(name, column))
+        if _printed(sweep, name):
+            shown += [_paper_cells(sweep, name, column), _apart_cells(sweep, name, column)]
+            head += ["paper", "difference"]
+        body = [[*line, *more] for line, *more in zip(body, *shown, strict=True)]
+    return Table(head, body, title)
+
+
+def _table(
+    sweep: Sweep, columns: dict[str, Column], title: str, column_cells: Callable[[Sweep, str, Column], list[Cell]]
+) -> Table:
+    head, body = _labels(sweep)
+    for name, column in columns.items():
+        head.append(headed(name, column))
+        body = [[*line, cell] for line, cell in zip(body, column_cells(sweep, name, column), strict=True)]
+    return Table(head, body, title)
+
+
+def _labels(sweep: Sweep) -> tuple[list[str], list[list[Cell]]]:
+    """The first columns: labels, and the number of seeds where there are several."""
+    if all(len(row.points) == 1 for row in sweep.rows):
+        return [""], [[Cell(row.label)] for row in sweep.rows]
+    return ["", "seeds"], [[Cell(row.label), Cell(str(len(row.points)))] for row in sweep.rows]
+
+
+def headed(name: str, column: Column) -> str:
+    """The head of a column, and which numbers are better."""
+    if column.metric in FACTS:
+        return title_of(name, column)
+    return f"{title_of(name, column)} {'↓' if column.better == 'lower' else '↑'}"
+
+
+def _printed(sweep: Sweep, name: str) -> bool:
+    return any(paper(row, name) is not None for row in sweep.rows)
+
+
+def ours_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+    """Our numbers of a column, the best of each task in bold."""
+    numbers = [measured(row, column) for row in sweep.rows]
+    best = _best(sweep, column, numbers)
+    shown = []
+    for row, found, is_best in zip(sweep.rows, numbers, best, strict=True):
+        if found is None:
+            shown.append(Cell(MISSING if column.metric and not _any_complete(row) else DASH))
+            continue
+        text = _with_deviation(found, column, number_text)
+        partly = f" ({found.count} of {len(row.points)})" if found.count < len(row.points) else ""
+        shown.append(Cell(f"{text}{partly}", is_best))
+    return shown
+
+
+def _best(sweep: Sweep, column: Column, numbers: Sequence[Measured | None]) -> list[bool]:
+    """Whether a number is the best of its task, as far as the decimals tell, and worse ones are there."""
+    references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
+    tasks = [
+        str(sorted(task(row, sweep.experiment).items())) if reference is None else reference.label
+        for row, reference in zip(sweep.rows, references, strict=True)
+    ]
+    rounded = [None if found is None else round(found.mean, column.digits) for found in numbers]
+    best = []
+    for own, value in zip(tasks, rounded, strict=True):
+        rivals = [other for of, other in zip(tasks, rounded, strict=True) if of == own and other is not None]
+        top = min(rivals, default=None) if column.better == "lower" else max(rivals, default=None)
+        best.append(column.metric not in FACTS and value is not None and value == top and len(set(rivals)) > 1)
+    return best
+
+
+def _paper_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+    return cells([number_text(paper(row, name), column.digits) for row in sweep.rows])
+
+
+def _apart_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+    shown = []
+    for row in sweep.rows:
+        ours, theirs = measured(row, column), paper(row, name)
+        apart = None if ours is None or theirs is None else ours.mean - theirs
+        shown.append(Cell(signed_text(apart, column.digits)))
+    return shown
+
+
+def _with_deviation(found: Measured, column: Column, text: Callable[[float, int], str]) -> str:
+    shown = text(found.mean, column.digits)
+    if found.deviation is None or column.metric in FACTS:
+        return shown
+    return f"{shown} ± {number_text(found.deviation, column.digits)}"

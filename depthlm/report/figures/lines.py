@@ -1,0 +1,159 @@
+"""The first column along a setting or a number, one line a series, the paper's numbers as hollow markers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from depthlm.report.figures.axis import axis_title, is_setting, ordered, paper_place, place, setting
+from depthlm.report.figures.style import Look, grid, log_ticks, looks, mechanism_of, save, short, subplots
+from depthlm.report.rows import Row, measured, paper
+from depthlm.report.series import series_names, series_of
+from depthlm.report.sweep import Sweep, title_of
+
+# a numeric axis that spans more than this factor is logarithmic
+LOGARITHMIC = 6
+PAPER = ", the paper's"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A number at x, and its deviation over seeds; y is nan where there is none, and the line is broken.
+
+    x is None where the row lacks that setting, so that it holds all along, or where it is not known.
+    """
+
+    x: float | str | None
+    y: float
+    deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series along the axis, of ours or, hollow, of the paper's."""
+
+    name: str
+    look: Look
+    marks: list[Mark]
+    hollow: bool
+
+
+def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
+    """Draw the first column along the experiment's x; None where there is nothing to draw.
+
+    Where the protocol is not the paper's, its numbers have a panel of their own. Returns what must be said.
+    """
+    ours, theirs = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
+    if not ours and not theirs:
+        return None
+    # on one axis only where they mean the same
+    panels = [ours + theirs] if sweep.as_printed else [lines for lines in (ours, theirs) if lines]
+    figure, axes = subplots(len(panels), 7.5 if len(panels) == 1 else 12, 5)
+    name, column = sweep.first
+    for panel, lines in zip(axes[0], panels, strict=True):
+        _draw(panel, lines, sweep)
+        panel.set_xlabel(axis_title(sweep.experiment.x))
+        panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
+        if len(panels) > 1:
+            panel.set_title("the paper's" if lines[0].hollow else "ours")
+    _legend(figure, axes[0])
+    save(figure, path)
+    told = ["Hollow markers: the paper's numbers."] if theirs else []
+    told.append("Lines are broken where a number is missing.")
+    unplaced = sum(paper(row, name) is not None and not math.isfinite(_mark(sweep, row, True).y) for row in sweep.rows)
+    if unplaced:
+        told.append(f"{unplaced} of the paper's numbers are not drawn: where they stand along the axis is not known.")
+    return told
+
+
+def _lines(sweep: Sweep, hollow: bool) -> list[Line]:
+    names = series_names(sweep.rows, sweep.experiment)
+    members = {key: [row for row in sweep.rows if series_of(row, sweep.experiment) == key] for key in names}
+    styles = looks([mechanism_of(rows[0]) for rows in members.values()])
+    lines = []
+    for (key, rows), look in zip(members.items(), styles, strict=True):
+        marks = [_mark(sweep, row, hollow) for row in rows]
+        if any(math.isfinite(mark.y) for mark in marks):
+            lines.append(Line(names[key], look, marks, hollow))
+    return lines
+
+
+def _mark(sweep: Sweep, row: Row, hollow: bool) -> Mark:
+    """The number of a row on the axis; y is nan where it has none, or no place there."""
+    name, column = sweep.first
+    x = (paper_place if hollow else place)(sweep, row, sweep.experiment.x)
+    ours, theirs = measured(row, column), paper(row, name)
+    if x is None and not is_setting(sweep, sweep.experiment.x):
+        return Mark(None, math.nan)
+    if hollow:
+        return Mark(x, math.nan if theirs is None else theirs)
+    return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.deviation)
+
+
+def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
+    exact = is_setting(sweep, sweep.experiment.x)
+    order = ordered([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
+    words = any(isinstance(mark.x, str) for line in lines for mark in line.marks)
+    seen: list[float] = []
+    for line in lines:
+        look = line.look
+        style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "ms": 7, "ls": look.dash, "lw": 1.5}
+        if line.hollow:
+            style |= {"mfc": "white", "mew": 1.4, "lw": 0.9, "alpha": 0.9}
+        label = f"{short(line.name)}{PAPER}" if line.hollow else short(line.name)
+        points = _points(line.marks, order, exact)
+        if any(math.isfinite(mark.y) for _, mark in points):
+            x, y = [x for x, _ in points], [mark.y for _, mark in points]
+            deviations = [mark.deviation or 0 for _, mark in points]
+            axes.errorbar(x, y, deviations if any(deviations) else None, capsize=3, label=label, **style)
+        seen += [x for x, _ in points if math.isfinite(x)]
+        for mark in line.marks:
+            if mark.x is None and math.isfinite(mark.y):
+                axes.axhline(mark.y, color=look.colour, ls=":" if line.hollow else "--", lw=1.3, label=label)
+    if words:
+        axes.set_xticks(range(len(order)), [short(word, 20) for word in order])
+        axes.set_xlim(-0.4, len(order) - 0.6)
+    elif seen:
+        _scale(axes, seen, exact)
+    grid(axes)
+
+
+def _points(marks: Sequence[Mark], order: Sequence[str], exact: bool) -> list[tuple[float, Mark]]:
+    """The marks of a line with their places, left to right where all places are known; words stand in their order."""
+    found = []
+    for mark in marks:
+        if isinstance(mark.x, str):
+            found.append((float(order.index(mark.x)), mark))
+        elif mark.x is not None:
+            found.append((mark.x, mark))
+        elif not exact:
+            # a gap whose place is not known breaks the line all the same
+            found.append((math.nan, mark))
+    return sorted(found, key=lambda point: point[0]) if exact else found
+
+
+def _legend(figure: Any, panels: Sequence[Any]) -> None:
+    """One for all panels, below: ours above the paper's."""
+    shown: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            shown.setdefault(label, handle)
+    # filled column by column
+    names = list(dict.fromkeys(label.removesuffix(PAPER) for label in shown))
+    labels = sorted(shown, key=lambda label: (names.index(label.removesuffix(PAPER)), label))
+    ours = sum(not label.endswith(PAPER) for label in labels)
+    columns = min(4, max(1, ours, len(labels) - ours))
+    figure.legend([shown[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns)
+
+
+def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
+    """A logarithmic axis where the numbers span much. exact: ticks at the numbers themselves, where they are few."""
+    low, high = min(numbers), max(numbers)
+    if low > 0 and high > LOGARITHMIC * low:
+        axes.set_xscale("log")
+    if exact and len(set(numbers)) <= 10:
+        axes.set_xticks(sorted(set(numbers)), [f"{x:g}" for x in sorted(set(numbers))])
+        axes.minorticks_off()
+    elif low > 0:
+        log_ticks(axes.xaxis, (low, high), counts=True)

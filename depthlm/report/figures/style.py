@@ -1,0 +1,131 @@
+"""How the report's pictures look: one colour a mechanism over all of them, and axes that say their unit."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from depthlm.counts import count_text
+from depthlm.report.rows import Row
+
+# the colours of Okabe and Ito, and of Tol, that colour-blind readers tell apart; one family of hue a paper's mechanism
+COLOURS = {
+    "vanilla": "#4D4D4D",
+    "depth_attention": "#0072B2",
+    "uniform_mix": "#7A6FC8",
+    "moda": "#56B4E9",
+    "attention_residuals": "#D55E00",
+    "attention_residuals_full": "#8C2D04",
+    "attention_residuals_recency": "#F4A582",
+    "dca": "#009E73",
+    "grn_v1": "#A6DBA0",
+    "grn_v2": "#5AAE61",
+    "grn_v3": "#1B7837",
+    "mhc": "#CC79A7",
+    "hyper_connections": "#882255",
+    "denseformer": "#E69F00",
+    "laurel": "#999933",
+}
+OTHERS = ("#332288", "#44AA99", "#AA4499", "#DDCC77", "#117733", "#6699CC")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn."""
+
+    colour: str
+    marker: str
+    dash: Any
+
+
+def colour_of(mechanism: str) -> str:
+    """The colour of a mechanism, the same in every picture; of a pair, of its first part that has one."""
+    parts = mechanism.replace(",", "+").split("+")
+    known = [COLOURS[part] for part in parts if part in COLOURS and part != "vanilla"]
+    if known or mechanism == "vanilla":
+        return known[0] if known else COLOURS["vanilla"]
+    return OTHERS[zlib.crc32(mechanism.encode()) % len(OTHERS)]
+
+
+def mechanism_of(row: Row) -> str:
+    """The mechanism of a row, by its settings: a preset, or the parts that replace vanilla's."""
+    settings = row.settings
+    parts = [value for name, value in settings.items() if name in ("model/connection", "model/attention")]
+    named = settings.get("model", "vanilla" if not parts else "")
+    return "+".join(filter(None, ["" if parts and named == "vanilla" else named, *parts])) or "vanilla"
+
+
+def looks(mechanisms: Sequence[str]) -> list[Look]:
+    """A look for each series of a picture; of one mechanism, one hue, with other markers, dashes and shades."""
+    colours = [colour_of(mechanism) for mechanism in mechanisms]
+    found = []
+    for number, colour in enumerate(colours):
+        before, every = colours[:number].count(colour), colours.count(colour)
+        # dashes tell a few apart, and more are paler too
+        pale = 0.0 if every <= len(DASHES) else 0.65 * before / (every - 1)
+        look = Look(lightened(colour, pale), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
+        found.append(look)
+    return found
+
+
+def lightened(colour: str, share: float) -> str:
+    """A colour, `#RRGGBB`, mixed with so much white."""
+    parts = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
+
+
+def subplots(columns: int, width: float, height: float, rows: int = 1, **settings: Any) -> tuple[Any, Any]:
+    """A figure and its axes, [rows, columns]; nothing is shown on a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False, **settings)
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the picture."""
+    import matplotlib.pyplot as plt
+
+    try:
+        figure.savefig(path, dpi=140)
+    finally:
+        plt.close(figure)
+
+
+def grid(axes: Any, which: str = "both") -> None:
+    """A faint grid behind the data, and no box around it."""
+    axes.grid(alpha=0.25, axis=which)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> None:
+    """Few round ticks on a logarithmic axis, also where it spans less than a decade. counts: 360M, not 3.6e8."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = limits
+    decimals = 0
+    if high / low < 4:
+        ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        decimals = max(len(f"{tick:.4g}".partition(".")[2]) for tick in ticks)
+        axis.set_major_locator(FixedLocator(ticks))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high / low < 300 else (1,)))
+
+    def text(value: float, _: object) -> str:
+        return count_text(value) if counts else f"{value:.{decimals}f}" if decimals else f"{value:g}"
+
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(text))
+
+
+def short(text: str, width: int = 44) -> str:
+    """A text for a legend or a title, cut where it is long; a dollar sign begins no formula."""
+    text = " ".join(text.split()).replace("$", r"\$")
+    return text if len(text) <= width else f"{text[: width - 1]}…"

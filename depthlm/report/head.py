@@ -1,0 +1,120 @@
+"""The head of a report: how far the sweep is, under which protocol, and what one must know to compare."""
+
+from depthlm.report.protocol import protocol_table, trained_otherwise
+from depthlm.report.rows import Row, number, paper
+from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.tables import Table, cells, markdown, number_text, plain
+from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord
+
+STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
+
+
+def state_line(runs: list[RunRecord]) -> str:
+    """How many runs are in which state."""
+    counts = {state: sum(run.state == state for run in runs) for state in STATES}
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {told}"
+
+
+def head(sweep: Sweep) -> str:
+    """The head of an experiment's report, in Markdown."""
+    experiment = sweep.experiment
+    parts = [f"# {plain(experiment.title or experiment.name)}"]
+    if experiment.source:
+        parts.append(f"Source: {plain(experiment.source)}. Experiment: `{experiment.name}`.")
+    else:
+        parts.append(f"Experiment: `{experiment.name}`.")
+    parts += [f"**{warning}**" for warning in warnings(sweep)]
+    parts.append(f"## State\n\n{state_line(sweep.runs)}.")
+    if (table := missing_table(sweep.rows)) is not None:
+        parts.append(markdown(table))
+    if waiting := [who for _, run, who in named_runs(sweep.rows) if run.state == WAITING]:
+        parts.append(f"Waiting: {plain('; '.join(waiting))}.")
+    parts += unmeasured(sweep) + otherwise(sweep)
+    parts.append(f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}")
+    for title, lines in (
+        ("The paper leaves these out; taken instead", experiment.assumed),
+        ("Notes", experiment.notes),
+    ):
+        if lines:
+            parts.append("\n".join([f"{title}:", "", *(f"- {plain(str(line))}" for line in lines)]))
+    return "\n\n".join(parts)
+
+
+def warnings(sweep: Sweep) -> list[str]:
+    """Why the numbers are not comparable with the paper's, in plain sentences."""
+    told = []
+    budgets = sorted({config.budget.name for config in sweep.configs} - {"paper"})
+    if budgets:
+        told.append(
+            f"The budget is {' and '.join(budgets)}, not the paper's: these runs are smaller or shorter, and their "
+            "numbers are not comparable with the paper's in absolute value. Compare differences against the baseline."
+        )
+    if sweep.changed:
+        told.append(
+            f"The command line changes the protocol ({plain(', '.join(sweep.changed))}): these numbers are not "
+            "comparable with the paper's in absolute value."
+        )
+    return told
+
+
+def missing_table(rows: list[Row]) -> Table | None:
+    """The runs that have begun and are not complete: newest step and loss, or why they failed; None where none is."""
+    lines = []
+    for _, run, who in named_runs(rows):
+        if run.state in (COMPLETE, WAITING):
+            continue
+        why = first_line(run.failure) if run.state == FAILED else ""
+        step = "" if run.step is None else f"{run.step:,}"
+        lines.append(cells([who, run.state, step, number_text(run.loss, 4) if run.rows else "", why]))
+    if not lines:
+        return None
+    return Table(["not complete", "state", "newest step", "its training loss", "why it failed"], lines, words=True)
+
+
+def named_runs(rows: list[Row]) -> list[tuple[Row, RunRecord, str]]:
+    """Every run with its row and its name: the label, with the seed where the row has several."""
+    return [
+        (row, run, f"{row.label}, seed {seed}" if len(row.runs) > 1 else row.label)
+        for row in rows
+        for run, seed in zip(row.runs, row.seeds, strict=True)
+    ]
+
+
+def first_line(failure: str | None) -> str:
+    """The first line of an error, cut where it is long."""
+    text = (failure or "").strip().split("\n")[0]
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def unmeasured(sweep: Sweep) -> list[str]:
+    """Columns for which complete runs have no number, those of as many runs together."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, column in sweep.columns.items():
+        printed = any(paper(row, name) is not None for row in sweep.rows)
+        # where the paper prints none, none is missed
+        asked = [row for row in sweep.rows if column.metric and not (printed and paper(row, name) is None)]
+        complete = [run for row in asked for run in row.runs if run.state == COMPLETE]
+        without = sum(number(run, column.metric, column.at) is None for run in complete)
+        if without:
+            at = f" after {column.at:.0%} of the steps" if column.at < 1 else ""
+            told = f"{plain(title_of(name, column))} (`{column.metric}`{at})"
+            found.setdefault((without, len(complete)), []).append(told)
+    return [
+        f"{without} of {count} complete runs have no finite number yet for {', '.join(told)}."
+        for (without, count), told in found.items()
+    ]
+
+
+def otherwise(sweep: Sweep) -> list[str]:
+    """Runs that trained under another protocol than the one told."""
+    told = []
+    for row, config in zip(sweep.rows, sweep.configs, strict=True):
+        for run in row.runs:
+            differ = trained_otherwise(run, config)
+            if differ:
+                more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
+                told.append(f"- {plain(row.label)}: {plain('; '.join(differ[:4]))}{more}")
+    if not told:
+        return []
+    return ["\n".join(["These runs trained under other settings than the protocol below:", "", *told])]

@@ -1,0 +1,106 @@
+"""Under which protocol the runs of a sweep train, and whether they did."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from depthlm.config.compose import compose
+from depthlm.config.resolve import CHANGEABLE, is_silent
+from depthlm.config.schema import Config
+from depthlm.config.schema.length import run_steps
+from depthlm.counts import count_text
+from depthlm.files import read_yaml
+from depthlm.report.rows import Row
+from depthlm.report.tables import Table, cells
+from depthlm.runs.records import RunRecord
+
+# what the composing machine or its tokenizer decides, and what tells the points of one protocol apart
+APART = {"precision", "model", "seed", "import_from", "fork_from", "size.vocab_size", "experiment"}
+
+
+def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
+    """The configuration of each row, of the first of those that differ in the mechanism alone. Raises ConfigError."""
+    composed: dict[tuple[str, ...], Config] = {}
+    for row in rows:
+        if _protocol(row) not in composed:
+            composed[_protocol(row)] = compose(row.points[0].checkable(), config_dir, here=False)
+    return [composed[_protocol(row)] for row in rows]
+
+
+def _protocol(row: Row) -> tuple[str, ...]:
+    apart = ("model", "import_from", "fork_from")
+    return tuple(f"{name}={value}" for name, value in sorted(row.settings.items()) if not name.startswith(apart))
+
+
+def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
+    """The protocol in a few lines; what differs between rows is told for each, by size where that tells them apart."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    for row, config in zip(rows, configs, strict=True):
+        for name, text in _texts(config).items():
+            who = row.settings.get("size", config.size.name)
+            told = lines.setdefault(name, {}).setdefault(text, [])
+            if who not in told:
+                told.append(who)
+    table = []
+    for name, texts in lines.items():
+        sizes = [size for told in texts.values() for size in told]
+        by_size = name != "size" and len(texts) > 1 and len(sizes) == len(set(sizes))
+        values = [f"{text} ({', '.join(told)})" if by_size else text for text, told in texts.items()]
+        table.append(cells([name, "; ".join(values)]))
+    return Table(["protocol", "value"], table, words=True)
+
+
+def _texts(config: Config) -> dict[str, str]:
+    training, optimizer, schedule = config.training, config.optimizer, config.schedule
+    steps = run_steps(config)
+    batch = training.batch_size * training.sequence_length
+    if schedule.warmup_steps is not None:
+        warmup = f"{schedule.warmup_steps:,} steps of warm-up"
+    else:
+        warmup = f"{100 * (schedule.warmup_ratio or 0):.3g}% of the steps as warm-up"
+    floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
+    return {
+        "size": config.size.name,
+        "backbone": config.backbone.name,
+        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}",
+        "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
+        "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
+        "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
+        "optimizer": f"{optimizer.name}, betas {' and '.join(f'{beta:g}' for beta in optimizer.betas)}, "
+        f"weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
+        "peak learning rate": f"{optimizer.lr:.4g}",
+        "schedule": f"{schedule.name}, {warmup}{floor}",
+        "precision": config.precision.name,
+        "budget": config.budget.name,
+    }
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key; lists are values."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """The flat configuration of a run, {} where it is missing or torn."""
+    return flatten(read_yaml(directory / "config.yaml"))
+
+
+def trained_otherwise(run: RunRecord, config: Config) -> list[str]:
+    """`key: that of the run, not that of now` for each setting of the protocol that a run did not train with."""
+    saved, now = saved_config(run.directory), flatten(asdict(config))
+    return [
+        f"{key}: {saved[key]}, not {value}"
+        for key, value in now.items()
+        if key in saved and saved[key] != value and not _apart(key)
+    ]
+
+
+def _apart(key: str) -> bool:
+    return is_silent(key) or key in CHANGEABLE or key in APART or key.split(".")[0] in APART

@@ -1,0 +1,71 @@
+"""Which rows belong together: series, tasks, and the baseline's row that a row is compared with."""
+
+import re
+from collections.abc import Sequence
+
+from depthlm.config.schema.experiment import Experiment
+from depthlm.report.rows import Row
+
+# settings that make the task another one: across them no two rows are compared
+TASK = ("size", "data", "training", "backbone", "budget")
+
+
+def series_of(row: Row, experiment: Experiment) -> str:
+    """Which curve a row belongs to: the value of the setting `series`, or its label where it has none."""
+    return row.settings.get(experiment.series, row.label)
+
+
+def task(row: Row, experiment: Experiment) -> dict[str, str]:
+    """The settings of a row across which nothing is compared, as its size."""
+    return {
+        name: value
+        for name, value in row.settings.items()
+        if re.split(r"[./]", name)[0] in TASK and name != experiment.series
+    }
+
+
+def reference_of(row: Row, rows: Sequence[Row], experiment: Experiment) -> Row | None:
+    """The row of the baseline that a row is compared with: of the same task, and like it in most settings.
+
+    Where a paper pairs models of other shapes, the label tells: `MoDA 700M` goes with `OLMo2 700M`. Where no row is the
+    baseline, it is the first of the same task; None where there is none to compare with.
+    """
+    own = task(row, experiment)
+
+    def same_task(other: Row) -> bool:
+        return all(own.get(name, value) == value for name, value in task(other, experiment).items())
+
+    baselines = [other for other in rows if experiment.baseline in (series_of(other, experiment), other.label)]
+    if not baselines:
+        return next((other for other in rows if same_task(other)), None)
+    if row in baselines:
+        return row
+
+    def likeness(other: Row) -> tuple[bool, int, int]:
+        shared = _numbered(row.label) & _numbered(other.label)
+        return same_task(other), len(shared), len(row.settings.items() & other.settings.items())
+
+    best = max(baselines, key=likeness)
+    return best if any(likeness(best)[:2]) else None
+
+
+def _numbered(label: str) -> set[str]:
+    """The words of a label that have a digit, as `700M`."""
+    return {word for word in label.replace(",", " ").split() if re.search(r"\d", word)}
+
+
+def series_names(rows: Sequence[Row], experiment: Experiment) -> dict[str, str]:
+    """What each series is called: the first words that the labels of its rows share, not counting its settings."""
+    names = {}
+    for series in dict.fromkeys(series_of(row, experiment) for row in rows):
+        members = [row for row in rows if series_of(row, experiment) == series]
+        told = {value.lower() for row in members for name, value in row.settings.items() if name != experiment.series}
+        shared: list[str] = []
+        for words in zip(*(row.label.split() for row in members), strict=False):
+            if len(set(words)) == 1 and words[0].strip(",").lower() not in told:
+                shared.append(words[0])
+            elif shared:
+                break
+        names[series] = " ".join(shared).strip(",") or series
+    # two series never share a name
+    return {series: name if list(names.values()).count(name) == 1 else series for series, name in names.items()}

@@ -1,0 +1,81 @@
+"""A sweep as the report sees it: the experiment, its rows, and what the command line changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from depthlm.config.resolve import by_name, experiment_of, is_silent
+from depthlm.config.schema import Config
+from depthlm.config.schema.experiment import Column, Experiment
+from depthlm.config.validate.errors import ConfigError
+from depthlm.report.protocol import compose_rows
+from depthlm.report.rows import Row, gather
+from depthlm.runs.records import RunRecord
+from depthlm.sweeps.points import expand, load_experiment, sweep_points, value_of
+
+# where a file names no column
+LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment with its rows. columns: never empty; the first is what the figure draws.
+
+    configs: the configuration of each row, those of one task and optimizer being one. changed: what the command line
+    sets that the experiment's points do not have.
+    """
+
+    experiment: Experiment
+    rows: list[Row]
+    columns: dict[str, Column]
+    configs: list[Config]
+    changed: list[str]
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The runs of all rows."""
+        return [run for row in self.rows for run in row.runs]
+
+    @property
+    def first(self) -> tuple[str, Column]:
+        """The column that the figure draws, by name."""
+        return next(iter(self.columns.items()))
+
+    @property
+    def as_printed(self) -> bool:
+        """Whether the runs follow the paper's whole protocol."""
+        return not self.changed and all(config.budget.name == "paper" for config in self.configs)
+
+
+def title_of(name: str, column: Column) -> str:
+    """The head of a column."""
+    return column.title or name
+
+
+def read_sweep(overrides: Sequence[str], config_dir: str | Path | None) -> Sweep:
+    """The sweep of these overrides, and what its run directories hold. Raises ConfigError."""
+    name = experiment_of(overrides)
+    if name is None or "," in name:
+        raise ConfigError([f"experiment={name or ''}: a report is of one experiment, as depth_attention/mixing_rule"])
+    experiment = load_experiment(name, config_dir)
+    rows = gather(sweep_points(overrides, config_dir))
+    return Sweep(
+        experiment,
+        rows,
+        experiment.columns or LOSS,
+        compose_rows(rows, config_dir),
+        _changed(overrides, experiment, rows),
+    )
+
+
+def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Row]) -> list[str]:
+    """What the overrides set to values that no point of the experiment has."""
+    lines = expand(experiment)
+    found = []
+    for name, spelt in by_name(overrides).items():
+        if is_silent(name) or name in ("seed", "budget"):
+            continue
+        known = [value_of(line.settings[name]) for line in lines if name in line.settings]
+        given = {row.settings[name]: None for row in rows if name in row.settings} or {spelt: None}
+        found += [f"{name}={value}" for value in given if value_of(value) not in known]
+    return found

@@ -1,0 +1,1 @@
+"""Run directories as readers see them: the record of a run, and its loss curve."""

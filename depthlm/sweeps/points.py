@@ -1,0 +1,241 @@
+"""The points of a sweep: what `train.py -m`, slurm/submit.py and `depthlm report` read from the same command line."""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from depthlm.config.compose import compose
+from depthlm.config.from_run import run_of
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.resolve import by_name, experiment_of, run_directory
+from depthlm.config.schema.experiment import Experiment
+from depthlm.config.validate.errors import ConfigError, listed, nearest
+from depthlm.config.validate.explain import explain_overrides
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: `python train.py <overrides>`."""
+
+    overrides: list[str]
+    label: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
+    paper: dict[str, float | None] = field(default_factory=dict)
+    # whether it starts from the run of another point
+    follows: bool = False
+    config_dir: str | Path | None = None
+
+    @cached_property
+    def directory(self) -> str:
+        """Its run directory."""
+        return point_directory(self.overrides, self.config_dir)
+
+    def checkable(self) -> list[str]:
+        """Its overrides, without the run that it starts from: before the sweep there need be none."""
+        if not self.follows:
+            return self.overrides
+        kept = [text for text in self.overrides if not text.startswith(("import_from=", "fork_from=", "output_dir="))]
+        return [*kept, f"output_dir={self.directory}"]
+
+
+def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Point]:
+    """Every point: the product of all `key=a,b`, and of each the points of its experiment.
+
+    A value given for a setting of the experiment's points selects those that have it or, where none does, takes the
+    place of theirs; then nothing of the paper's applies. Raises ConfigError where the experiment's points are mistaken.
+    """
+    found: dict[tuple[str, ...], Point] = {}
+    with hydra_at_conf():
+        for given in _product(overrides):
+            name = experiment_of(given)
+            points = [] if name is None else _experiment_points(given, name, config_dir)
+            for point in points or [Point(given, config_dir=config_dir)]:
+                found.setdefault(tuple(sorted(point.overrides)), point)
+    return list(found.values())
+
+
+def check_points(overrides: Sequence[str], config_dir: str | Path | None = None, here: bool = True) -> list[Point]:
+    """The points, once each of them has been found right. Raises ConfigError with every mistake in any of them.
+
+    here: whether they are to run on this machine.
+    """
+    if run_of(overrides) is not None:
+        raise ConfigError(["run=: takes up one run; a sweep is given by its overrides, or by experiment="])
+    points = sweep_points(overrides, config_dir)
+    errors: list[str] = []
+    directories: set[str | None] = set()
+    for point in points:
+        try:
+            directory = compose(point.checkable(), config_dir, here).output_dir
+        except ConfigError as error:
+            errors.extend(error.errors)
+            continue
+        if directory != point.directory:
+            errors.append(f"output_dir={directory}: give it on the command line; a file's is not known before a run")
+        if directory in directories:
+            errors.append(
+                f"output_dir={directory}: several points of the sweep would write there; interpolate what they differ "
+                "in, as in output_dir='outputs/mine/${model.name}-${seed}'"
+            )
+        directories.add(directory)
+    if errors:
+        raise ConfigError(errors)
+    return points
+
+
+def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
+    """The experiment of this name. Raises ConfigError where there is none, or its file is mistaken."""
+    with hydra_at_conf():
+        try:
+            if name.rpartition("/")[2].startswith("_"):
+                raise HydraException("what several experiments share is none itself")
+            raw = compose_raw([f"experiment={name}"], config_dir).experiment
+            found = OmegaConf.to_object(raw)
+        except (HydraException, OmegaConfBaseException):
+            raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw)) from None
+    assert isinstance(found, Experiment)
+    found.name = name
+    return found
+
+
+def is_axis(text: str) -> bool:
+    """Whether an override gives several values, as `key=a,b` or `key=interval(0,1)`."""
+    with hydra_at_conf():
+        override = _parsed(text)
+    return override is not None and override.is_sweep_override()
+
+
+def _parsed(text: str) -> Override | None:
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    try:
+        return parser.parse_overrides([text])[0]
+    except HydraException:
+        return None
+
+
+def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
+    axes = []
+    for text in overrides:
+        override = _parsed(text)
+        if override is not None and override.is_sweep_override() and override.is_discrete_sweep():
+            name = override.get_key_element()
+            axes.append([f"{name}={value}" for value in override.sweep_string_iterator()])
+        else:
+            axes.append([text])
+    return (list(point) for point in itertools.product(*axes))
+
+
+def _experiment_points(given: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
+    try:
+        experiment = load_experiment(name, config_dir)
+    except ConfigError:
+        # composing the point itself tells everything that is wrong with it
+        return []
+    lines = expand(experiment)
+    chosen = by_name(given)
+    theirs = chosen.keys() & {key for line in lines for key in line.settings}
+    selected = [line for line in lines if all(_has(line, key, chosen[key]) for key in theirs)]
+    # those that are selected are spelt as in the whole sweep, so that their runs are the same
+    kept = {key: value for key, value in chosen.items() if not selected or key not in theirs}
+    points: list[Point] = []
+    above: dict[tuple[str, str | None], list[str]] = {}
+    for line in lines:
+        dropped = theirs - kept.keys() - ({"seed"} - line.settings.keys())
+        settings = line.settings | {key: value for key, value in chosen.items() if key not in dropped}
+        own = [text for text in given if not by_name([text]).keys() & dropped]
+        for key, value in line.settings.items():
+            if key not in kept:
+                source = above[value[1:], settings.get("seed")] if value.startswith("@") else None
+                own.append(f"{key}={value if source is None else point_directory(source, config_dir)}")
+        above[line.label, settings.get("seed")] = own
+        label = line.label if selected else ", ".join(settings[key] for key in line.settings if key != "seed")
+        follows = any(value.startswith("@") for key, value in line.settings.items() if key not in kept)
+        if not selected or line in selected:
+            points.append(Point(own, label, settings, line.paper if selected else {}, follows, config_dir))
+    return points
+
+
+def _has(line: Point, key: str, value: str) -> bool:
+    """Whether a line is among those that a value given selects. One that names no seed takes any."""
+    if key not in line.settings:
+        return key == "seed"
+    return _same(value, line.settings[key])
+
+
+def expand(experiment: Experiment) -> list[Point]:
+    """The points of an experiment alone, lists multiplied. Raises ConfigError for lines that are mistaken."""
+    points: dict[tuple[str, str | None], Point] = {}
+    errors = []
+    for number, line in enumerate(experiment.points):
+        where = f"experiment {experiment.name}: points[{number}]"
+        if not isinstance(line, dict):
+            errors.append(f"{where}={line}: must be settings, as in {{model: mhc, size: 1.5b}}")
+            continue
+        paper, columns = line.get("paper") or {}, experiment.columns
+        errors += [f"{where}.paper.{name}: no such column{nearest(name, columns)}" for name in paper.keys() - columns]
+        for point in _multiplied(line):
+            for value in point.settings.values():
+                labels = [above.label for above in points.values()]
+                if value.startswith("@") and value[1:] not in labels:
+                    errors.append(f"{where}: {value}: no point above has this label; there are {listed(labels)}")
+            key = point.label, point.settings.get("seed")
+            if key in points:
+                errors.append(f"{where}: a second point with the label {point.label}")
+            points[key] = point
+    if errors:
+        raise ConfigError(errors)
+    return list(points.values())
+
+
+def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
+    axes = {
+        key: value if isinstance(value, list) else [value]
+        for key, value in line.items()
+        if key not in ("label", "paper")
+    }
+    for values in itertools.product(*axes.values()):
+        settings = {key: _text(value) for key, value in zip(axes, values, strict=True)}
+        named = {key: value for key, value in settings.items() if key != "seed"}
+        told = [value for key, value in named.items() if len(axes[key]) > 1]
+        label = " ".join([line["label"], *told]) if line.get("label") else ", ".join(named.values())
+        yield Point([], label, settings, line.get("paper") or {})
+
+
+def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> str:
+    """The run directory of a point."""
+    if any(override.startswith("output_dir=") for override in overrides):
+        with hydra_at_conf():
+            return str(compose_raw(overrides, config_dir).output_dir)
+    return run_directory(overrides)
+
+
+def _text(value: Any) -> str:
+    """A value as an override has it."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    return str(value)
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or value_of(one) == value_of(other)
+
+
+def value_of(text: str) -> Any:
+    """What Hydra takes a text for, however it is spelt."""
+    try:
+        return OverridesParser.create().parse_override(f"key={text}").value()
+    except HydraException:
+        return text

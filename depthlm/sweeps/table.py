@@ -1,0 +1,46 @@
+"""The points of a sweep as a table: how far each run is."""
+
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+
+from depthlm.console import stdout_console
+from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, read_run
+from depthlm.sweeps.points import Point
+
+STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
+
+
+def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None) -> None:
+    """Print a line a point: its state, its newest step and losses, and why it failed.
+
+    known: the states of run directories that others know better than what lies there, as a scheduler does.
+    """
+    console = stdout_console()
+    common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
+    table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
+    states = []
+    for number, point in enumerate(points):
+        run = read_run(point.directory)
+        state = (known or {}).get(point.directory, run.state)
+        states.append(state)
+        own = " ".join(text for text in point.overrides if text not in common)
+        table.add_row(str(number), *_cells(point, own, run, state))
+    console.print(table)
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    console.print(f"{len(points)} points: {counts}")
+
+
+def _cells(point: Point, own: str, run: RunRecord, state: str) -> list[str]:
+    name = point.label or own
+    seed = point.settings.get("seed")
+    loss, validation = run.loss, run.number("validation_loss")
+    return [
+        f"{name} (seed {seed})" if seed is not None and point.label else name,
+        f"[{STYLES.get(state, '')}]{state}[/]" if state in STYLES else state,
+        "" if run.step is None else f"{run.step:,}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if validation is None else f"{validation:.4f}",
+        (run.failure or "").partition("\n")[0][:60] if state == FAILED else "",
+    ]

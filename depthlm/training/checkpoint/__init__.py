@@ -1,0 +1,1 @@
+"""Checkpoints and run directories: writing, restoring, and starting from other weights."""

@@ -1,0 +1,1 @@
+"""The training engine: DeepSpeed, its configuration and its workarounds."""

@@ -1,0 +1,106 @@
+"""The numbers of a run in words: what is derived before step one, what it came to."""
+
+from pathlib import Path
+from typing import Any
+
+from depthlm.accounting import count_parameters
+from depthlm.accounting.memory import Memory
+from depthlm.config import Config
+from depthlm.counts import count_text
+from depthlm.data import Batches, Corpus
+from depthlm.distributed.launchers import ranks
+from depthlm.evaluation import perplexity
+from depthlm.machine import environment
+from depthlm.model import Decoder
+from depthlm.training.memory_check import gib
+from depthlm.training.monitoring.display import number_text, show_table
+from depthlm.training.plan import Plan
+
+
+def derived(
+    config: Config,
+    plan: Plan,
+    corpus: Corpus,
+    batches: Batches,
+    model: Decoder,
+    flops_per_token: float,
+    memory: Memory | None,
+) -> dict[str, str]:
+    """Everything that follows from the configuration, by name."""
+    size, training = config.size, config.training
+    counts = count_parameters(model)
+    epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
+    entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
+    return {
+        "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
+        f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
+        f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
+        "parameters": f"{count_text(counts['total'])} ({counts['total']:,})",
+        "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
+        "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
+        f"{corpus.bytes_per_token:.2f} bytes a token{entropy}"
+        f"{', attention inside documents' if config.data.document_mask else ''}",
+        **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
+        "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
+        "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens{epochs}, "
+        f"warm-up {plan.warmup_steps} steps, {config.schedule.name} from {config.optimizer.lr:g}",
+        "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
+        f"{plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
+        "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
+        "memory estimate": memory_text(config, memory),
+        "numbers": number_formats(config),
+        "device": f"{environment.device_name(environment.device_type(config.device))}, {config.precision.name}"
+        f"{', compiled' if training.compile else ''}, {ranks().launcher}",
+        "token files": ", ".join(map(str, corpus.folders.values())),
+        "run directory": str(config.output_dir),
+    }
+
+
+def memory_text(config: Config, memory: Memory | None) -> str:
+    """The memory estimate of a rank, with what it is of."""
+    if memory is None:
+        return "none: the decoder cannot be traced"
+    checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
+    offloaded = f", and {gib(memory.offloaded)} of the memory of the CPU" if memory.offloaded else ""
+    return (
+        f"{gib(memory.total)} per rank (ZeRO {config.deepspeed.stage}{checkpointing}), "
+        f"{gib(memory.activations)} of it activations{offloaded}"
+    )
+
+
+def number_formats(config: Config) -> str:
+    """What is computed, kept, added up and sent in which number format."""
+    name, sharding = config.precision.name, config.deepspeed
+    sent = name if sharding.communication_data_type == "auto" else sharding.communication_data_type
+    if name == "fp32" or sharding.stage == 0:
+        computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
+        return f"{computed}; gradients added up in fp32" + (f", reduced in {sent}" if sharding.stage else "")
+    scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
+    return f"{name} weights, fp32 master copy; gradients added up in fp32, reduced in {sent}{scale}"
+
+
+def mixture(plan: Plan, batches: Batches) -> str:
+    """What the run will see of each source: its share of the tokens, and how often it goes through it."""
+    seen = batches.seen(plan.max_steps)
+    return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())
+
+
+def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
+    """What a complete run came to, as a table."""
+    unigram = summary["unigram_entropy"]
+    entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
+    losses = {name: loss for name, loss in summary.items() if name.startswith("validation/") and name.endswith("/loss")}
+    sets = {}
+    if len(losses) > 1:
+        sets = {name: f"{number_text(v)} (perplexity {number_text(perplexity(v))})" for name, v in losses.items()}
+    rows = {
+        "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
+        f"{number_text(summary['validation_perplexity'])}{entropy})",
+        **sets,
+        "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
+        "loss curve": str(directory / "loss.png"),
+        "weights": str(directory / "checkpoints"),
+    }
+    show_table(title, rows, rank)

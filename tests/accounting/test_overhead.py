@@ -1,0 +1,161 @@
+"""What the mechanisms cost, against the numbers that the papers print."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import depthlm
+from depthlm.__main__ import main
+from depthlm.accounting import count_parameters, flops_per_token
+from depthlm.accounting.overhead import overhead
+from depthlm.accounting.summary import extra, overhead_texts
+from depthlm.config import mechanisms
+from depthlm.locations import REPOSITORY
+from depthlm.model import Decoder
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+@pytest.fixture(scope="module")
+def meta() -> Callable[..., Decoder]:
+    """The decoder of overrides, without weights."""
+    return lambda *overrides: depthlm.build_model(depthlm.compose(list(overrides), here=False), "meta")
+
+
+# Depth-Attention (arXiv 2606.05014), Table 2: FLOPs, activation I/O in bytes, memory of a 128K prefill in GiB
+TABLE_2 = {
+    "depth_attention": (2.40e5, 282 * KIB, 0.0),
+    "denseformer": (5.01e6, 4.97 * MIB, 24.0),
+    "attention_residuals": (4.26e6, 4.44 * MIB, 4.0),
+    "mhc": (4.72e7, 8.63 * MIB, 1.5),
+}
+
+
+@pytest.mark.parametrize("preset", TABLE_2)
+def test_table_2_of_depth_attention(meta: Any, preset: str) -> None:
+    cost = overhead(meta(f"model={preset}", "size=3b"))
+    flops, io_bytes, prefill = TABLE_2[preset]
+    assert cost.flops_per_token == pytest.approx(flops, rel=2e-3)
+    assert cost.io_bytes_per_token == pytest.approx(io_bytes, rel=2e-3)
+    assert cost.prefill_bytes / GIB == prefill
+
+
+# sources summed over the sublayers of 48 layers, the final read left out
+@pytest.mark.parametrize(
+    ("preset", "overrides", "expected"),
+    [
+        ("depth_attention", [], 117),
+        ("depth_attention", ["model.attention.sources=relative"], 48),
+        ("denseformer", [], 1224),
+        ("attention_residuals", [], 520),
+        ("attention_residuals_recency", [], 528),
+    ],
+)
+def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) -> None:
+    model = meta(f"model={preset}", "size=3b", *overrides)
+    if preset == "depth_attention":
+        assert sum(layer.attention.num_mixed() for layer in model.layers) == expected
+    elif preset == "denseformer":
+        assert sum(len(c.sources or ()) for c in model.connections) == expected
+    else:
+        assert sum(c.num_sources for c in list(model.connections)[:-1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model=denseformer", "size=3b"], 1224),
+        (["model=attention_residuals", "size=3b"], 97 * 2 * 2048),
+        (["model=attention_residuals_recency", "size=3b"], 97 * (2 * 2048 + 1)),
+        (["model=mhc", "size=3b"], 96 * (24 * (4 * 2048 + 1) + 3 + 4 * 2048)),
+        (["model=depth_attention", "size=3b"], 0),
+        (["model=grn_v1", "size=lm1b", "backbone=lm1b"], 28),
+        (["model=grn_v2", "size=lm1b", "backbone=lm1b"], 28 * 512),
+        (["model=grn_v3", "size=lm1b", "backbone=lm1b"], 28_672),
+        # beside them, DeepCrossAttention has two more norms a layer, which the paper's count leaves out
+        (["model=dca", "size=lm1b", "backbone=lm1b"], 71_680 + 2 * 6 * 2 * 512),
+        (["model=grn_v3", "model.connection.w=shared", "size=lm1b", "backbone=lm1b"], 28 * 512 + 7 * 512),
+    ],
+)
+def test_extra_parameters(meta: Any, overrides: list[str], expected: int) -> None:
+    assert overhead(meta(*overrides)).parameters == expected
+
+
+# the tables of MoDA (arXiv 2603.15619) and DeepCrossAttention (arXiv 2502.06785), in parameters
+@pytest.mark.parametrize(
+    ("overrides", "expected", "rounding"),
+    [
+        (["size=moda_700m", "backbone=olmo2", "model.attention.ffn_kv=false"], 669.046e6, 500),
+        (["size=moda_700m", "backbone=olmo2"], 705.746e6, 500),
+        (["size=moda_700m", "backbone=olmo2", "model.attention.attn_kv=true"], 742.446e6, 500),
+        (["size=moda_layers_48", "backbone=moda_layers", "model.attention.last_layer_kv=true"], 128.11e6, 5000),
+        (["size=moda_layers_24", "backbone=moda_layers", "model.attention.last_layer_kv=true"], 73.72e6, 8000),
+        (["model=laurel", "size=lm1b", "backbone=lm1b"], 49.75e6, 5000),
+        (["model=denseformer", "size=lm1b", "backbone=lm1b"], 49.65e6, 5000),
+        (["model=grn_v1", "size=lm1b", "backbone=lm1b"], 49.65e6, 5000),
+        (["model=grn_v2", "size=lm1b", "backbone=lm1b"], 49.66e6, 8000),
+        (["model=grn_v3", "size=lm1b", "backbone=lm1b"], 49.68e6, 5000),
+        (["model=dca", "size=lm1b", "backbone=lm1b"], 49.73e6, 10_000),
+    ],
+)
+def test_counts_are_those_of_the_papers(meta: Any, overrides: list[str], expected: float, rounding: float) -> None:
+    total = count_parameters(meta(*(["model=moda"] if "moda" in overrides[0] else []), *overrides))["total"]
+    assert abs(total - expected) <= rounding
+
+
+def test_forward_flops_of_modas_depth_keys_and_values(meta: Any) -> None:
+    """Table 1 of MoDA: 8.01 T and 8.02 T of one sequence of 4096 tokens; 630 = 0 + 1 + ... + 35 pairs of layers."""
+    settings = ["size=moda_700m", "backbone=olmo2"]
+    vanilla = flops_per_token(meta(*settings), 4096).forward
+    moda = flops_per_token(meta("model=moda", "model.attention.ffn_kv=false", *settings), 4096).forward
+    assert (moda - vanilla) * 4096 == pytest.approx(4 * 1024 * 4096 * 630)
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+def test_loops_add_sources(meta: Any, loops: int) -> None:
+    model = meta("model=depth_attention", "size=micro", "size.num_layers=4", f"model.loops={loops}")
+    # stride 2: layers 0 to 3 mix 0, 1, 1, 2 sources of their loop, and their own of each earlier loop
+    expected = sum(n + loop + 1 for loop in range(loops) for n in (0, 1, 1, 2) if n + loop)
+    assert overhead(model).flops_per_token == pytest.approx(4 * 64 * expected)
+
+
+@pytest.mark.slow
+def test_every_mechanism_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b", "--json"])
+    main()
+    table = json.loads(capsys.readouterr().out)
+    assert sorted([*table, "vanilla"]) == mechanisms()
+    for row in table.values():
+        assert row.keys() == {"parameters", "flops_per_token", "io_bytes_per_token", "prefill_bytes"}
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b"])
+    main()
+    text = capsys.readouterr().out
+    for number in ("2.40e+05", "282 KiB", "5.01e+06", "4.97 MiB", "4.26e+06", "4.44 MiB", "4.72e+07", "8.63 MiB"):
+        assert number in text
+
+
+@pytest.mark.slow
+def test_the_page_on_mechanisms_shows_these_numbers() -> None:
+    page = (REPOSITORY / "docs/mechanisms.md").read_text()
+    for name in mechanisms():
+        if name != "vanilla":
+            config = depthlm.compose(["size=3b", f"model={name}"], here=False)
+            cost = overhead_texts(extra(overhead(depthlm.build_model(config, "meta"))))
+            assert f"| `{name}` | {' | '.join(cost.values())} |" in page
+
+
+@pytest.mark.parametrize("override", ["model=moda", "model/attention=moda", "model.connection.block_size=2"])
+def test_overhead_goes_through_the_mechanisms_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", override])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "leave it out" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "model=moda", "size=3b", "--json"])
+    main()
+    assert json.loads(capsys.readouterr().out)["extra"]["parameters"] == 47 * 2 * 2048 * 512

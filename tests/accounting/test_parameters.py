@@ -1,0 +1,51 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthlm.accounting.parameters import count_parameters
+from depthlm.model.shape import Backbone, Size
+
+CONF = Path(__file__).parents[2] / "conf"
+
+# size, backbone, the digits known (papers' tables), in parameters
+KNOWN = [
+    ("360m", "qwen3", 360.67e6, 0.005e6),
+    ("500m", "qwen3", 498.17e6, 0.005e6),
+    ("710m", "qwen3", 716.07e6, 0.005e6),
+    ("1.5b", "qwen3", 1343.8e6, 0.05e6),
+    ("3b", "qwen3", 2748.0e6, 0.05e6),
+    ("moda_700m", "olmo2", 669.046e6, 0.0005e6),
+    ("moda_700m_38l", "olmo2", 700.510e6, 0.0005e6),
+    ("moda_layers_24", "moda_layers", 71.35e6, 0.005e6),
+    ("moda_layers_48", "moda_layers", 123.38e6, 0.005e6),
+    ("lm1b", "lm1b", 49_653_040, 0),
+]
+
+
+@pytest.mark.parametrize(("size", "backbone", "expected", "rounding"), KNOWN)
+def test_counts_are_those_of_the_papers(vanilla, size, backbone, expected, rounding):
+    assert abs(count_parameters(vanilla(size, backbone))["total"] - expected) <= rounding
+
+
+@pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "moda_layers", "lm1b"])
+def test_parts_add_up(vanilla, backbone):
+    model = vanilla("micro", backbone)
+    counts = count_parameters(model)
+    assert counts["total"] == sum(p.numel() for p in model.parameters())
+    assert counts["embedding"] == 512 * 64
+    assert counts["connection"] == 0
+    assert counts["head"] == {"qwen3": 512 * 64, "lm1b": 512 * 64 + 512}.get(backbone, 0)
+
+
+def test_every_size_and_backbone_gives_every_field():
+    for folder, shape in (("size", Size), ("backbone", Backbone)):
+        paths = sorted((CONF / folder).glob("*.yaml"))
+        assert paths
+        for path in paths:
+            settings = yaml.safe_load(path.read_text())
+            assert settings.keys() == {field.name for field in dataclasses.fields(shape)}, path
+            assert settings["name"] == path.stem
+            for field in dataclasses.fields(shape):
+                assert isinstance(settings[field.name], field.type), (path, field.name)

@@ -1,0 +1,59 @@
+"""What `python -m depthlm summary` says, and the picture of a run."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.__main__ import main
+from depthlm.accounting.memory import MemoryEstimator
+from depthlm.accounting.summary import summarize
+from depthlm.errors import UserError
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", *arguments])
+    main()
+
+
+def test_json_has_the_documented_fields(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "summary", "model=vanilla", "--json", "size=1.5b", "training.max_tokens=32B")
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["parameters"]["total"] == 1_343_774_208
+    assert sum(count for part, count in summary["parameters"].items() if part != "total") == 1_343_774_208
+    assert summary["flops_per_token"] == 3 * summary["forward_flops_per_token"]
+    assert set(summary["memory_per_gpu"]) == {"zero0", "zero1", "zero2", "zero3"}
+    assert summary["tokens"] >= 32 * 10**9
+
+
+def test_the_tables_show_the_same_numbers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "summary", "size=1.5b")
+    text = capsys.readouterr().out
+    assert "1,343,774,208" in text
+    assert "zero3" in text
+
+
+def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:
+    config = depthlm.compose(["size=360m", "model=mhc", "size.num_layers=4", "training.batch_size=64"], here=False)
+    summary = summarize(config, 8)
+    assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
+    for stage, sizes in enumerate(summary["largest_micro_batch_size"].values()):
+        assert sizes["80GB"] < sizes["141GB"]
+        for gb, size in sizes.items():
+            fits, too_large = (MemoryEstimator(config, "cuda").estimate(stage, 8, n).total for n in (size, size + 1))
+            assert fits <= 1.01 * float(gb.removesuffix("GB")) * 1e9
+            assert too_large > 0.99 * float(gb.removesuffix("GB")) * 1e9
+
+
+def test_a_decoder_that_cannot_be_traced_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
+    with pytest.raises(UserError, match="vanilla cannot be traced"):
+        summarize(depthlm.compose(["size=micro"], here=False), 8)
+
+
+def test_a_wrong_number_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, "summary", "--gpus", "0")
+    assert caught.value.code == 2

@@ -1,9 +1,0 @@
-from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs, reports and configurations of a test lie in a folder of its own."""
-    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,109 @@
+"""Help where people look for it: all of it, a group, an option, a key; versions and shell completion."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import depthlm
+from depthlm.commands.command_line import read_command_line
+from depthlm.commands.help import print_help, setting_meanings
+from depthlm.config import mechanisms
+from depthlm.errors import UserError
+from depthlm.locations import REPOSITORY
+
+
+def printed(capsys: pytest.CaptureFixture[str], *topics: str) -> str:
+    print_help(topics, None)
+    return capsys.readouterr().out
+
+
+def test_the_whole_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys)
+    for word in ("model/connection", "depth_attention/main", "training.max_steps", "run=<directory>", "Exit codes"):
+        assert word in text
+
+
+def test_a_group_is_shown_with_its_options_and_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "schedule")
+    assert "inverse_sqrt" in text
+    assert "(the default)" in text.split("cosine")[1].splitlines()[0]
+    assert "schedule.warmup_ratio" in text
+    assert "optimizer.lr" not in text
+
+
+def test_an_option_shows_what_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "data=pile")
+    assert "hub: monology/pile-uncopyrighted" in text
+    assert "arXiv 2101.00027" in text
+
+
+def test_a_key_and_a_section_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "peak learning rate" in printed(capsys, "optimizer.lr")
+    text = printed(capsys, "training")
+    assert "training.max_steps" in text
+    assert "data.source" not in text
+
+
+@pytest.mark.parametrize("name", mechanisms())
+def test_every_setting_of_a_mechanism_has_its_value_and_a_meaning(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, f"model={name}")
+    assert "arXiv" in text or name == "vanilla"
+    for line in text.splitlines():
+        cells = line.split()
+        if cells and cells[0].startswith(("model.connection.", "model.attention.")):
+            assert len(cells) > 3, line
+
+
+def test_the_settings_of_a_mechanism_are_those_of_its_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.split() for line in printed(capsys, "model=dca").splitlines() if "separate_qkv  " in line]
+    assert lines[0][:3] == ["model.connection.separate_qkv", "true", "false"]
+
+
+def test_a_meaning_may_go_over_lines_and_serve_several() -> None:
+    text = "Something.\n\na, b: first\n    second line\nc: alone\nNo meaning here."
+    assert setting_meanings(text) == {"a": "first second line", "b": "first second line", "c": "alone"}
+
+
+@pytest.mark.parametrize(("topic", "word"), [("modle", "model"), ("model=dcb", "dca"), ("optimzer.lr", "optimizer.lr")])
+def test_an_unknown_topic_is_refused_with_the_nearest(topic: str, word: str) -> None:
+    with pytest.raises(UserError, match=f"did you mean `{word}`"):
+        print_help([topic], None)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"depthlm {depthlm.__version__}"
+
+
+def complete(line: str, *command: str) -> list[str]:
+    environment = {**os.environ, "COMP_LINE": line}
+    done = subprocess.run(
+        [sys.executable, *command, "-sc", "query=bash"], cwd=REPOSITORY, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_a_shell_is_given_completions() -> None:
+    assert complete("python train.py model=dep", "train.py") == ["model=depth_attention"]
+    assert complete("depthlm train optimizer=", "-m", "depthlm") == ["optimizer=adamw", "optimizer=muon"]
+    assert "summary" in complete("depthlm su", "-m", "depthlm")
+    done = subprocess.run(
+        [sys.executable, "train.py", "-sc", "install=bash"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # bash accepts it
+    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; sys.argv = ['train.py']; from depthlm.__main__ import main\ntry: main('train', ['--help'])\n"
+    code += "except SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,285 @@
+"""Every mistake of a command line gets a line that says what was given, what is allowed, and what was meant."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from depthlm.commands.command_line import check_command_line, read_command_line
+from depthlm.config import ConfigError, compose
+from depthlm.errors import UserError
+from depthlm.locations import REPOSITORY
+from depthlm.sweeps import sweep_points
+
+from ...two_ranks import rank_variables
+
+# overrides, and what the error must say
+BROKEN = [
+    # groups
+    (["size=1.6b"], ["size=1.6b", "360m", "did you mean `1.5b`?"]),
+    (["size=huge"], ["size=huge", "allowed: 1.5b"]),
+    (["model=vanila"], ["model=vanila", "did you mean `vanilla`?"]),
+    (["backbone=qwen"], ["backbone=qwen", "did you mean `qwen3`?"]),
+    (["data=stdlb"], ["data=stdlb", "did you mean `stdlib`?"]),
+    (["optimizer=adam"], ["optimizer=adam", "did you mean `adamw`?"]),
+    (["schedule=cosin"], ["schedule=cosin", "did you mean `cosine`?"]),
+    (["deepspeed=zero9"], ["deepspeed=zero9", "zero0, zero1, zero2"]),
+    (["precision=fp8"], ["precision=fp8", "fp16"]),
+    (["tracker=tensorboard"], ["tracker=tensorboard", "wandb"]),
+    (["model/connection=residul"], ["no such model/connection", "did you mean `residual`?"]),
+    (["model/attention=flash"], ["no such model/attention", "self_attention"]),
+    (["experiment=table1"], ["experiment=table1", "no such experiment"]),
+    # keys
+    (["optimzer.lr=3"], ["optimzer.lr=3", "no such key", "did you mean `optimizer.lr`?"]),
+    (["size=null"], ["size=null", "no such size"]),
+    (["seed=18446744073709551616"], ["seed=", "at most"]),
+    (["output_dir="], ["output_dir=", "empty"]),
+    (["lr=3"], ["lr=3", "did you mean `optimizer.lr`"]),
+    (["training.max_stpes=3"], ["did you mean `training.max_steps`?"]),
+    (["seeds=1"], ["did you mean `seed`?"]),
+    (["foo=bar"], ["foo=bar", "no such key"]),
+    (["+foo=bar"], ["foo=bar", "no such key"]),
+    (["training=fast"], ["training=fast", "a group of keys", "training.max_steps"]),
+    (["model.connection.streams=4"], ["model.connection.streams=4", "no such key"]),
+    (["+model.connection.streams=4"], ["model.connection.streams", "no such setting"]),
+    (["size.hiden_size=4"], ["did you mean `size.hidden_size`?"]),
+    # types and values
+    (["training.max_steps=many"], ["training.max_steps=many", "must be an integer, at least 1, or null"]),
+    (["training.max_steps=1.5"], ["training.max_steps=1.5", "an integer"]),
+    (["training.max_steps=0"], ["training.max_steps=0", "at least 1"]),
+    (["training.max_tokens=10X"], ["training.max_tokens=10X", "10B"]),
+    (["training.max_tokens=-5"], ["training.max_tokens=-5", "at least 1"]),
+    (["training.max_tokens=inf"], ["training.max_tokens=inf", "10B"]),
+    (["data.max_tokens={a:1}"], ["data.max_tokens", "10B"]),
+    (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number, above 0"]),
+    (["optimizer.lr=0"], ["optimizer.lr=0", "above 0"]),
+    (["optimizer.lr=nan"], ["optimizer.lr=nan", "a number"]),
+    (["optimizer.betas=0.9"], ["optimizer.betas=0.9", "a list of numbers"]),
+    (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),
+    (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
+    (["seed=-1"], ["seed=-1", "at least 0"]),
+    (["seed=null"], ["seed=null", "an integer"]),
+    (["deepspeed=zero2", "deepspeed.offload=cpu"], ["deepspeed.offload=cpu", "deepspeed=zero3_offload"]),
+    (["deepspeed.communication_data_type=int8"], ["communication_data_type=int8", "one of auto, fp32, bf16, fp16"]),
+    (["deepspeed.reduce_bucket_size=0"], ["reduce_bucket_size=0", "at least 1"]),
+    (["training.on_bad_numbers=ignore"], ["on_bad_numbers=ignore", "one of skip, rewind, stop"]),
+    (["training.checkpoint_minutes=0"], ["checkpoint_minutes=0", "above 0"]),
+    (["training.keep_every=0"], ["keep_every=0", "at least 1"]),
+    (["training.keep_every=150"], ["keep_every=150", "training.checkpoint_every=100", "multiples of 100"]),
+    (["precision.min_loss_scale=0.5"], ["min_loss_scale=0.5", "an integer"]),
+    (["fork_from=/nowhere"], ["fork_from=/nowhere: no checkpoint in it"]),
+    (["resume=maybe"], ["resume=maybe", "one of auto, extend, retrain, never"]),
+    (["training.compile=perhaps"], ["training.compile=perhaps", "true or false"]),
+    (["schedule.name=cosines"], ["schedule.name=cosines", "did you mean `cosine`?"]),
+    (["schedule.warmup_ratio=2"], ["schedule.warmup_ratio=2", "at most 1"]),
+    (["backbone.norm=batchnorm"], ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),
+    (["backbone.qk_norm=heads"], ["backbone.qk_norm=heads", "did you mean `head`?"]),
+    (["data.validation_fraction=0"], ["data.validation_fraction=0", "above 0"]),
+    (["deepspeed.stage=7"], ["deepspeed.stage=7", "at most 3"]),
+    (["model.loops=0"], ["model.loops=0", "at least 1"]),
+    (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
+    (["model=attention_residuals", "model.connection.block_size=0"], ["model.connection.block_size=0: must be"]),
+    (["model=attention_residuals", "model.connection.key_norm=foo"], ["key_norm=foo: must be true or false"]),
+    (["model=attention_residuals", "model.connection.block_size=-1"], ["block_size=-1", "at least 1, or null"]),
+    (["model=grn_v3", "model.connection.separate_qkv=null"], ["separate_qkv=null: must be true or false"]),
+    (["model=grn_v3", "model.connection.version=true"], ["version=true: must be one of 1, 2, 3"]),
+    (["model=grn_v3", "model.connection.version=three"], ["version=three: must be one of 1, 2, 3"]),
+    (["model=grn_v3", "model.connection.version=2.0"], ["version=2.0: must be one of 1, 2, 3"]),
+    (["model=mhc", "model.connection.num_streams=1.5"], ["num_streams=1.5: must be a whole number"]),
+    (["model=laurel", "model.connection.rank=null"], ["rank=null: must be a whole number"]),
+    (["model=denseformer", "model.connection.period=99"], ["period=99: the 4 layers end before"]),
+    (["model=hyper_connections", "model.connection.dynamic=1"], ["dynamic=1: must be true or false"]),
+    (["model.connection._target_=depthlm.model.connections.residual.Residul"], ["has no Residul", "`Residual`"]),
+    (["model.connection._target_=nowhere.Mixer"], ["cannot be imported", "PYTHONPATH"]),
+    (["model.attention._target_=math.pi"], ["math.pi", "not a subclass of"]),
+    (["model.connection._target_=torch.nn.Linear"], ["torch.nn.Linear", "connection.Connection"]),
+    (["model.attention._target_=depthlm.model.attention.Nothing"], ["has no Nothing"]),
+    (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
+    # what Hydra would take, or refuse in its own words
+    (["+size.layers=3"], ["size.layers=3: no such key", "size.num_layers"]),
+    (["~optimizer.lr"], ["~optimizer.lr: a key cannot be removed"]),
+    (["~optimizer"], ["~optimizer: every group has an option"]),
+    (["~foo"], ["~foo: no such key"]),
+    (["hydra.foo=3"], ["hydra.foo: no such key"]),
+    (["data.sources={}"], ["data.sources={}: sets nothing"]),
+    (["data=olmo2_mix", "data.sources={}"], ["data.sources={}: sets nothing"]),
+    (["model.connection={}"], ["model.connection={}: sets nothing"]),
+    (["model.attention.stride=2"], ["not a setting of this mechanism; model=depth_attention, model=uniform_mix have"]),
+    (["model=dca", "model.connection.period=2"], ["model=denseformer have `period`"]),
+    (["model=denseformer", "model.connection.dilation=5"], ["dilation=5: no average of 4 layers"]),
+    # the grammar
+    (["seed"], ["seed", "write key=value"]),
+    (["seed=1,2"], ["seed=1,2", "add -m"]),
+    (["training.sample='unclosed"], ["not an override"]),
+    (["data=local"], ["data.source", "needs text"]),
+    # across fields
+    (["size.num_kv_heads=3"], ["size.num_kv_heads=3", "must divide", "size.num_heads"]),
+    (["size.head_size=7"], ["size.head_size=7", "even"]),
+    (["size.vocab_size=300"], ["size.vocab_size=300", "needs"]),
+    (["training.max_steps=5", "training.max_tokens=1M"], ["both given"]),
+    (["training.max_steps=null"], ["how long is the run"]),
+    (["training.batch_size=8", "training.batch_tokens=4096"], ["both given"]),
+    (["training.batch_tokens=1000"], ["training.batch_tokens=1000", "does not divide"]),
+    (["training.batch_size=8", "training.micro_batch_size=3"], ["training.micro_batch_size=3", "allowed: 1, 2, 4, 8"]),
+    (["training.max_steps=10", "schedule.warmup_steps=11"], ["longer than the run of 10 steps"]),
+    (["schedule.warmup_steps=5", "schedule.warmup_ratio=0.1"], ["both given"]),
+    (["schedule=inverse_sqrt", "schedule.warmup_steps=0"], ["needs a warm-up"]),
+    (["schedule=wsd", "schedule.decay_ratio=0.99"], ["overlap"]),
+    (["optimizer=muon", "deepspeed=zero1"], ["Muon needs whole matrices", "deepspeed=zero0"]),
+    (["optimizer=muon", "deepspeed=zero3"], ["Muon needs whole matrices", "deepspeed=zero0"]),
+    (["training.compile=true", "deepspeed=zero3"], ["training.compile=true with deepspeed.stage=3", "allowed"]),
+    (["precision=fp16"], ["precision=fp16"]),
+    (["import_from=/nowhere/at/all"], ["import_from=/nowhere/at/all", "no checkpoint in it"]),
+    (["import_from="], ["import_from=", "no checkpoint in it"]),
+    (["data.source=/nowhere/at/all"], ["data.source=/nowhere/at/all", "no such folder"]),
+    (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
+    (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "no folder"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), BROKEN, ids=lambda value: " ".join(value)[:60])
+def test_a_broken_configuration_is_refused_in_words(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    text = "\n".join(caught.value.errors)
+    for word in words:
+        assert word in text, text
+    assert len(caught.value.errors) == 1, text
+
+
+def test_all_override_errors_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"])
+    assert len(caught.value.errors) == 5
+
+
+def test_all_cross_field_errors_are_told_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(
+            ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"]
+        )
+    assert len(caught.value.errors) == 4
+
+
+def test_a_mechanism_judges_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judging.py").write_text(
+        "from depthlm.model.attention.self_attention import SelfAttention\n"
+        "from depthlm.model.connections.residual import Residual\n"
+        "class Strided(Residual):\n"
+        "    def __init__(self, spec, size, backbone, stride, last=None):\n"
+        "        super().__init__(spec, size, backbone)\n"
+        "        if stride < 1:\n"
+        "            raise ValueError(f'stride={stride}: must be at least 1')\n"
+        "        if last == spec.kind:\n"
+        "            raise ValueError('cannot be ' + last)\n"
+        "class Windowed(SelfAttention):\n"
+        "    def __init__(self, spec, size, backbone, window=1):\n"
+        "        super().__init__(spec, size, backbone)\n"
+        "        if spec.layer == size.num_layers - 1 and window > spec.layer:\n"
+        "            raise ValueError(f'window={window}: only {spec.layer} layers below')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    connection = ["model.connection._target_=judging.Strided", "+model.connection.stride=2"]
+    attention = ["model.attention._target_=judging.Windowed", "size.num_layers=3", "model.loops=2"]
+    compose([*connection, *attention])
+    with pytest.raises(ConfigError) as caught:
+        compose([*connection, *attention, "model.connection.stride=0", "+model.attention.window=3", "schedule=wsd",
+                 "schedule.decay_ratio=0.99"])  # fmt: skip
+    assert caught.value.errors[:2] == [
+        "model.connection.stride=0: must be at least 1", "model.attention.window=3: only 2 layers below"
+    ]  # fmt: skip
+    assert len(caught.value.errors) == 3
+    with pytest.raises(ConfigError, match=r"- model\.connection: cannot be final"):
+        compose([*connection, "+model.connection.last=final"])
+    with pytest.raises(ConfigError, match=r"- model\.connection: .*missing 1 required positional argument: 'stride'"):
+        compose(connection[:1])
+    with pytest.raises(ConfigError, match=r"- model\.connection: '<' not supported"):
+        compose([*connection, "model.connection.stride=few"])
+
+
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in rank_variables(0, 29500, world_size=3).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+        compose(["training.batch_size=32"])
+
+
+def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("depthlm.machine.environment.device_type", lambda choice="auto": "cpu")
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        compose(["training.compile=true"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--flag"],
+        ["-m", "seed=1,2", "output_dir=x"],
+        ["-m", "size=tiny,hug"],
+        ["-m", "seed=1,2", "size=micro,tiny", "output_dir=x/${seed}"],
+        ["--config-name=foo"],
+        ["--resolve"],
+        ["--config-dir=/nowhere"],
+        ["hydra.run.dir=x"],
+        ["hydra.job.chdir=true"],
+        ["-m", "seed=1,2", "hydra.run.dir=x"],
+        ["experiment=dca/depth"],
+        ["experiment=dca/depth", "model=dca"],
+        ["-m", "run=outputs/default/base", "seed=1,2"],
+    ],
+)
+def test_the_command_line_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(UserError):
+        check_command_line(read_command_line(arguments))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train.py", "size=1.6b", "optimzer.lr=1"],
+        ["-m", "depthlm", "summary", "size=1.6b"],
+        ["train.py", "size.num_kv_heads=3"],
+        ["train.py", "model=dca", "model.connection.version=9"],
+    ],
+)
+def test_the_commands_end_with_2_and_no_traceback(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "did you mean" in done.stderr or "must " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            "model=depth_attention",
+            "model.attention.stride=0",
+            "model.attention.sources=x",
+            "model.attention.mixing=foo",
+        ],
+        ["model=mhc", "model.connection.iterations=null", "model.connection.collapse=x"],
+        ["model=moda", "model.attention.slots=0", "model.attention.ffn_kv=no_thanks"],
+    ],
+)
+def test_all_mistakes_of_a_mechanism_are_told_together(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    assert len(caught.value.errors) == len(overrides) - 1
+    for override in overrides[1:]:
+        assert any(error.startswith(f"{override}: must be") for error in caught.value.errors)
+
+
+def test_a_point_of_an_experiment_is_trained_without_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    for point in sweep_points(["experiment=dca/depth", "budget=smoke"])[:3]:
+        check_command_line(read_command_line(point.overrides))
+
+
+@pytest.mark.parametrize("content", ["name: [unclosed", "name: ok\n  bad: indent\n", "name: \tx: 3\n"])
+def test_a_broken_file_of_the_reader_is_named_with_its_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"mine\.yaml, line \d+, column \d+: not valid YAML"):
+        compose(["model=mine"], config_dir=tmp_path)

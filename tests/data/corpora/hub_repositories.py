@@ -1,0 +1,168 @@
+"""Small repositories in the layouts of the real ones, and questions about them asked in a process of its own."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PRELUDE = """
+import json, sys, time
+from depthlm.data.errors import DataError
+from depthlm.data.corpora.hub import hub_files, hub_tokenizer, open_url
+
+def ask(call, *args):
+    start = time.monotonic()
+    try:
+        return call(*args)
+    except DataError as error:
+        return {"what": error.what, "where": str(error.where), "remedy": error.remedy,
+                "seconds": time.monotonic() - start}
+
+given = json.loads(sys.argv[1])
+"""
+
+# What each of the layouts is asked: repository, subset, revision, splits.
+QUESTIONS: dict[str, list[Any]] = {
+    "c4": ["allenai/c4", "en", None, ["train", "validation"]],
+    "c4, no subset": ["allenai/c4", None, None, ["train"]],
+    "c4, no such subset": ["allenai/c4", "fr", None, ["train"]],
+    "c4, no such split": ["allenai/c4", "en", None, ["train", "test"]],
+    "c4, no such revision": ["allenai/c4", "en", "v9", ["train"]],
+    "pile": ["monology/pile-uncopyrighted", None, None, ["train", "validation", "test"]],
+    "pile, no such split": ["monology/pile-uncopyrighted", None, None, ["dev"]],
+    "fineweb": ["HuggingFaceFW/fineweb-edu", None, None, ["train"]],
+    "fineweb sample": ["HuggingFaceFW/fineweb-edu", "sample-10BT", None, ["train"]],
+    "fineweb, no validation": ["HuggingFaceFW/fineweb-edu", "sample-10BT", None, ["train", "validation"]],
+    "olmo": ["allenai/olmo-mix-1124", None, None, ["train"]],
+    "olmo dclm": ["allenai/olmo-mix-1124", "dclm", None, ["train"]],
+    "olmo wiki": ["allenai/olmo-mix-1124", "wiki", None, ["train"]],
+    "lm1b": ["billion-word-benchmark/lm1b", None, "refs/convert/parquet", ["train", "test"]],
+    "lm1b by folder": ["billion-word-benchmark/lm1b", "plain_text", "refs/convert/parquet", ["test"]],
+    "lm1b, no such folder": ["billion-word-benchmark/lm1b", "en", "refs/convert/parquet", ["train"]],
+    "lm1b script": ["billion-word-benchmark/lm1b", None, None, ["train"]],
+    "mixed": ["some/mixed", None, None, ["train", "validation"]],
+    "folders": ["some/folders", "second", None, ["train", "validation"]],
+    "twice": ["some/twice", None, None, ["train"]],
+    "gated": ["some/gated", None, None, ["train"]],
+    "nowhere": ["some/nowhere", None, None, ["train"]],
+    "no name": ["a/b/c", None, None, ["train"]],
+}
+
+MIX = ["dclm", "arxiv", "pes2o", "starcoder", "algebraic-stack", "open-web-math", "wiki"]
+TOKENIZER = '{"version": "1.0", "ä": 1}'
+
+
+def lines(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def gz(*texts: str) -> bytes:
+    return gzip.compress(lines(*texts))
+
+
+def zst(*texts: str) -> bytes:
+    return pa.compress(lines(*texts), codec="zstd", asbytes=True)
+
+
+def parquet(*texts: str, rows: int = 1000) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"id": list(range(len(texts))), "text": list(texts)}), sink, row_group_size=rows)
+    return sink.getvalue().to_pybytes()
+
+
+def readme(configs: Mapping[str, Mapping[str, str]]) -> bytes:
+    entries = [
+        {"config_name": name, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
+        for name, splits in configs.items()
+    ]
+    # JSON is YAML.
+    return f"---\nlicense: odc-by\nconfigs: {json.dumps(entries)}\n---\n# A corpus\n".encode()
+
+
+REPOSITORIES: dict[str, dict[str, bytes]] = {
+    "datasets/allenai/c4": {
+        "README.md": readme(
+            {
+                "en": {"train": "en/c4-train.*.json.gz", "validation": "en/c4-validation.*.json.gz"},
+                "en.noclean": {"train": "en.noclean/c4-train.*.json.gz"},
+            }
+        ),
+        **{f"en/c4-train.{i:05}-of-01024.json.gz": gz(f"train {i}") for i in range(5)},
+        "en/c4-validation.00000-of-00008.json.gz": gz("validation"),
+        "en.noclean/c4-train.00000-of-07168.json.gz": gz("noclean"),
+    },
+    "datasets/monology/pile-uncopyrighted": {
+        "README.md": b"---\nlicense: other\n---\n# Pile\n",
+        **{f"train/{i:02}.jsonl.zst": zst(f"train {i}") for i in range(3)},
+        "val.jsonl.zst": zst("validation"),
+        "test.jsonl.zst": zst("test"),
+    },
+    "datasets/HuggingFaceFW/fineweb-edu": {
+        "README.md": readme({"default": {"train": "data/*/*"}, "sample-10BT": {"train": "sample/10BT/*"}}),
+        "data/CC-MAIN-2013-20/train-00000-of-00014.parquet": parquet("2013"),
+        "data/CC-MAIN-2024-10/000_00000.parquet": parquet("2024"),
+        "sample/10BT/000_00000.parquet": parquet("a"),
+        "sample/10BT/001_00000.parquet": parquet("b"),
+        "sample/100BT/000_00000.parquet": parquet("c"),
+    },
+    "datasets/allenai/olmo-mix-1124": {
+        "README.md": readme(
+            {"default": {"train": "data/**/*"}} | {name: {"train": f"data/{name}/**/*"} for name in MIX}
+        ),
+        **{f"data/{name}/train/{name}-0000.json.gz": gz(name) for name in MIX},
+        "data/dclm/0000/dclm-0001.jsonl.zst": zst("dclm"),
+        "data/dclm/0000/dclm-0002.json.zst": zst("dclm"),
+    },
+    "datasets/billion-word-benchmark/lm1b": {
+        "README.md": b"---\ndataset_info:\n  config_name: plain_text\n---\n",
+        "lm1b.py": b"raise SystemExit('code of the repository')",
+        "dataset_infos.json": b"{}",
+    },
+    "datasets/billion-word-benchmark/lm1b@refs/convert/parquet": {
+        "plain_text/train/0000.parquet": parquet("train 0"),
+        "plain_text/train/0001.parquet": parquet("train 1"),
+        "plain_text/test/0000.parquet": parquet("test"),
+    },
+    "datasets/some/mixed": {
+        "LICENSE.txt": b"free",
+        "train/a.json.gz": gz("a"),
+        "train/b.jsonl.zst": zst("b"),
+        "train/val-like.jsonl": lines("c"),
+        "val/d.parquet": parquet("d"),
+        ".hidden/train/e.jsonl": lines("e"),
+    },
+    "datasets/some/folders": {
+        f"{folder}/{split}.jsonl": lines(split) for folder in ("first", "second") for split in ("train", "dev")
+    },
+    "datasets/some/twice": {
+        "README.md": b"---\nconfigs:\n- config_name: only\n  data_dir: d\n  data_files: ['a*.jsonl', '*.jsonl']\n---\n",
+        "d/a.jsonl": lines("a"),
+        "d/b.jsonl": lines("b"),
+        "c.jsonl": lines("c"),
+    },
+    "datasets/some/gated": {"README.md": b"---\nextra_gated_prompt: agree\n---\n", "train.jsonl": lines("secret")},
+    "datasets/some/large": {
+        "noise.jsonl.gz": gzip.compress(random.Random(0).randbytes(200_000)),
+        "frames.jsonl.zst": zst("first") + zst("second"),
+        "rows.parquet": parquet(*(f"row {i} {random.Random(i).randbytes(50).hex()}" for i in range(3000))),
+    },
+    "EleutherAI/gpt-neox-20b": {"tokenizer.json": TOKENIZER.encode()},
+    "some/model": {"config.json": b"{}"},
+}
+
+
+def ask(code: str, environment: Mapping[str, str], folder: Path, given: Any = None) -> Any:
+    """What the code leaves in `out`, run by a process of its own: the endpoint is read when a library is imported."""
+    script = f"{PRELUDE}{code}\nprint('\\n' + json.dumps(out))"
+    command = [sys.executable, "-c", script, json.dumps(given)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

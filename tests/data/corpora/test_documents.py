@@ -1,0 +1,145 @@
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from depthlm.data import DataError, documents
+from depthlm.data.corpora.documents import Reader, Record
+from depthlm.data.corpora.sources import TextFile
+
+TEXTS = ["one", "two\nlines \u2028 and é", "🙂 three", "four <|endoftext|>"]
+LINES = b"".join(json.dumps({"meta": {"n": n}, "text": text}).encode() + b"\n" for n, text in enumerate(TEXTS))
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+def parquet(path: Path, **columns: list[object]) -> None:
+    pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=2)
+
+
+def records(path: Path, first: int = 0, text_field: str = "text", cut: bool = False) -> list[Record]:
+    return list(Reader(TextFile(path.name, str(path)), text_field, cut).records(first))
+
+
+FORMATS: dict[str, Callable[[Path], object]] = {
+    "a.jsonl": lambda path: path.write_bytes(LINES),
+    "no-last-newline.json": lambda path: path.write_bytes(LINES.rstrip()),
+    "blank-lines.jsonl": lambda path: path.write_bytes(LINES + b"\n \n"),
+    "a.json.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "two-members.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])),
+    "a.jsonl.zst": lambda path: path.write_bytes(zstd(LINES)),
+    "two-frames.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
+    "a.parquet": lambda path: parquet(path, url=["", "", "", ""], text=TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_its_texts_from_any_record_on(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    FORMATS[name](path)
+    found = records(path)
+    assert [record.text for record in found] == TEXTS
+    assert [record.next for record in found] == [1, 2, 3, 4]
+    for first in range(5):
+        assert records(path, first) == found[first:]
+    assert list(documents([TextFile(name, str(path))], "text")) == [(r.name, r.text) for r in found]
+
+
+def test_one_file_of_text_is_one_document_or_cut_into_many(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt.gz"
+    text = "".join(f"line {n}\n" for n in range(5000))
+    path.write_bytes(gzip.compress(text.encode()))
+    assert [record.text for record in records(path)] == [text]
+    pieces = records(path, cut=True)
+    assert "".join(record.text or "" for record in pieces) == text
+    assert records(path, 3, cut=True) == pieces[3:]
+
+
+BAD_LINES = {
+    b'{"text": "half': ("json", "line 5 is not JSON"),
+    b"[1]": ("json", "line 5 is not a JSON object"),
+    b'{"url": "x", "date": 1}': ("field", "line 5: the field 'text' is missing; there are 'url', 'date'"),
+    b'{"text": null}': ("field", "line 5: the field 'text' is no text"),
+    b'{"text": "caf\xe9"}': ("utf8", "line 5 is not UTF-8"),
+    b'{"text": "half a pair \\ud83d"}': ("utf8", "line 5 is not UTF-8"),
+    b'{"text": ""}': ("empty", "line 5 is empty"),
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named_and_its_neighbours_are_read(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES + line + b"\n" + LINES)
+    found = records(path)
+    kind, words = BAD_LINES[line]
+    assert [record.text for record in found] == [*TEXTS, None, *TEXTS]
+    assert found[4].bad == kind
+    assert words in found[4].why
+
+
+def test_a_bad_row_is_named_and_its_neighbours_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    values = pa.array([b"one", b"caf\xe9", None, b"", b"two"], pa.binary())
+    # what another writer may have stored as text, unchecked
+    text = pa.Array.from_buffers(pa.string(), 5, values.buffers())
+    pyarrow.parquet.write_table(pa.table({"text": text}), path)
+    found = records(path)
+    assert [record.text for record in found] == ["one", None, None, None, "two"]
+    assert [record.bad for record in found] == ["", "utf8", "field", "empty", ""]
+    assert found[1].why.startswith("row 2 is not UTF-8")
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_kind_of_text_column_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), path)
+    assert [record.text for record in records(path)] == TEXTS
+
+
+@pytest.mark.parametrize("values", [[1, 2], [[b"a"], [b"b"]], [{"a": "b"}] * 2, [True, False]])
+def test_a_column_that_is_no_text_is_refused(tmp_path: Path, values: list[object]) -> None:
+    parquet(tmp_path / "a.parquet", text=values)
+    with pytest.raises(DataError, match="the column 'text' is of type"):
+        records(tmp_path / "a.parquet")
+
+
+def test_a_column_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet(path, body=TEXTS, url=TEXTS)
+    with pytest.raises(DataError, match=r"no column 'text'.*body, url") as caught:
+        records(path)
+    assert str(path) in str(caught.value)
+    assert [record.text for record in records(path, text_field="body")] == TEXTS
+
+
+LONG = b"".join(json.dumps({"text": f"{n} {n * n}"}).encode() + b"\n" for n in range(3000))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.jsonl.zst", zstd(LONG)[:-9]),
+        ("half.jsonl.zst", zstd(LONG)[: len(zstd(LONG)) // 2]),
+        ("second-frame-cut.jsonl.zst", zstd(LONG) + zstd(LONG)[:20]),
+        ("other.jsonl.zst", b"no zstd at all"),
+        ("empty.jsonl.zst", b""),
+        ("cut.json.gz", gzip.compress(LONG)[:-100]),
+        ("other.json.gz", b"no gzip at all"),
+        ("empty.json.gz", b""),
+        ("cut.parquet", b"PAR1 and nothing more"),
+        ("empty.parquet", b""),
+    ],
+)
+def test_a_file_that_ends_early_or_is_damaged_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        records(path)
+    assert str(path) in str(caught.value)
+    assert "again" in caught.value.remedy

@@ -1,0 +1,132 @@
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import depthlm
+from depthlm.config import ConfigError
+from depthlm.config.schema import Data, Source
+from depthlm.data import DataError, documents, open_corpus, prepare, text_files, train_sources, validation_sources
+from depthlm.data.corpora.documents import PIECE
+
+
+def found(data: Data) -> Iterator[tuple[str, str]]:
+    cut = data.source is not None and Path(data.source).is_file()
+    return documents(text_files(data.name, data).train, data.text_field or "", cut)
+
+
+def test_a_folder_gives_its_files_in_sorted_order_whatever_the_order_they_were_made_in(tmp_path: Path) -> None:
+    for name in ("b/z.txt", "b/a.md", "a.txt", "c.bin", "b-a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    expected = [(name, name) for name in ("a.txt", "b-a.txt", "b/a.md", "b/z.txt")]
+    assert list(found(Data(source=str(tmp_path)))) == expected
+
+
+def test_hidden_files_are_left_out_and_newlines_are_kept(tmp_path: Path) -> None:
+    for hidden in (".git", "__pycache__"):
+        (tmp_path / hidden).mkdir()
+        (tmp_path / hidden / "a.txt").write_text("no")
+    (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert list(found(Data(source=str(tmp_path)))) == [("good.txt", "\ufeffa\r\nb\rc\n")]
+
+
+@pytest.mark.parametrize("line", ["a line of text\r\n", "é", "\n", "x" * 3 * PIECE + "\n"])
+def test_one_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "book"
+    text = line * (40 * PIECE // len(line) + 1)
+    file.write_bytes(text.encode())
+    pieces = list(found(Data(source=str(file))))
+    assert "".join(piece for _, piece in pieces) == text
+    assert [name for name, _ in pieces] == sorted({name for name, _ in pieces})
+    assert all(PIECE <= len(piece) <= 2 * PIECE for _, piece in pieces[:-1])
+    if len(line) < PIECE and line.endswith("\n"):
+        assert all(piece.endswith("\n") for _, piece in pieces)
+
+
+def test_the_standard_library_is_a_corpus() -> None:
+    files = text_files("stdlib", Data(name="stdlib"))
+    names = [file.name for file in files.train]
+    assert "argparse.py" in names
+    assert names == sorted(names)
+    assert len(names) > 300
+    assert not any("site-packages" in name for name in names)
+    assert files.description["python"] == platform.python_version()
+
+
+def test_patterns_say_which_files_of_a_mirror_are_read_and_which_are_held_out(tmp_path: Path) -> None:
+    for name in ("train/00.jsonl", "train/01.jsonl", "val.jsonl", "test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    files = text_files("pile", Data(source=str(tmp_path), files="*train/*", validation_files="*val.*"))
+    assert [file.name for file in files.train] == ["train/00.jsonl", "train/01.jsonl"]
+    assert files.held_out is not None
+    assert [file.name for file in files.held_out] == ["val.jsonl"]
+    with pytest.raises(DataError, match=r"data\.validation_files=\*dev\*"):
+        text_files("pile", Data(source=str(tmp_path), validation_files="*dev*"))
+
+
+def test_a_source_of_a_mixture_takes_what_it_leaves_out_from_the_corpus() -> None:
+    data = Data(
+        name="mix", hub="a/b", text_field="body", path="tokens", weight=9,
+        sources={"one": Source(subset="x", weight=2), "two": Source(source="here", weight=1, text_field="text")},
+        validation={"held": Source(source="there")},
+    )  # fmt: skip
+    one, two = train_sources(data).values()
+    assert (one.hub, one.subset, one.text_field, one.split, one.weight) == ("a/b", "x", "body", "train", 2)
+    assert (two.source, two.text_field, two.weight) == ("here", "text", 1)
+    assert (one.path, two.path) == (str(Path("tokens/one")), str(Path("tokens/two")))
+    held = validation_sources(data)["held"]
+    assert (held.hub, held.path, held.split, held.text_field) == (None, None, "validation", "body")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (Data(source="nowhere"), "no such folder or file: nowhere"),
+        (Data(source="."), "no file ending in .txt, .md, .py"),
+        (Data(name="own"), "Set data.source"),
+    ],
+)
+def test_text_that_is_not_there_is_said_so(data: Data, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        list(found(data))
+
+
+def test_a_single_file_that_is_not_utf8_is_refused() -> None:
+    Path("latin1.txt").write_bytes(b"caf\xe9 noir")
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(found(Data(source="latin1.txt")))
+
+
+def test_linked_folders_are_read_once_and_odd_names_are_read(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "real" / "a b\nc.txt").write_text("one")
+    (tmp_path / "real" / "\udcff.txt").write_text("two")
+    (tmp_path / "mirror" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "loop").symlink_to(tmp_path / "real")
+    assert sorted(text for _, text in found(Data(source=str(tmp_path / "mirror"), tokenizer="bytes"))) == ["one", "two"]
+    prepare(Data(name="own", source=str(tmp_path / "mirror"), tokenizer="bytes"))
+
+
+def test_token_files_outlive_their_text(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"document {number}")
+    overrides = ["data=local", "data.source=text", "data.tokenizer=bytes"]
+    prepare(depthlm.compose(overrides).data)
+    (tmp_path / "text").rename(tmp_path / "gone")
+    data = depthlm.compose(overrides).data
+    prepare(data)
+    assert open_corpus(data).tokens > 100
+    with pytest.raises(ConfigError, match="no such folder or file"):
+        depthlm.compose([*overrides, "data.validation_fraction=0.2"])
+
+
+def test_both_patterns_that_match_nothing_are_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    data = Data(name="pile", source=str(tmp_path), files="*train/*", validation_files="*val.jsonl*")
+    with pytest.raises(DataError, match=r"data\.files=\*train/\* and data\.validation_files=\*val.*a\.txt"):
+        text_files("pile", data)

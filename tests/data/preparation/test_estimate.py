@@ -1,0 +1,101 @@
+import gzip
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import depthlm
+from depthlm.config import prepare_command
+from depthlm.config.schema import Data, Source
+from depthlm.data import DataError, check_prepared, prepare
+from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, check_room, estimate
+
+Local = Callable[..., Data]
+
+
+def test_the_estimate_of_local_text_follows_its_bytes(local: Local, text_folder: Path) -> None:
+    size = sum(file.stat().st_size for file in text_folder.rglob("*.txt"))
+    data = local(tokenizer="bytes")
+    found = estimate("local", data, data)
+    assert found is not None
+    assert (found.tokens, found.disk_bytes, found.text_bytes, found.download_bytes) == (size, 2 * size, size, 0)
+    half = estimate("local", data, local(tokenizer="bytes", max_tokens=size // 2))
+    assert half is not None
+    assert half.seconds == pytest.approx(found.seconds / 2, rel=0.01)
+
+
+def test_compressed_text_counts_for_more_than_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 10**6, 0))
+    data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
+    found = estimate("own", data, data)
+    assert found is not None
+    assert 2e6 < found.text_bytes < 4e6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "disk", "download"),
+    [
+        # 2 bytes a token of the GPT-NeoX vocabulary, 4 of dolma2's
+        (["data=pile"], 400e9, 335e9),
+        (["data=fineweb_edu", "data.max_tokens=10B"], 20e9, 28.6e9),
+        (["data=c4", "data.max_tokens=90B"], 180e9, 152.5e9),
+        (["data=pile", "data.tokenizer=bytes"], 1720e9, 335e9),
+    ],
+)
+def test_the_estimate_of_a_corpus_of_the_hub_is_its_share_of_what_the_configuration_says(
+    overrides: list[str], disk: float, download: float
+) -> None:
+    data = depthlm.compose(overrides).data
+    found = estimate(data.name, data, data)
+    assert found is not None
+    assert found.disk_bytes == pytest.approx(disk)
+    assert found.download_bytes == pytest.approx(download)
+    assert found.seconds * BYTES_PER_CORE_SECOND > 1e9
+
+
+def test_training_asks_for_what_is_large_or_unknown_to_be_prepared_and_says_by_which_command(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_prepared(local(), lambda: "prepare it")
+    monkeypatch.setattr("depthlm.data.preparation.estimate.BY_ITSELF", 10)
+    with pytest.raises(DataError, match=r"not prepared: local.* of disk .* about a minute on.*\n +prepare it"):
+        check_prepared(local(), lambda: "prepare it")
+    prepare(local())
+    prepare(local(tokenizer="bytes"))
+    check_prepared(local(), lambda: "prepare it")
+    with pytest.raises(DataError, match="what own takes is not known"):
+        check_prepared(Data(name="own", hub="some/corpus", tokenizer="bytes"), lambda: "prepare it")
+    with pytest.raises(DataError, match="not prepared: further"):
+        check_prepared(
+            local(tokenizer="bytes", validation={"further": Source(source=local().source)}), lambda: "prepare it"
+        )
+
+
+def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_room("local", local(), local(), tmp_path) is not None
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=999))
+    with pytest.raises(DataError, match="and 999 bytes are free"):
+        check_room("local", local(), local(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data=pile"],
+        ["data=fineweb_edu", "data.max_tokens=10B", "data.subset=null"],
+        ["data=olmo2_mix", "data.sources.arxiv.weight=40", "data.path=some/folder"],
+        ["data=olmo2_mix", "data.max_tokens=1.5M", "data.source=.", "data.sources.wiki.files='*a b*'"],
+        ["data=local", "data.source=.", "data.tokenizer=bytes", "data.suffixes=[.txt,.rst]"],
+        ["data=local", "data.source=.", "data.validation={one: {source: ., files: '1*'}}", "data.shard_tokens=5000"],
+        ["data=olmo2_mix", "data.max_tokens=1B", "~data.sources.wiki", "~data.sources.dclm"],
+        ["data.max_tokens=12345"],
+    ],
+)
+def test_the_command_that_prepares_composes_to_the_same_data(overrides: list[str]) -> None:
+    config = depthlm.compose(overrides)
+    command = shlex.split(prepare_command(config))
+    assert command[:2] == ["python", "data/prepare.py"]
+    assert depthlm.compose(command[2:]).data == config.data
+    assert len(command) - 2 <= len(overrides) + 1

@@ -1,0 +1,228 @@
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from depthlm.config.schema import Data, Source
+from depthlm.data import DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
+from depthlm.data.corpora.documents import REASONS
+
+from .preparing import content, go, left_over, ready
+
+Local = Callable[..., Data]
+
+
+def test_preparing_again_does_nothing(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = prepare(local())["local"]
+    assert "prepared" in capsys.readouterr().err
+    times = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert prepare(local()) == {"local": folder}
+    assert times == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert capsys.readouterr().err == ""
+
+
+def test_the_same_text_and_settings_give_the_same_bytes(local: Local, tmp_path: Path) -> None:
+    first = prepare(local(), progress=False)["local"]
+    second = prepare(local(path="elsewhere/tokens"), progress=False)["local"]
+    assert second == Path("elsewhere/tokens")
+    assert content(first) == content(second)
+
+
+def test_the_bytes_do_not_depend_on_how_much_is_encoded_at_once(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [{"max_tokens": None}, {"max_tokens": 700}]
+    whole = [content(prepare(local(**changes))["local"]) for changes in settings]
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
+    for changes, expected in zip(settings, whole, strict=True):
+        assert content(prepare(local(path=f"again-{changes['max_tokens']}", **changes))["local"]) == expected
+
+
+def test_two_processes_at_once_prepare_once(local: Local, text_folder: Path) -> None:
+    processes = [ready(text_folder) for _ in range(2)]
+    for process in processes:
+        go(process)
+    outputs = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum("prepared" in output for output in outputs) == 1
+    data = local(shard_tokens=500)
+    alone = prepare(local(path="alone", shard_tokens=500))["local"]
+    assert open_corpus(data).manifests["local"] == Manifest.read(alone)
+
+
+def test_what_changes_the_bytes_changes_the_folder_and_nothing_else_does(local: Local, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    changes = [
+        {}, {"tokenizer": "bytes"}, {"vocab_size": 400}, {"validation_fraction": 0.1}, {"suffixes": [".txt"]},
+        {"source": str(tmp_path / "copy")}, {"name": "other"}, {"max_tokens": 5}, {"shard_tokens": 7},
+        {"files": "*0.txt"}, {"validation_files": "*0.txt"}, {"text_field": "body"},
+    ]  # fmt: skip
+    folders = [next(iter(token_folders(local(**change)).values())) for change in changes]
+    assert len(set(folders)) == len(changes)
+    silent = [
+        {"num_workers": 4}, {"fraction": 0.5}, {"pad_vocab_multiple": 1}, {"source": "text"}, {"shuffle_seed": 3},
+        {"document_mask": True}, {"on_bad_document": "skip"}, {"text_bytes": 5},
+    ]  # fmt: skip
+    for same in silent:
+        assert token_folders(local(**same)) == token_folders(local())
+    assert token_folders(local(tokenizer="bytes", vocab_size=999)) == token_folders(local(tokenizer="bytes"))
+
+
+def test_token_files_at_a_path_are_used_as_they_are(local: Local) -> None:
+    prepare(local(path="tokens", vocab_size=5000))
+    bare = Data(name="pile", path="tokens")
+    assert prepare(bare) == {"pile": Path("tokens")}
+    assert list(open_corpus(bare).validation) == ["pile"]
+    # the text is too short for 5000 tokens; the answer must be that from before the tokens were made
+    assert open_corpus(bare).tokenizer.vocab_size < 5000 == vocab_size(bare)
+    with pytest.raises(DataError, match="vocab_size: 5000 there, 300 asked"):
+        prepare(local(path="tokens"))
+
+
+def test_text_that_changed_since_is_said(local: Local, text_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = prepare(local())["local"]
+    before = content(folder)
+    (text_folder / "new.txt").write_text("new")
+    prepare(local())
+    assert "has changed since" in capsys.readouterr().err
+    assert content(folder) == before
+
+
+def test_a_document_longer_than_a_file_and_than_what_is_encoded_at_once_is_one_document(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare(local(tokenizer="bytes", path="whole"))["local"]
+    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 7)
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 20)
+    cut = prepare(local(tokenizer="bytes", path="cut", shard_tokens=50))["local"]
+    parts = [content(cut)[shard.name] for shard in Manifest.read(cut).train.files]
+    assert len(parts[0]) == 2 * 50
+    assert b"".join(parts) == content(whole)["train-00000.bin"]
+    assert Manifest.read(cut).train.documents == Manifest.read(whole).train.documents
+
+
+def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
+    Path("precious").mkdir()
+    Path("precious/thesis.tex").write_text("years")
+    with pytest.raises(DataError, match="empty folder"):
+        prepare(local(path="precious"))
+    assert content(Path("precious")) == {"thesis.tex": b"years"}
+
+
+def test_a_few_documents_still_have_one_held_out(tmp_path: Path) -> None:
+    (tmp_path / "few").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "few" / f"{name}.txt").write_text(name * 100)
+    manifest = Manifest.read(prepare(Data(name="local", source="few", validation_fraction=0.001))["local"])
+    assert (manifest.train.documents, manifest.validation["local"].documents) == (7, 1)
+
+
+def test_a_short_file_is_cut_into_enough_documents(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a line of text\n" * 200)
+    manifest = Manifest.read(prepare(Data(name="local", source="short.txt", tokenizer="bytes"))["local"])
+    assert manifest.train.documents > 20
+    assert manifest.validation["local"].documents >= 1
+
+
+def test_empty_text_or_a_single_document_is_refused_and_leaves_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    data = Data(name="local", source="text", on_bad_document="skip")
+    folder = token_folders(data)["local"]
+    for content_of_file, words in ((b"", "1 empty documents"), (b"\xff", "not UTF-8"), (b"one", "more documents")):
+        (tmp_path / "text" / "a.txt").write_bytes(content_of_file)
+        with pytest.raises(DataError, match=words):
+            prepare(data)
+        assert not folder.exists()
+
+
+def test_a_held_out_split_of_the_corpus_is_its_validation_set_and_nothing_else_is_held_out(tmp_path: Path) -> None:
+    for name, texts in {"train": ["one two", "three"], "val": ["four"]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = Data(
+        name="own", source=".", files="train*", validation_files="val*", tokenizer="bytes", validation_fraction=0.5
+    )
+    prepare(data)
+    corpus = open_corpus(data)
+    read = {"train": corpus.train["own"], "validation": corpus.validation["own"]}
+    texts = {name: corpus.tokenizer.decode(tokens.read(0, len(tokens))) for name, tokens in read.items()}
+    assert texts == {"train": "one two<|endoftext|>three<|endoftext|>", "validation": "four<|endoftext|>"}
+
+
+def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_are_held_out_whole(
+    local: Local, text_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "a.txt").write_text("held out text")
+    data = Data(
+        name="mix", vocab_size=300, validation_fraction=0.2, max_tokens=1000,
+        sources={
+            "low": Source(source=str(text_folder), files="part0/*", weight=3),
+            "high": Source(source=str(text_folder), files="part[12]/*", weight=1),
+        },
+        validation={"further": Source(source="held")},
+    )  # fmt: skip
+    assert list(prepare(data, only=["high"])) == ["high"]
+    with pytest.raises(DataError, match=r"no such source: hihg\. There are: low, high, further"):
+        prepare(data, only=["hihg"])
+    folders = prepare(data)
+    assert list(folders) == ["low", "high", "further"]
+    corpus = open_corpus(data)
+    assert {name: len(tokens) for name, tokens in corpus.train.items()} == {"low": 750, "high": 250}
+    assert list(corpus.validation) == ["low", "high", "further"]
+    held = corpus.validation["further"]
+    assert corpus.tokenizer.decode(held.read(0, len(held))) == "held out text<|endoftext|>"
+    # what the weights do not change is not prepared anew
+    again = dataclasses.replace(data, max_tokens=None)
+    first = prepare(again)
+    again.sources["low"].weight = 7
+    assert prepare(again) == first
+
+
+def test_sources_made_with_different_tokenizers_do_not_mix(local: Local) -> None:
+    prepare(local(path="one"))
+    prepare(local(path="two", tokenizer="bytes"))
+    data = Data(name="mix", sources={"a": Source(path="one", weight=1), "b": Source(path="two", weight=1)})
+    with pytest.raises(DataError, match=r"another tokenizer.*two"):
+        open_corpus(data)
+
+
+BAD = {
+    "empty": (b"", "empty"),
+    "not UTF-8": (b"caf\xe9", "utf8"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_document_is_named_or_left_out_and_counted_as_the_configuration_says(
+    local: Local, text_folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = content(prepare(local(path="clean"))["local"])
+    bad, reason = BAD[kind]
+    (text_folder / "zz.txt").write_bytes(bad)
+    if reason != "empty":
+        with pytest.raises(DataError, match="not UTF-8") as caught:
+            prepare(local(path="tokens"))
+        assert str(text_folder / "zz.txt") in str(caught.value)
+        assert "data.on_bad_document=skip" in caught.value.remedy
+        assert not Path("tokens").exists()
+    folder = prepare(local(path="tokens", on_bad_document="skip"))["local"]
+    assert f"left out 1 {REASONS[reason]}" in capsys.readouterr().err
+    assert Manifest.read(folder).left_out == {reason: 1}
+    kept = content(folder)
+    assert {name: kept[name] for name in kept if name != "manifest.json"} == {
+        name: clean[name] for name in clean if name != "manifest.json"
+    }
+
+
+def test_too_little_room_is_said_before_anything_is_written(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(DataError, match=r"will take about .*, and 10 bytes are free"):
+        prepare(local())
+    assert left_over(token_folders(local())["local"]) == set()
+
+
+def test_a_folder_that_cannot_be_written_is_said(local: Local) -> None:
+    Path("file").write_text("")
+    with pytest.raises(DataError, match="cannot prepare token files"):
+        prepare(local(path="file/tokens"))

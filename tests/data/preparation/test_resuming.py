@@ -1,0 +1,271 @@
+"""Preparing goes on after a kill, and ends with the bytes of an undisturbed run."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthlm.config.schema import Data
+from depthlm.data import DataError, Manifest, prepare, token_folders
+from depthlm.data.corpora.documents import Reader
+from depthlm.data.preparation.encode import encode
+from depthlm.data.preparation.progress import ProgressFile
+
+from .preparing import content, go, left_over, ready
+
+Local = Callable[..., Data]
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_the_next_calls_go_on_and_give_the_same_bytes(
+    local: Local, text_folder: Path, kills: int
+) -> None:
+    data = local(shard_tokens=500)
+    folder = token_folders(data)["local"]
+    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
+    assert len(whole) > 8
+    chance, begun, went_on = random.Random(kills), set(), 0
+    for _ in range(kills):
+        process = ready(text_folder)
+        go(process)
+        time.sleep(chance.uniform(0.05, 0.35))
+        process.send_signal(signal.SIGKILL)
+        went_on += "going on" in process.communicate()[1]
+        begun |= left_over(folder) if folder.parent.exists() else set()
+        if folder.exists():
+            assert content(folder) == whole
+            shutil.rmtree(folder)
+    assert begun == {f"{folder.name}.partial"}
+    assert went_on
+    prepare(data)
+    assert content(folder) == whole
+    assert left_over(folder) == set()
+
+
+def test_what_was_killed_goes_on_from_its_last_whole_file(
+    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = local(shard_tokens=500)
+    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    saves = 0
+
+    def killed(self: ProgressFile, *given: object) -> None:
+        nonlocal saves
+        saves += 1
+        if saves == 4:
+            raise KeyboardInterrupt
+        save(self, *given)
+
+    save = ProgressFile.save
+    monkeypatch.setattr(ProgressFile, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data)
+    monkeypatch.setattr(ProgressFile, "save", save)
+    read = []
+    lines = Reader.records
+    monkeypatch.setattr(Reader, "records", lambda self, first=0: read.append(self.file.name) or lines(self, first))
+    capsys.readouterr()
+    folder = prepare(data)["local"]
+    assert "going on with" in capsys.readouterr().err
+    assert content(folder) == whole
+    assert read[-1] == "part2/8.txt"
+    assert "part0/0.txt" not in read[read.index(read[-1]) - 40 :]
+
+
+@pytest.mark.parametrize(
+    "change", ["text", "tokenizer", "half-written progress", "empty progress", "a file lost", "a file cut"]
+)
+def test_what_was_killed_is_started_over_where_it_cannot_go_on(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    monkeypatch.setattr("depthlm.data.preparation.prepare.encode", lambda *given: encode(*given) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(data)
+    monkeypatch.setattr("depthlm.data.preparation.prepare.encode", encode)
+    if change == "text":
+        (text_folder / "new.txt").write_text("more text " * 30)
+    elif change == "tokenizer":
+        data = local(shard_tokens=500, path="tokens", vocab_size=310)
+    elif change == "half-written progress":
+        progress = Path("tokens.partial/progress.json")
+        progress.write_text(progress.read_text()[:100])
+    elif change == "empty progress":
+        Path("tokens.partial/progress.json").write_text("{}")
+    elif change == "a file cut":
+        os.truncate("tokens.partial/train-00001.bin", 10)
+    else:
+        Path("tokens.partial/train-00000.bin").unlink()
+    expected = content(prepare(dataclasses.replace(data, path="alone"))["local"])
+    assert content(prepare(data)["local"]) == expected
+
+
+def stopped_after(monkeypatch: pytest.MonkeyPatch, saves: int, data: Data) -> None:
+    """Prepare until progress has been saved so many times, as if killed then."""
+    save, count = ProgressFile.save, iter(range(saves))
+
+    def counted(self: ProgressFile, *given: Any) -> None:
+        save(self, *given)
+        if next(count) == saves - 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressFile, "save", counted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data)
+
+
+@pytest.mark.parametrize("call", range(8))
+def test_killed_between_the_last_token_and_the_rename_nothing_is_made_again(
+    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
+) -> None:
+    data = local(shard_tokens=500, path="tokens")
+    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
+    calls = iter(range(99))
+    for name in ("unlink", "rename"):
+        function = getattr(Path, name)
+
+        def dying(self: Path, *given: Any, function: Any = function) -> Any:
+            if "partial" in str(self) and next(calls) == call // 2:
+                # before it, or after it
+                if call % 2:
+                    function(self, *given)
+                raise KeyboardInterrupt
+            return function(self, *given)
+
+        monkeypatch.setattr(Path, name, dying)
+    with contextlib.suppress(KeyboardInterrupt):
+        prepare(data)
+    monkeypatch.undo()
+    os.chdir(Path(data.source or "").parent)
+    capsys.readouterr()
+    assert content(prepare(data)["local"]) == whole
+    assert "over" not in capsys.readouterr().err
+    assert left_over(Path("tokens")) <= {"text", "whole"}
+
+
+def test_killed_inside_a_document_that_spans_files_it_is_not_cut(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 50)
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 60)
+    (text_folder / "part1" / "long.txt").write_text("a long document " * 500)
+    data = local(tokenizer="bytes", shard_tokens=300)
+    whole = content(prepare(local(tokenizer="bytes", shard_tokens=300, path="whole"))["local"])
+    for saves in (1, 3, 2):
+        stopped_after(monkeypatch, saves, data)
+    assert content(prepare(data)["local"]) == whole
+
+
+def test_what_was_left_out_before_a_kill_is_still_counted(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    (text_folder / "aa.txt").write_bytes(b"")
+    data = local(shard_tokens=500)
+    stopped_after(monkeypatch, 2, data)
+    assert Manifest.read(prepare(data)["local"]).left_out == {"empty": 1}
+
+
+def test_text_that_was_renamed_since_is_read_from_the_beginning(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 3, data)
+    (text_folder / "part0" / "0.txt").rename(text_folder / "part2" / "zz.txt")
+    capsys.readouterr()
+    folder = prepare(data)["local"]
+    assert "over: its text has changed" in capsys.readouterr().err
+    assert content(folder) == content(prepare(local(shard_tokens=500, path="alone"))["local"])
+
+
+def test_a_corpus_of_the_hub_goes_on_with_the_commit_it_began_with(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(200)]
+    Path("a.jsonl").write_text("\n".join(lines))
+    asked: list[str | None] = []
+
+    def hub_files(repo: str, subset: str | None, revision: str | None, splits: list[str]) -> tuple[str, dict[str, Any]]:
+        asked.append(revision)
+        return revision or f"commit-{len(asked)}", {split: [("a.jsonl", "a.jsonl")] for split in splits}
+
+    monkeypatch.setattr("depthlm.data.corpora.hub.hub_files", hub_files)
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
+    data = Data(name="own", hub="some/corpus", tokenizer="bytes", shard_tokens=1000, validation_fraction=0.2)
+    stopped_after(monkeypatch, 2, data)
+    folder = prepare(data)["own"]
+    assert asked == [None, "commit-1"]
+    assert Manifest.read(folder).source["revision"] == "commit-1"
+
+
+def test_after_a_bad_line_the_rest_is_prepared_from_the_last_whole_file(
+    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
+    lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(200)]
+    lines[150] = lines[150][:-5]
+    Path("a.jsonl").write_text("\n".join(lines))
+    data = local(source="a.jsonl", tokenizer="bytes", shard_tokens=1000)
+    with pytest.raises(DataError, match=r"line 151 is not JSON.*a\.jsonl"):
+        prepare(data)
+    prepare(dataclasses.replace(data, on_bad_document="skip"))
+    assert "going on with" in capsys.readouterr().err
+    manifest = Manifest.read(token_folders(data)["local"])
+    assert manifest.train.documents + manifest.validation["local"].documents == 199
+    assert manifest.left_out == {"json": 1}
+
+
+def test_a_full_disk_is_said_and_what_was_written_is_gone_on_from(
+    local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    whole = content(prepare(local(shard_tokens=500, path="whole"))["local"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # the kernel refuses the write, as it does on a full disk
+    code = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from depthlm.config.schema import Data
+from depthlm.data import DataError, prepare
+from depthlm.data.preparation import encode
+from depthlm.data.preparation import split_writer
+encode.BATCH = 200
+write = split_writer.SplitWriter._write
+def full(self, content):
+    if len(self.shards) == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, {limits[1]}))
+    write(self, content)
+split_writer.SplitWriter._write = full
+try:
+    prepare(Data(name="local", source={data.source!r}, vocab_size=300, validation_fraction=0.2, shard_tokens=500,
+                 path="tokens"))
+except DataError as error:
+    print(error)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "cannot prepare token files" in done.stdout
+    assert "File too large" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert not Path("tokens").exists()
+    capsys.readouterr()
+    assert content(prepare(data)["local"]) == whole
+    assert "going on with" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Signals reach their thread while the main thread is busy, and everything is as before afterwards."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from depthlm.distributed.interrupts import on_signals
+from depthlm.locations import REPOSITORY
+
+BUSY = """
+import hashlib, signal
+from depthlm.distributed.interrupts import end_process, on_signals, say
+received = []
+def react(number):
+    received.append(signal.Signals(number).name)
+    say(" ".join(received))
+    if len(received) == 2:
+        end_process(7)
+with on_signals((signal.SIGINT, signal.SIGTERM), react):
+    print("busy", flush=True)
+    # minutes in C
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
+"""
+
+
+def test_signals_are_counted_inside_one_long_operation() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUSY], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "busy\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "SIGINT\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10)[1] == "SIGINT SIGTERM\n"
+    assert process.returncode == 7
+
+
+def test_blocks_nest_and_give_the_signals_back() -> None:
+    def handler(number: int, frame: object) -> None:
+        outside.append(number)
+
+    outside: list[int] = []
+    inner: queue.Queue[int] = queue.Queue()
+    outer: queue.Queue[int] = queue.Queue()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    previous_handler, previous_fd = signal.signal(signal.SIGUSR1, handler), signal.set_wakeup_fd(writer)
+    open_files = len(os.listdir("/proc/self/fd"))
+    try:
+        for _ in range(3):
+            with on_signals((signal.SIGUSR1,), outer.put):
+                with on_signals((signal.SIGUSR1,), inner.put):
+                    signal.raise_signal(signal.SIGUSR1)
+                    assert inner.get(timeout=5) == signal.SIGUSR1
+                signal.raise_signal(signal.SIGUSR1)
+                assert outer.get(timeout=5) == signal.SIGUSR1
+        signal.raise_signal(signal.SIGUSR1)
+        assert (outside, os.read(reader, 9)) == ([signal.SIGUSR1], bytes([signal.SIGUSR1]))
+        assert inner.empty()
+        assert outer.empty()
+        deadline = time.monotonic() + 5
+        while len(os.listdir("/proc/self/fd")) > open_files:
+            assert time.monotonic() < deadline
+    finally:
+        signal.signal(signal.SIGUSR1, previous_handler)
+        assert signal.set_wakeup_fd(previous_fd) == writer
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_signal_to_a_forked_child_ends_the_child_and_is_not_the_parents() -> None:
+    received: queue.Queue[int] = queue.Queue()
+    with on_signals((signal.SIGTERM,), received.put):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
+        with pytest.raises(queue.Empty):
+            received.get(timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train.py", "size=micro", "tracker=none", "data.path={folder}/tokens", "output_dir={folder}/train"],
+        ["-m", "depthlm", "evaluate", "run=/nowhere"],
+        ["-m", "depthlm", "report", "runs={folder}/waits"],
+        ["data/prepare.py", "data=stdlib", "data.path={folder}/tokens"],
+        ["slurm/submit.py", "experiment=moda/variants", "--dry-run"],
+    ],
+    ids=["train", "evaluate", "report", "prepare", "submit"],
+)
+def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str], tmp_path: Path) -> None:
+    # a report is quick, so its run has a summary whose reader waits for a writer
+    (tmp_path / "waits").mkdir()
+    (tmp_path / "waits" / "metrics.jsonl").touch()
+    os.mkfifo(tmp_path / "waits" / "summary.json")
+    command = [word.format(folder=tmp_path) for word in command]
+    for delay in (0.0, 0.1, 0.3, 0.6, 1.0):
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        # until then Python itself is starting, which no code of ours sees
+        while process.poll() is None and len(os.listdir(f"/proc/{process.pid}/task")) < 2:
+            time.sleep(0.001)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=10)
+        assert process.returncode == 130, (delay, output, errors)
+        assert len(errors.splitlines()) == 1
+        assert "interrupted" in errors
+
+
+def test_no_command_imports_torch_before_it_answers_ctrl_c() -> None:
+    heavy = "import sys, depthlm.distributed.interrupts; print({'torch', 'signal', 'typing'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-S", "-c", heavy], cwd=REPOSITORY, text=True, capture_output=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path: Path) -> None:
+    command = [sys.executable, "data/prepare.py", "data=stdlib", f"data.path={tmp_path}/tokens"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    while "training a tokenizer" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (
+        130,
+        "prepare.py: interrupted; the same command resumes from the last complete file\n",
+    )

@@ -1,0 +1,165 @@
+"""What a signal does to a run: before its first step, in a long one, in a validation, and when the terminal goes."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthlm.config import compose
+from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_metrics
+from depthlm.training import train, validation
+
+Overrides = Callable[..., list[str]]
+
+
+def start(overrides: list[str], *, nohup: bool = False) -> subprocess.Popen[str]:
+    prefix = ["nohup"] if nohup else []
+    command = [*prefix, sys.executable, "train.py", *overrides]
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def steps(directory: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    output = ""
+    while text not in output:
+        line = process.stdout.readline()
+        assert line, output
+        output += line
+    return output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=lambda value: str(value))
+def test_a_signal_while_the_data_is_prepared_ends_the_process(
+    small_run: Overrides, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    standard_library = (
+        f"data.source={os.path.dirname(os.__file__)}",
+        f"data.path={tmp_path}/tokens",
+        "data.files=*.py",
+    )
+    process = start(small_run("data.tokenizer=bpe", *standard_library))
+    read_until(process, "training a tokenizer")
+    time.sleep(0.5)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=5)
+    assert process.returncode == code, output
+    assert output == f"{number.name}: interrupted before training; nothing is lost, and the same command starts again\n"
+
+
+def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_starts_again(
+    small_run: Overrides, tmp_path: Path
+) -> None:
+    overrides = small_run("size.num_layers=40", "training.stop_after=1")
+    process = start(overrides)
+    wait_for((tmp_path / "run/config.yaml").exists, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=5)
+    assert process.returncode == 75, output
+    assert "SIGTERM: stopped before the first step; the same command starts again" in output
+    assert not (tmp_path / "run/checkpoints").exists()
+    again = start(overrides)
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+
+
+def test_signals_act_inside_one_long_step(small_run: Overrides) -> None:
+    process = start(small_run("training.sequence_length=16000", "training.batch_size=1", "training.num_threads=2"))
+    read_until(process, "run directory")
+    time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    read_until(process, "SIGTERM: the run stops after this step; a second signal stops it at once\n")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=5)
+    assert (process.returncode, output) == (1, "")
+
+
+def test_a_hangup_saves_however_often_it_comes(small_run: Overrides, tmp_path: Path) -> None:
+    process = start(small_run("training.max_steps=100000", "data.num_workers=1"))
+    wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
+    for _ in range(3):
+        os.killpg(process.pid, signal.SIGHUP)
+        time.sleep(0.01)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    (stopped_at,) = steps(tmp_path / "run")[-1:]
+    assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+
+
+def test_a_run_under_nohup_outlives_a_hangup(small_run: Overrides, tmp_path: Path) -> None:
+    process = start(small_run("training.max_steps=40", "training.checkpoint_every=40"), nohup=True)
+    wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
+    process.send_signal(signal.SIGHUP)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
+def test_a_run_whose_terminal_goes_away_is_saved(small_run: Overrides, tmp_path: Path) -> None:
+    command = [sys.executable, "train.py", *small_run("training.max_steps=100000")]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(REPOSITORY)
+        os.execv(command[0], command)
+    deadline = time.monotonic() + 120
+    while len(steps(tmp_path / "run")) < 3:
+        assert time.monotonic() < deadline
+        os.read(terminal, 65536)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    (stopped_at,) = steps(tmp_path / "run")[-1:]
+    assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+
+
+@pytest.mark.parametrize("checkpoint_every", [10, 4])
+def test_a_signal_ends_a_validation_which_the_next_start_repeats(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
+) -> None:
+    keys = ("training.max_steps=6", "training.validate_every=2", f"training.checkpoint_every={checkpoint_every}")
+    assert train(compose(small_run(*keys, name="undisturbed"))) == 0
+    read, validations = validation.validation_batches, 0
+
+    def interrupted(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+        nonlocal validations
+        validations += 1
+        for number, batch in enumerate(read(*arguments, **keywords)):
+            # each validation reads the batches twice: for the losses, and for what the mechanism reports
+            if validations == 3 and number == 1:
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            yield batch
+
+    monkeypatch.setattr(validation, "validation_batches", interrupted)
+    assert train(compose(small_run(*keys))) == 75
+    *_, last = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert last["step"] == 4
+    assert not [name for name in last if name.startswith("validation/")]
+    assert (tmp_path / "run/checkpoints/step-00000004/manifest.json").exists()
+    assert train(compose(small_run(*keys))) == 0
+
+    def results(name: str) -> list[dict[str, Any]]:
+        kept = ("step", "loss", "validation/local/loss")
+        return [{k: row[k] for k in kept if k in row} for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+
+    assert results("run") == results("undisturbed")

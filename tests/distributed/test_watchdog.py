@@ -1,0 +1,208 @@
+"""Ranks that watch each other, as threads of one process: which end, and what they say."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from depthlm.distributed import watchdog
+from depthlm.distributed.collectives import Rank0Error
+from depthlm.distributed.diagnosis import FailureReport, Heartbeat
+from depthlm.distributed.launchers import Ranks
+from depthlm.distributed.watchdog import Activity, Watcher, connect, watch_ranks
+from depthlm.errors import UserError
+
+CLOSED = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4")
+TIMEOUT = 1.0
+
+
+class Fleet:
+    """Three ranks, of which those that are asked for watch; `ended` collects what would have ended each."""
+
+    def __init__(self) -> None:
+        self.server = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
+        self.server.set("end", "")
+        for rank in range(3):
+            self.server.set(f"sign/{rank}", Heartbeat().packed())
+        self.ended: dict[int, FailureReport] = {}
+        self.watchers: dict[int, Watcher] = {}
+        self.names = {rank: f"host h{rank}, pid {rank}" for rank in range(3)}
+
+    def start(self, rank: int, stall_timeout: float = 1000.0) -> Activity:
+        address, watch = ("127.0.0.1", self.server.port), Activity()
+        ranks = Ranks(rank, rank, 3, 3, "srun", 1, *address)
+        store = self.server if rank == 0 else connect(address)
+        self.watchers[rank] = Watcher(ranks, watch, store, address, self.names, TIMEOUT, stall_timeout)
+        return watch
+
+    def end(self, verdict: FailureReport, rank: int, main: int) -> None:
+        self.ended.setdefault(rank, verdict)
+
+    def wait(self, *ranks: int, seconds: float = 5.0) -> float:
+        """Seconds until these have ended."""
+        started = time.monotonic()
+        while not set(ranks) <= self.ended.keys():
+            assert time.monotonic() - started < seconds, self.ended
+            time.sleep(0.01)
+        return time.monotonic() - started
+
+    def side_by_side(self, *actions: Callable[[], None]) -> float:
+        """Do all at once, each as the main thread of a rank would; the seconds that it took."""
+        started = time.monotonic()
+        threads = [threading.Thread(target=action) for action in actions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.monotonic() - started
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    fleet = Fleet()
+    monkeypatch.setattr(watchdog, "end", fleet.end)
+    monkeypatch.setattr(watchdog, "LAST_WORDS", 1.0)
+    monkeypatch.setattr(watchdog, "ALIKE", 0.5)
+    yield fleet
+    for watcher in fleet.watchers.values():
+        watcher.left = watcher.over = True
+
+
+def test_a_silent_rank_ends_all_others_with_its_name(fleet: Fleet) -> None:
+    fleet.start(0)
+    fleet.start(1)
+    assert TIMEOUT <= fleet.wait(0, 1) < TIMEOUT + 1.5
+    assert fleet.ended[0] == fleet.ended[1]
+    assert fleet.ended[0].ranks == (2,)
+    assert fleet.ended[0].text.startswith("rank 2 (host h2, pid 2) has given no sign of life for 1 s")
+    assert fleet.ended[0].code == 1
+
+
+def test_a_silent_first_rank_is_named_by_each_of_the_others(fleet: Fleet) -> None:
+    fleet.start(1)
+    fleet.start(2)
+    fleet.wait(1, 2)
+    assert {verdict.ranks for verdict in fleet.ended.values()} == {(0,)}
+
+
+def test_ranks_that_give_signs_go_on(fleet: Fleet) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    time.sleep(2 * TIMEOUT)
+    assert fleet.ended == {}
+
+
+def test_a_rank_that_is_behind_ends_all_with_its_name(fleet: Fleet) -> None:
+    watches = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
+    for watch, phase in zip(watches, ("forward", "forward", "reading"), strict=True):
+        watch.mark("reading", 4)
+        watch.mark(phase, 4)
+    fleet.wait(0, 1, 2)
+    assert fleet.ended[1].ranks == (2,)
+    assert "in step 4, reading" in fleet.ended[1].text
+
+
+def test_progress_on_one_rank_or_a_phase_without_limit_keeps_all_alive(fleet: Fleet) -> None:
+    watches = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
+    for _ in range(12):
+        watches[2].go_on()
+        time.sleep(0.1)
+    watches[0].mark("preparing the data", 0, limited=False)
+    time.sleep(1.0)
+    assert fleet.ended == {}
+    watches[0].mark("starting", 0)
+    fleet.wait(0, 1, 2)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_last_words_end_the_others_within_moments(fleet: Fleet, failing: int) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    fleet.watchers[failing].fail(ValueError("out of luck"))
+    others = {0, 1, 2} - {failing}
+    fleet.wait(*others, seconds=2.0)
+    assert failing not in fleet.ended
+    (text,) = {fleet.ended[rank].text for rank in others}
+    assert text == f"rank {failing} (host h{failing}, pid {failing}) failed: ValueError: out of luck"
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("no such file"), 2), (SystemExit(1), 1), (SystemExit(75), 75)])
+def test_the_others_end_with_the_code_of_one_that_ends_alone(fleet: Fleet, error: BaseException, code: int) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    fleet.watchers[1].fail(error)
+    fleet.wait(0, 2)
+    assert {verdict.code for verdict in fleet.ended.values()} == {code}
+    assert fleet.ended[0].text.startswith("rank 1 (host h1, pid 1)")
+
+
+def test_ranks_that_all_raise_the_same_end_by_themselves(fleet: Fleet) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    error = UserError("no such file")
+    seconds = fleet.side_by_side(*(lambda watcher=watcher: watcher.fail(error) for watcher in fleet.watchers.values()))  # type: ignore[misc]
+    assert seconds < 0.9
+    time.sleep(0.7)
+    assert fleet.ended == {}
+
+
+@pytest.mark.parametrize("error", [CLOSED, Rank0Error("no space")])
+def test_a_mere_consequence_waits_for_the_culprit_and_tells_its_name(fleet: Fleet, error: Exception) -> None:
+    fleet.start(0)
+    fleet.start(1)
+    # a rank that loses its neighbour, which never gave a sign
+    threading.Thread(target=fleet.watchers[1].fail, args=(error,), daemon=True).start()
+    fleet.wait(0, 1)
+    assert fleet.ended[0].ranks == fleet.ended[1].ranks == (2,)
+
+
+def test_a_consequence_without_a_culprit_is_told_in_the_end(fleet: Fleet) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    fleet.watchers[1].fail(CLOSED)
+    fleet.wait(0, 2)
+    assert "rank 1 (host h1, pid 1) failed: RuntimeError: " in fleet.ended[0].text
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_ranks_leave_quietly_in_any_order(fleet: Fleet, order: tuple[int, ...]) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+
+    def leave(place: int, rank: int) -> None:
+        time.sleep(0.1 * place)
+        fleet.watchers[rank].leave()
+
+    seconds = fleet.side_by_side(*(lambda p=p, r=r: leave(p, r) for p, r in enumerate(order)))  # type: ignore[misc]
+    assert seconds < 0.9
+    time.sleep(1.5 * TIMEOUT)
+    assert fleet.ended == {}
+
+
+def test_others_may_go_on_for_long_once_the_first_rank_has_left(fleet: Fleet) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    fleet.watchers[0].leave()
+    del fleet.server
+    fleet.watchers.pop(0)
+    time.sleep(2 * TIMEOUT)
+    assert fleet.ended == {}
+    fleet.watchers[1].leave()
+    fleet.watchers[2].fail(SystemExit(0))
+
+
+def test_one_rank_alone_is_not_watched() -> None:
+    before = threading.active_count()
+    with watch_ranks(Ranks(0, 0, 1, 1, "python"), 1.0, 1.0) as watch:
+        watch.mark("forward", 1)
+        assert threading.active_count() == before
+
+
+def test_a_mark_counts_the_phases_of_its_step() -> None:
+    watch = Activity()
+    for step, phase, turn in ((1, "forward", 0), (1, "forward", 0), (1, "backward", 1), (2, "forward", 0)):
+        watch.mark(phase, step)
+        assert (watch.step, watch.phase, watch.turn) == (step, phase, turn)

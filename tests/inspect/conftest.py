@@ -1,0 +1,60 @@
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import depthlm
+from depthlm.inspect import collect
+from depthlm.model import Decoder, initialize
+
+from ..pictures import quick_pictures, rendered
+
+__all__ = ["quick_pictures", "rendered"]
+
+# a small decoder with biases, without QK-norm, so that a bias alone can say what a query or key is
+SHAPE = [
+    "size=micro", "backbone=moda_layers", "size.num_layers=4", "size.hidden_size=16", "size.intermediate_size=24",
+    "size.num_heads=4", "size.num_kv_heads=2", "size.head_size=8", "size.vocab_size=320", "data.tokenizer=bytes",
+    "precision=fp32",
+]  # fmt: skip
+
+TOKENS = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def build() -> Callable[..., Decoder]:
+    """The small decoder of overrides, with weights large enough to be seen."""
+
+    def make(*overrides: str) -> Decoder:
+        model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
+        initialize(model, seed=0, std=0.2)
+        return model.eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def arrays() -> Callable[..., Arrays]:
+    """The arrays of all pictures of a decoder, which it also draws."""
+
+    def find(model: Decoder, *windows: torch.Tensor) -> Arrays:
+        pictures, _ = collect(model, windows or (TOKENS[:2], TOKENS[2:]))
+        with drawn_and_closed():
+            for picture in pictures:
+                picture.draw()
+        return {name: array for picture in pictures for name, array in picture.arrays.items()}
+
+    return find
+
+
+@contextmanager
+def drawn_and_closed() -> Iterator[None]:
+    import matplotlib.pyplot as plt
+
+    yield
+    plt.close("all")

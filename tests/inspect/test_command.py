@@ -1,0 +1,156 @@
+"""`python -m depthlm inspect`: what it writes and says, and what it refuses."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import depthlm
+from depthlm.__main__ import main
+from depthlm.inspect.blocks import block_picture
+from depthlm.inspect.command import windows
+from depthlm.training import train
+
+ROWS = [
+    {
+        "step": step,
+        "attention_output": [1.0, 2.0 * step],
+        "mlp_output": [0.5, 0.25],
+        "attention_gradient": [1e-3, 1e-4],
+        "mlp_gradient": [None, 1e-5],
+    }
+    for step in (1, 5, 10)
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path, token_folder: Path) -> Path:
+    """The directory of a run of two mechanisms."""
+    folder = tmp_path_factory.mktemp("runs") / "pair"
+    settings = [
+        "model/connection=attention_residuals", "model/attention=moda", "size=micro", "data=local",
+        f"data.source={corpus_folder}", f"data.path={token_folder}", "data.tokenizer=bytes", "tracker=none",
+        "data.validation_fraction=0.1", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
+        "training.max_steps=2", "training.log_blocks_every=2", "training.num_threads=1", "training.sample=null",
+        f"output_dir={folder}",
+    ]  # fmt: skip
+    assert train(depthlm.compose(settings)) == 0
+    return folder
+
+
+def inspect(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "inspect", *words])
+    main()
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        inspect(monkeypatch, *words)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("rendered")
+def test_it_writes_pictures_and_the_arrays_behind_them(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect(monkeypatch, f"run={trained}", "tokens=100")
+    names = {"moda_maps", "moda_depth_share", "attention_residuals", "blocks"}
+    assert {file.stem for file in (trained / "inspect").glob("*.png")} == names
+    assert all(file.stat().st_size > 10_000 for file in (trained / "inspect").glob("*.png"))
+    said = capsys.readouterr().out
+    assert "96 tokens of the validation set local, in windows of 32" in said
+    assert all(f"{name}.png" in said for name in names)
+    arrays = np.load(trained / "inspect" / "arrays.npz")
+    assert all(f"{name} {list(arrays[name].shape)}" in said for name in arrays)
+    np.testing.assert_allclose(arrays["attention_residuals_final"].sum(), 1, rtol=1e-5)
+    rows = [json.loads(line) for line in (trained / "blocks.jsonl").read_text().splitlines()]
+    assert arrays["blocks_step"].tolist() == [1, 2]
+    np.testing.assert_array_equal(arrays["blocks_mlp_gradient"], [row["mlp_gradient"] for row in rows])
+
+
+def test_text_of_ones_own_and_another_folder(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
+    assert "21 tokens of the text given" in capsys.readouterr().out
+    assert np.load(tmp_path / "new" / "there" / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
+
+
+def test_pictures_are_the_same_each_time_and_of_every_token(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, words in (("one", "tokens=64"), ("again", "tokens=64"), ("first", "tokens=32")):
+        inspect(monkeypatch, f"run={trained}", words, f"to={tmp_path / name}")
+    one, again, first = (
+        np.load(tmp_path / name / "arrays.npz")["moda_depth_share"] for name in ("one", "again", "first")
+    )
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, first, equal_nan=True)
+
+
+def test_windows_hold_every_token_once() -> None:
+    tokens = torch.arange(5 * 1024 + 3)
+    found = windows(tokens, 1024)
+    assert [tuple(part.shape) for part in found] == [(2, 1024), (2, 1024), (1, 1024), (1, 3)]
+    assert torch.equal(torch.cat([part.flatten() for part in found]), tokens)
+    assert [tuple(part.shape) for part in windows(tokens[:5], 4096)] == [(1, 5)]
+
+
+def test_magnitudes_over_training(tmp_path: Path) -> None:
+    assert block_picture(tmp_path) is None
+    (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 11, "att')
+    picture = block_picture(tmp_path)
+    assert picture is not None
+    assert picture.arrays["blocks_step"].tolist() == [1, 5, 10]
+    np.testing.assert_array_equal(picture.arrays["blocks_attention_output"], [[1, 2], [1, 10], [1, 20]])
+    np.testing.assert_array_equal(picture.arrays["blocks_mlp_gradient"], [[np.nan, 1e-5]] * 3)
+    axes = picture.draw().axes
+    assert axes[0].lines[-1].get_ydata().tolist() == [1, 20]
+
+
+def test_bad_input(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*words: str) -> str:
+        return refused(monkeypatch, capsys, *words)
+
+    assert "run=...: is missing" in told()
+    assert f"{tmp_path}: no run in it" in told(f"run={tmp_path}")
+    assert "did you mean" in told(f"run={trained}", "token=5")
+    assert "tokens=0: must be" in told(f"run={trained}", "tokens=0")
+    assert "it has no tokens" in told(f"run={trained}", "text=")
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"{file}: cannot be written to" in told(f"run={trained}", "text=a", f"to={file}")
+    assert f"{file / 'below'}: cannot be written to" in told(f"run={trained}", "text=a", f"to={file / 'below'}")
+    bare = tmp_path / "bare"
+    shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("checkpoints"))
+    assert f"no checkpoint in it; python train.py run={bare} resume=retrain" in told(f"run={bare}")
+
+
+def test_a_run_whose_token_files_are_gone_is_told_so(
+    trained: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = token_folder.rename(token_folder.with_name("away"))
+    try:
+        assert str(token_folder) in (text := refused(monkeypatch, capsys, f"run={trained}"))
+        assert "text=" in text
+    finally:
+        away.rename(token_folder)
+
+
+def test_a_full_disk_is_told_and_leaves_no_traceback(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.savez_compressed", full)
+    text = refused(monkeypatch, capsys, f"run={trained}", "text=a b", f"to={tmp_path / 'full'}")
+    assert "No space left on device" in text

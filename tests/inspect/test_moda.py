@@ -1,0 +1,98 @@
+"""The attention maps of MoDA are the probabilities with which it attends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from depthlm.kernels.moda.merge import probabilities
+from depthlm.model import Decoder, Observer
+
+from .conftest import TOKENS
+
+Find = Callable[..., dict[str, Any]]
+Build = Callable[..., Decoder]
+
+
+class Attended(Observer):
+    """Keeps what each attention was given, and what it gave."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Any] = {}
+
+    def attend(self, spec: Any, attention: Any, projected: Any, depth: Any, past: Any) -> None:
+        context = attention.attend(projected, depth, past)[0]
+        self.seen[spec.layer] = projected, list(depth), past, context
+
+
+def literal(q: Any, k: Any, depth: Any, seen_ts: Any) -> np.ndarray[Any, Any]:
+    """p[b, h, t, x] in float64, one query after another."""
+    q, k = q.double().numpy(), k.double().numpy()
+    entries = [entry[0].double().numpy() for entry in depth]
+    batch, heads, t, width = q.shape
+    found = np.zeros((batch, heads, t, t + len(entries)))
+    for b, h, i in np.ndindex(batch, heads, t):
+        of = h // (heads // k.shape[1])
+        tokens = [j for j in range(t) if seen_ts[b, i, j]]
+        scores = [q[b, h, i] @ k[b, of, j] for j in tokens] + [q[b, h, i] @ entry[b, of, i] for entry in entries]
+        weights = np.exp(np.array(scores) / width**0.5)
+        found[b, h, i, [*tokens, *range(t, t + len(entries))]] = weights / weights.sum()
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [[], ["model.attention.attn_kv=true", "model.attention.slots=3"], ["model.loops=2"]]
+)
+@pytest.mark.parametrize("end_of_text", [None, 9])
+def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list[str], end_of_text: int | None) -> None:
+    model = build("model=moda", *settings)
+    model.end_of_text = end_of_text
+    tokens = TOKENS.clone()
+    tokens[0, 4] = 9
+    attended = Attended()
+    with torch.no_grad():
+        model(tokens, observer=attended)
+    found = arrays(model, tokens)
+    layers = len(attended.seen)
+    share = np.full((layers, layers, 2), np.nan)
+    for layer, (projected, depth, past, context) in attended.seen.items():
+        mask = past.mask_b1ts[:, 0] if past.mask_b1ts is not None else torch.ones(3, 12, 12, dtype=torch.bool).tril()
+        p = literal(projected[0], projected[1], depth, mask)
+        if f"moda_map_layer_{layer}" in found:
+            np.testing.assert_allclose(found[f"moda_map_layer_{layer}"], p[0], atol=1e-5)
+        entries = [(source, kind) for source in range(layer) for kind in (0, 1)][2 * layer - len(depth) :]
+        for number, (source, kind) in enumerate(entries):
+            share[layer, source, kind] = p[..., 12 + number].mean()
+        # and with them the values give what the mechanism gives
+        keys = [entry[0] for entry in depth]
+        made = probabilities(projected[0], projected[1], keys, past.mask_b1ts)
+        every = [projected[2], *(entry[1] for entry in depth)]
+        values = [value.repeat_interleave(2, 1) for value in every]
+        mixed = made[..., :12] @ values[0] + sum(made[..., 12 + j, None] * value for j, value in enumerate(values[1:]))
+        torch.testing.assert_close(mixed.transpose(1, 2).flatten(2), context, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found["moda_depth_share"], share, atol=1e-5)
+
+
+def test_queries_of_zero_attend_to_all_alike(build: Build, arrays: Find) -> None:
+    model = build("model=moda")
+    for layer in model.layers:
+        layer.attention.q_proj.weight.zero_()
+        layer.attention.q_proj.bias.zero_()
+    found = arrays(model)
+    for layer in range(4):
+        entries = 2 * layer
+        alike = np.mean([1 / (seen + entries) for seen in range(1, 13)])
+        np.testing.assert_allclose(found["moda_depth_share"][layer, :layer], alike, rtol=1e-5)
+        row = found[f"moda_map_layer_{layer}"][:, 5]
+        np.testing.assert_allclose(row[:, [*range(6), *range(12, 12 + entries)]], 1 / (6 + entries), rtol=1e-5)
+        assert not row[:, 6:12].any()
+
+
+def test_entries_of_one_kind(build: Build, arrays: Find) -> None:
+    share = arrays(build("model=moda", "model.attention.ffn_kv=false"))["moda_depth_share"]
+    assert np.isfinite(share[3, :3, 0]).all()
+    assert np.isnan(share[..., 1]).all()
+    share = arrays(build("model=moda", "model.attention.ffn_kv=false", "model.attention.depth_kv=false"))
+    assert np.isnan(share["moda_depth_share"]).all()

@@ -1,0 +1,260 @@
+"""The array behind a picture is what was set by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from depthlm.inspect import collect
+from depthlm.model import Connection, Decoder, Observer
+
+from .conftest import TOKENS
+
+nan = float("nan")
+Find = Callable[..., dict[str, Any]]
+Build = Callable[..., Decoder]
+
+
+def same(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def shares(count: int) -> np.ndarray[Any, Any]:
+    """Weights of so many sources, each another, that sum to one."""
+    return np.arange(1, count + 1) / (count * (count + 1) / 2)
+
+
+def test_depth_attention_of_known_queries_and_keys(build: Build, arrays: Find) -> None:
+    model = build("model=depth_attention", "model.attention.stride=2")
+    q, k = np.array([0.0, 1.0, -1.0, 2.0]), np.array([0.5, -1.0, 1.5, 1.0])
+    for layer, decoder_layer in enumerate(model.layers):
+        attention = decoder_layer.attention
+        for projection, value in ((attention.q_proj, q[layer]), (attention.k_proj, k[layer])):
+            projection.weight.zero_()
+            projection.bias.zero_()
+            # in the first key/value head alone; the other head's weights stay uniform
+            projection.bias.view(-1, 8)[: 2 if projection is attention.q_proj else 1, 0] = value * 8**0.25
+    found = arrays(model)
+    expected = np.full((4, 4, 2), nan)
+    for layer, sources in enumerate(([0], [0, 1], [0, 2], [0, 2, 3])):
+        scores = np.exp(q[layer] * k[sources])
+        expected[layer, sources, 0] = scores / scores.sum()
+        expected[layer, sources, 1] = 1 / len(sources)
+    same(found["depth_attention_heads"], expected)
+    same(found["depth_attention"], expected.mean(-1))
+
+
+def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays: Find) -> None:
+    found = arrays(build("model=uniform_mix", "model.loops=2", "size.num_layers=2", "model.attention.stride=1"))
+    expected = [
+        [1, nan, nan, nan],
+        [1 / 2, 1 / 2, nan, nan],
+        [1 / 2, nan, 1 / 2, nan],  # layer 0 again: itself of the loop before
+        [nan, 1 / 3, 1 / 3, 1 / 3],
+    ]
+    same(found["depth_attention"], expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_attention_residuals_of_scalars(build: Build, arrays: Find, block_size: int) -> None:
+    model = build(
+        "model=attention_residuals", "model.connection.mixing=scalars", f"model.connection.block_size={block_size}"
+    )
+    counts = [1 + -(-sublayer // block_size) for sublayer in range(9)]
+    expected = np.full((9, counts[-1]), nan)
+    for sublayer, count in enumerate(counts):
+        model.connections[sublayer].scores.copy_(torch.tensor(shares(count)).log())
+        expected[sublayer, :count] = shares(count)
+    found = arrays(model)
+    same(found["attention_residuals_attention"], expected[:-1:2])
+    same(found["attention_residuals_mlp"], expected[1::2])
+    same(found["attention_residuals_final"], expected[-1])
+
+
+def test_attention_residuals_that_score_their_sources(build: Build, arrays: Find) -> None:
+    # at the start every query is zero
+    found = arrays(build("model=attention_residuals", "model.connection.block_size=4"))
+    same(found["attention_residuals_final"], [1 / 3] * 3)
+    same(found["attention_residuals_mlp"][3], [1 / 3] * 3)
+    found = arrays(build("model=attention_residuals", "model.connection.mixing=sigmoid"))
+    same(found["attention_residuals_final"], 0.5)
+    model = build("model=attention_residuals_recency", "model.connection.block_size=4")
+    model.connections[-1].recency.fill_(np.log(6))
+    same(arrays(model)["attention_residuals_final"], [1 / 9, 1 / 9, 1 / 9, 6 / 9])
+    # the embedding of the token 7 is along the query, of all others it is zero
+    model = build("model=attention_residuals_full")
+    model.embedding.weight.zero_()
+    model.embedding.weight[7, 0] = 3.0
+    model.connections[1].query[0] = 1.0
+    tokens = torch.tensor([[7, 5, 7, 7]])
+    connection, found = model.connections[1], []
+
+    class Look(Observer):
+        def read(self, now: Connection, stream: list[torch.Tensor]) -> None:
+            if now is connection:
+                one = [
+                    x * (x.square().mean(-1, keepdim=True) + connection.eps).rsqrt() for x in now.materialize(stream)
+                ]
+                found.append(torch.stack([x[..., 0] for x in one]).softmax(0).mean((1, 2)))
+
+    model(tokens, observer=Look())
+    same(arrays(model, tokens)["attention_residuals_mlp"][0, :2], found[0].numpy())
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None:
+    model = build(f"model=grn_v{version}")
+    expected = np.full((5, 5), nan)
+    for layer, connection in enumerate(model.connections[::2]):
+        values = torch.linspace(-1, 2, layer + 1) if layer else torch.tensor([0.5])
+        widths = (slice(None), *((None,) if version > 1 else ()))
+        connection.b[0] = values[widths]
+        expected[layer, : layer + 1] = values
+    found = arrays(model)
+    same(found["grn_b"][0], expected[:-1])
+    same(found["grn_b_final"], expected[-1])
+    assert ("grn_weights" in found) == (version == 3)
+    if version == 3:
+        # the gate is shut where b is negative, since w is zero
+        same(found["grn_weights"][0], np.maximum(expected[:-1], 0))
+        assert np.nanmax(np.abs(found["grn_b_deviation"])) < 1e-6
+
+
+@pytest.mark.parametrize("gate", ["relu_of_sum", "printed"])
+def test_the_weights_of_dca_are_those_that_make_its_inputs(build: Build, gate: str) -> None:
+    # its inputs cancel to small numbers
+    model = build("model=dca", f"model.connection.gate={gate}").double()
+    generator = torch.Generator().manual_seed(3)
+    for connection in model.connections[::2]:
+        # with b the same for all of the hidden size, the mean weight alone gives the input
+        connection.b.copy_(torch.randn(connection.b.shape[:2], generator=generator)[..., None])
+        connection.w.copy_(torch.randn(connection.w.shape, generator=generator))
+    inputs: dict[int, torch.Tensor] = {}
+    stacks: dict[int, torch.Tensor] = {}
+
+    class Look(Observer):
+        def read(self, connection: Connection, stream: list[torch.Tensor]) -> None:
+            if connection.spec.kind == "attention":
+                stacks[connection.spec.layer] = torch.stack(connection.materialize(stream))[:, 0, 0]
+                inputs[connection.spec.layer] = torch.stack(connection.read(stream)[0])[:, 0, 0]
+
+    token = torch.tensor([[42]])
+    model(token, observer=Look())
+    (picture,) = (picture for picture in collect(model, [token])[0] if picture.name == "dca_weights")
+    for layer, stack in stacks.items():
+        weights = picture.arrays["dca_weights"][:, layer, : layer + 1]
+        same(weights @ stack.double().numpy(), inputs[layer].numpy())
+
+
+def test_sums_of_older_blocks_have_the_weight_of_each(build: Build, arrays: Find) -> None:
+    model = build("model=dca", "model.connection.last_k=1", "model.connection.version=2")
+    for connection in model.connections[::2]:
+        for source in range(connection.num_sources):
+            connection.b[:, source] = source + 1.0
+        connection.b[-1] *= 10
+    found = arrays(model)
+    expected = [[1, nan, nan, nan, nan], [1, 2, nan, nan, nan], [1, 2, 3, nan, nan], [1, 2, 2, 3, nan]]
+    same(found["dca_b"], np.array([expected, expected, np.multiply(10, expected)]))
+    same(found["dca_b_final"], [10, 20, 20, 20, 30])
+
+
+def test_averages_of_denseformer(build: Build, arrays: Find) -> None:
+    model = build("model=denseformer", "model.connection.period=2", "model.connection.dilation=2")
+    model.connections[3].a.copy_(torch.tensor([0.25, 0.75]))
+    model.connections[7].a.copy_(torch.tensor([-0.5, 0.5, 1.0]))
+    expected = np.full((4, 5), nan)
+    expected[1, [0, 2]] = [0.25, 0.75]
+    expected[3, [0, 2, 4]] = [-0.5, 0.5, 1.0]
+    same(arrays(model)["denseformer"], expected)
+
+
+def test_weights_of_laurel(build: Build, arrays: Find) -> None:
+    model = build("model=laurel", "model.connection.variant=rw")
+    for sublayer, connection in enumerate(model.connections[:-1]):
+        connection.alpha.fill_(sublayer / 10)
+        connection.beta.fill_(1 - sublayer / 10)
+    found = arrays(model)
+    same(found["laurel_alpha"], np.arange(8) / 10)
+    same(found["laurel_beta"], 1 - np.arange(8) / 10)
+    model = build("model=laurel", "model.connection.last_k=2")
+    model.connections[5].gamma.copy_(torch.tensor([0.5, -2.0]))
+    gamma = arrays(model)["laurel_gamma"]
+    same(gamma[0], [1, nan])
+    same(gamma[5], [0.5, -2.0])
+
+
+def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) -> None:
+    model = build("model=mhc", "model.connection.num_streams=2")
+    mixing = [1 - sublayer / 10 for sublayer in range(8)]
+    for keep, connection in zip(mixing, model.connections[:-1], strict=True):
+        connection.alpha.zero_()
+        # doubly stochastic: Sinkhorn-Knopp leaves it as it is
+        matrix = torch.tensor([[keep, 1 - keep], [1 - keep, keep]]).clamp_min(1e-9)
+        pre, post = torch.tensor([0.25, 0.75]).logit(), torch.tensor([0.5, 0.125]).logit()
+        connection.bias.copy_(torch.cat([pre, post, matrix.log().flatten()]))
+    found = arrays(model)
+    matrices = [np.array([[keep, 1 - keep], [1 - keep, keep]]) for keep in mixing]
+    same(found["mhc_res"], matrices)
+    same(found["mhc_pre"], [[0.25, 0.75]] * 8)
+    same(found["mhc_post"], [[1.0, 0.25]] * 8)
+    for sublayer in range(8):
+        same(found["mhc_composite"][sublayer], np.linalg.multi_dot([np.eye(2), *matrices[sublayer:][::-1]]))
+    same(found["mhc_gain"], 1)
+    same(found["mhc_composite_gain"], 1)
+
+
+def test_gain_of_hyper_connections_is_that_of_the_product_in_its_order(build: Build, arrays: Find) -> None:
+    model = build("model=hyper_connections", "model.connection.num_streams=2", "model.connection.dynamic=false")
+    for connection in model.connections[:-1]:
+        connection.static_res.copy_(torch.eye(2))
+    first, last = np.array([[1.0, -3.0], [0.0, 2.0]]), np.array([[0.0, 1.0], [5.0, 0.5]])
+    model.connections[2].static_res.copy_(torch.tensor(first))
+    model.connections[6].static_res.copy_(torch.tensor(last))
+    found = arrays(model)
+    product = last @ first
+    same(found["hyper_connections_gain"][2], [4, 5])
+    same(found["hyper_connections_gain"][6], [5.5, 5])
+    same(found["hyper_connections_composite"][0], product)
+    same(
+        found["hyper_connections_composite_gain"][:3],
+        [[np.abs(product).sum(1).max(), np.abs(product).sum(0).max()]] * 3,
+    )
+    same(found["hyper_connections_composite_gain"][3:7], [[5.5, 5]] * 4)
+    same(found["hyper_connections_composite_gain"][7], [1, 1])
+
+
+def test_a_mechanism_with_nothing_to_choose_from_is_drawn_too(build: Build, arrays: Find) -> None:
+    model = build("model=depth_attention", "model.attention.sources=relative", "model.attention.stride=4")
+    same(arrays(model)["depth_attention"], np.where(np.eye(4), 1, nan))
+    same(arrays(build("model=mhc", "model.connection.num_streams=1"))["mhc_composite_gain"], 1)
+    one = build(
+        "model=attention_residuals", "model.attention.stride=1", "model/attention=depth_attention", "size.num_layers=1"
+    )
+    same(arrays(one)["depth_attention"], [[1]])
+
+
+def test_a_pair_has_the_pictures_of_both(build: Build) -> None:
+    model = build("model/attention=depth_attention", "model/connection=mhc")
+    pictures, told = collect(model, [TOKENS])
+    assert [picture.name for picture in pictures] == ["depth_attention", "mhc_res", "mhc_maps", "mhc_gain"]
+    assert told == []
+
+
+def test_what_has_no_picture_is_told_in_words(build: Build) -> None:
+    assert collect(build("model=vanilla"), [TOKENS]) == ([], ["this mechanism has no weights over depth to draw"])
+    pictures, told = collect(build("model=laurel", "model.connection.variant=lr"), [TOKENS])
+    assert not pictures
+    assert "with these settings" in told[0]
+
+    class Mine(type(build("model=attention_residuals").connections[0])):  # type: ignore[misc]
+        pass
+
+    model = build("model=attention_residuals", "model/attention=depth_attention")
+    for connection in model.connections:
+        connection.__class__ = Mine
+    pictures, told = collect(model, [TOKENS])
+    assert [picture.name for picture in pictures] == ["depth_attention"]
+    assert "no picture of the connection" in told[0]
+    assert "Mine" in told[0]

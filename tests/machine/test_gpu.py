@@ -1,0 +1,118 @@
+"""A GPU that is there and cannot be used is refused in words, on machines that are made up."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from depthlm.config import ConfigError, compose
+from depthlm.errors import UserError
+from depthlm.machine import environment
+from depthlm.machine.gpu import Gpu, driver_version, unusable
+
+OLD = Gpu(
+    devices=("/dev/nvidia0", "/dev/nvidia1"),
+    driver="470.57.02",
+    driver_cuda=(11, 4),
+    torch="2.13.0",
+    torch_cuda="13.0",
+    failure="The NVIDIA driver on your system is too old (found version 11040).",
+)
+
+
+def test_a_driver_too_old_for_torch_is_named_with_both_versions() -> None:
+    reason = unusable(OLD) or ""
+    assert "its driver 470.57.02 supports CUDA up to 11.4, and torch 2.13.0 is built for CUDA 13.0" in reason
+    assert "update the driver to one for CUDA 13, install a torch build for CUDA 11.4 or older" in reason
+    assert "give device=cpu" in reason
+
+
+def test_an_older_driver_of_the_same_major_version_is_not_blamed() -> None:
+    newer = replace(
+        OLD, driver="580.65.06", driver_cuda=(13, 0), torch_cuda="13.1", failure="system not yet initialized"
+    )
+    assert "CUDA does not start (system not yet initialized)" in (unusable(newer) or "")
+
+
+def test_a_build_for_the_cpu_is_named() -> None:
+    reason = unusable(replace(OLD, torch="2.13.0+cpu", torch_cuda=None)) or ""
+    assert "torch 2.13.0+cpu is built for the CPU alone; install one for CUDA 11.4 or older" in reason
+
+
+def test_a_missing_library_of_the_driver_is_named() -> None:
+    assert "the library of its driver 470.57.02, libcuda.so.1, is not found" in (
+        unusable(replace(OLD, driver_cuda=None)) or ""
+    )
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_a_hidden_gpu_is_not_wanted(visible: str) -> None:
+    assert unusable(replace(OLD, visible=visible)) is None
+
+
+def test_a_number_that_no_gpu_has_is_shown() -> None:
+    typo = replace(OLD, driver_cuda=(13, 0), visible="7", failure="No CUDA GPUs are available")
+    assert "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)" in (unusable(typo) or "")
+
+
+def test_a_container_without_device_files_has_no_gpu() -> None:
+    assert unusable(replace(OLD, devices=())) is None
+
+
+def test_a_gpu_that_works_is_no_error() -> None:
+    assert unusable(replace(OLD, driver_cuda=(13, 0), failure=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 UTC 2021\n", "470.57.02"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  555.42  Release Build  (root@x)\n", "555.42"),
+        ("something else\n", None),
+        (None, None),
+    ],
+)
+def test_the_version_of_the_driver_is_read(tmp_path: Path, text: str | None, version: str | None) -> None:
+    file = tmp_path / "version"
+    if text is not None:
+        file.write_text(text)
+    assert driver_version(file) == version
+
+
+@pytest.fixture
+def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(environment, "probe", lambda: OLD)
+
+
+def test_a_run_and_every_command_refuse_unless_the_cpu_is_asked_for(old_driver: None) -> None:
+    for choice in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=f"device={choice}: this machine has an NVIDIA GPU"):
+            compose([f"device={choice}"])
+        with pytest.raises(UserError, match=f"device={choice}: this machine has an NVIDIA GPU"):
+            environment.usable_device(choice)
+    assert compose(["device=cpu"]).device == "cpu"
+    assert environment.usable_device("cpu") == "cpu"
+    # what only counts does not ask
+    assert compose([], here=False).device == "auto"
+
+
+def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(environment, "probe", lambda: replace(OLD, devices=()))
+    with pytest.raises(ConfigError, match="device=cuda: there is no NVIDIA GPU that this process may use"):
+        compose(["device=cuda"])
+    assert compose([]).device == "auto"
+
+
+def test_the_cpu_is_used_beside_a_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
+    assert environment.device_type("auto") == environment.device_type("cuda") == "cuda"
+    assert environment.device_type("cpu") == "cpu"
+    assert compose(["device=cpu"]).precision.name == "fp32"
+    assert compose([]).precision.name == "bf16"
+    monkeypatch.setattr("depthlm.kernels.backend.missing", lambda device: None if device == "cuda" else "needs a GPU")
+    with pytest.raises(ConfigError, match="kernels=triton"):
+        compose(["device=cpu", "kernels=triton"])

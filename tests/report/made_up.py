@@ -1,0 +1,115 @@
+"""Experiments and run directories, complete or not, with numbers made up; all below the current folder."""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from depthlm.config import Config, compose
+from depthlm.config.resolve import run_directory
+from depthlm.config.schema.experiment import Column, Experiment
+from depthlm.report.experiment_report import experiment_report
+from depthlm.report.rows import gather
+from depthlm.report.sweep import LOSS, Sweep
+from depthlm.sweeps.points import Point, expand
+
+STEPS = 40
+
+
+def experiment(**settings: Any) -> Experiment:
+    """An experiment with these fields; columns as in a file."""
+    columns = {name: Column(**column) for name, column in settings.pop("columns", {}).items()}
+    return Experiment(name="made_up", columns=columns, **settings)
+
+
+def points(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> list[Point]:
+    """The points of an experiment, one for each seed."""
+    given = [{"budget": budget, **({"seed": seed} if seed else {})} for seed in seeds or [""]]
+    return [
+        Point(
+            [f"{name}={value}" for name, value in (chosen | point.settings).items()],
+            point.label,
+            point.settings | chosen,
+            point.paper,
+        )
+        for chosen in given
+        for point in expand(of)
+    ]
+
+
+def directories(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> list[str]:
+    """The run directory of each point."""
+    return [run_directory(point.overrides) for point in points(of, budget, seeds)]
+
+
+def sweep(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> Sweep:
+    """The sweep, with what its run directories hold; the configurations are the default ones."""
+    rows = gather(points(of, budget, seeds))
+    return Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), [])
+
+
+def reported(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> str:
+    """The report of a sweep; its pictures are in `report`."""
+    Path("report").mkdir(exist_ok=True)
+    return experiment_report(sweep(of, budget, seeds), Path("report"))[0]
+
+
+@functools.cache
+def default_config(budget: str) -> Config:
+    return compose([f"budget={budget}"], here=False)
+
+
+def write_run(
+    directory: str | Path,
+    loss: float = 3.0,
+    *,
+    done: float = 1.0,
+    failure: str | None = None,
+    config: dict[str, Any] | None = None,
+    **summary: Any,
+) -> Path:
+    """A run whose losses fall to `loss`, of which a share of the steps is done; complete at 1."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for step in range(1, round(done * STEPS) + 1):
+        now = loss + 2.5 * math.exp(-9 * step / STEPS)
+        row: dict[str, Any] = {"step": step, "tokens": step * 1000, "loss": now + 0.02 * math.sin(step * step)}
+        if step % (STEPS // 4) == 0:
+            row["validation/set/loss"] = now
+        rows.append(row)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": 1, "model": {"name": "vanilla"}} | (config or {})))
+    if failure is not None:
+        (folder / "failure.json").write_text(json.dumps({"time": "", "error": failure}))
+    elif done == 1:
+        told = {
+            "parameters": 1_000_000,
+            "steps": STEPS,
+            "tokens": STEPS * 1000,
+            "training_loss": loss,
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(loss),
+            "training_flops": 1e15,
+            "tokens_per_second": 12345.0,
+            "wall_seconds": 98.7,
+        }
+        (folder / "summary.json").write_text(json.dumps(told | summary))
+    return folder
+
+
+def row(text: str, label: str, nth: int = 0) -> list[str]:
+    """The cells behind the label in the nth row of a report that begins with it."""
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    found = [[cell.strip() for cell in cells[1:]] for cells in lines if cells[0].strip() == label]
+    return found[nth]
+
+
+def is_png(name: str) -> bool:
+    """Whether the report has this picture, and it is one."""
+    content = Path("report", name).read_bytes()
+    return content.startswith(b"\x89PNG") and len(content) > 10_000

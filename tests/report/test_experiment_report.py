@@ -1,0 +1,188 @@
+"""What the report of an experiment says: tables, states, protocol."""
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from depthlm.report.tables import DASH, MISSING
+
+from .made_up import directories, experiment, is_png, reported, row, write_run
+
+POINTS = [
+    {"label": "Vanilla", "model": "vanilla", "paper": {"loss": 2.2348}},
+    {"label": "Uniform | Mix", "model": "uniform_mix", "paper": {"loss": None}},
+    {"label": "Depth-Attention", "model": "depth_attention", "paper": {"loss": 2.2115}},
+]
+COLUMNS = {"loss": {"title": "validation loss", "metric": "validation_loss", "digits": 4}}
+
+
+RULE = experiment(
+    title="A rule",
+    source="A paper, Table 5",
+    points=POINTS,
+    columns=COLUMNS,
+    figure="bars",
+    assumed=["a cosine"],
+    notes=["a note_ of *ours*"],
+)
+
+
+@pytest.mark.usefixtures("rendered")
+def test_ours_the_papers_and_both_differences() -> None:
+    for directory, loss in zip(directories(RULE, "smoke"), (3.0, 2.9, 2.95), strict=True):
+        write_run(directory, loss)
+    text = reported(RULE, "smoke")
+    assert row(text, "Vanilla") == ["3.0000", "2.2348", "+0.7652"]
+    assert row(text, "Uniform \\| Mix") == ["**2.9000**", DASH, DASH]
+    assert row(text, "Depth-Attention") == ["2.9500", "2.2115", "+0.7385"]
+    assert "**validation loss, against Vanilla**" in text
+    assert row(text, "Depth-Attention", 1) == ["-0.0500", "-0.0233"]
+    assert row(text, "Uniform \\| Mix", 1) == ["-0.1000", DASH]
+    assert text.startswith("# A rule\n\nSource: A paper, Table 5.")
+    assert "3 runs: 3 complete." in text
+    assert "- a cosine" in text
+    assert "- a note\\_ of \\*ours\\*" in text
+    assert "| budget             | smoke" in text
+    assert "not comparable with the paper's in absolute value" in text
+    assert is_png("bars.png")
+    assert is_png("loss_curves.png")
+
+
+def test_a_half_finished_sweep_says_how_far_each_run_is() -> None:
+    rule = directories(RULE, "smoke")
+    write_run(rule[0], 3.0)
+    write_run(rule[1], 2.9, done=0.5)
+    write_run(rule[2], 2.9, done=0.25, failure="OutOfMemoryError: 3 | 4 GiB\nmore")
+    text = reported(RULE, "smoke")
+    assert "3 runs: 1 complete, 1 stopped, 1 failed." in text
+    assert row(text, "Uniform \\| Mix")[:2] == ["stopped", "20"]
+    assert row(text, "Depth-Attention")[0] == "failed"
+    assert row(text, "Depth-Attention")[3] == "OutOfMemoryError: 3 \\| 4 GiB"
+    assert row(text, "Depth-Attention", 1) == [MISSING, "2.2115", DASH]
+    assert row(text, "Depth-Attention", 2) == [MISSING, "-0.0233"]
+    assert "Pale lines that end in a cross" in text
+
+
+def test_a_run_that_trains_now_is_running() -> None:
+    folder = write_run(directories(RULE)[1], 2.9, done=0.5)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = reported(RULE)
+    assert "3 runs: 1 running, 2 waiting." in text
+    assert row(text, "Uniform \\| Mix")[:2] == ["running", "20"]
+    assert row(text, "Uniform \\| Mix", 1) == [MISSING, DASH, DASH]
+
+
+def test_an_empty_sweep_has_the_papers_numbers_alone() -> None:
+    text = reported(RULE)
+    assert "3 runs: 3 waiting." in text
+    assert "Waiting: Vanilla; Uniform \\| Mix; Depth-Attention." in text
+    assert row(text, "Vanilla") == [MISSING, "2.2348", DASH]
+    assert "comparable" not in text
+    assert Path("report/bars.png").exists()
+    assert not Path("report/loss_curves.png").exists()
+    assert "Nothing to draw yet." in text
+
+
+def test_torn_files_count_as_empty() -> None:
+    rule = directories(RULE, "smoke")
+    write_run(rule[0], 3.0)
+    for name in ("summary.json", "config.yaml", "metrics.jsonl"):
+        file = Path(rule[0], name)
+        file.write_text(file.read_text()[:-5] + "{")
+    text = reported(RULE, "smoke")
+    assert row(text, "Vanilla")[:2] == ["stopped", "39"]
+    assert row(text, "Vanilla", 1)[0] == MISSING
+
+
+def test_a_loss_that_is_not_finite_is_no_number() -> None:
+    rule = directories(RULE, "smoke")
+    write_run(rule[0], 3.0)
+    write_run(rule[2], validation_loss=None)
+    text = reported(RULE, "smoke")
+    assert row(text, "Depth-Attention") == [DASH, "2.2115", DASH]
+    assert "1 of 2 complete runs have no finite number yet for validation loss (`validation_loss`)." in text
+
+
+def test_seeds_are_told_with_their_number_and_deviation() -> None:
+    for number, directory in enumerate(directories(RULE, "smoke", ["1", "2"])):
+        # the last of the second seed is missing
+        write_run(directory, 3.0 + 0.1 * (number // 3) - 0.05 * (number % 3), done=0.5 if number == 5 else 1)
+    text = reported(RULE, "smoke", ["1", "2"])
+    assert row(text, "Vanilla") == ["2", "3.0500 ± 0.0707", "2.2348", "+0.8152"]
+    assert row(text, "Depth-Attention") == ["2", "**2.9000 (1 of 2)**", "2.2115", "+0.6885"]
+    assert row(text, "Depth-Attention, seed 2")[:2] == ["stopped", "20"]
+    assert row(text, "Uniform \\| Mix", 1) == ["-0.0500 ± 0.0000", DASH]
+    assert "Whiskers: one standard deviation" in text
+
+
+def test_a_column_at_a_share_of_the_run() -> None:
+    columns = {
+        "end": {"title": "at the end", "metric": "validation_loss"},
+        "half": {"title": "at half", "metric": "validation_loss", "at": 0.5},
+        "later": {"title": "later", "metric": "validation_loss", "at": 0.6},
+    }
+    paper = {"end": 2.5, "half": 2.7, "later": 2.6}
+    of = experiment(points=[{"label": "A", "model": "vanilla", "paper": paper}], columns=columns)
+    (directory,) = directories(of)
+    write_run(directory, 3.0)
+    found = json.loads(Path(directory, "metrics.jsonl").read_text().splitlines()[19])["validation/set/loss"]
+    text = reported(of)
+    assert row(text, "A")[3:6] == [f"{found:.3f}", "2.700", f"+{found - 2.7:.3f}"]
+    assert row(text, "A")[6] == DASH
+    assert "later (`validation_loss` after 60% of the steps)" in text
+
+
+def test_wide_groups_have_ours_the_papers_and_the_difference_apart() -> None:
+    names = [f"task{number}" for number in range(17)]
+    columns = {
+        name: {"title": name, "metric": name, "group": "zero-shot", "better": "higher", "scale": 0.01, "digits": 1}
+        for name in names
+    }
+    columns["five"] = {"title": "five", "metric": "five", "group": "five-shot"}
+    points = [
+        {"label": label, "model": label, "paper": dict.fromkeys(names, 50.0) | {"five": 9.0}}
+        for label in ("vanilla", "dca")
+    ]
+    of = experiment(points=points, columns=columns)
+    for number, directory in enumerate(directories(of)):
+        write_run(directory, **dict.fromkeys(names, 0.512 + 0.1 * number))
+    text = reported(of)
+    assert [line for line in text.splitlines() if line.startswith(("**zero", "**five"))] == [
+        *["**zero-shot: ours**", "**zero-shot: the paper's**", "**zero-shot: ours - the paper's**"] * 2,
+        "**five-shot**",
+    ]
+    assert row(text, "vanilla") == ["51.2"] * 9
+    assert row(text, "dca") == ["**61.2**"] * 9
+    assert row(text, "vanilla", 2) == ["+1.2"] * 9
+    assert row(text, "vanilla", 3) == ["51.2"] * 8
+    assert row(text, "dca", 6) == [DASH, "9.000", DASH]
+
+
+def test_the_best_is_told_for_each_size_alone() -> None:
+    points = [{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=COLUMNS)
+    for directory, loss in zip(directories(of), (3.0, 2.5, 3.1, 2.4), strict=True):
+        write_run(directory, loss)
+    text = reported(of)
+    assert [row(text, f"{model} {size}") for model in ("vanilla", "dca") for size in ("micro", "tiny")] == [
+        ["**3.0000**"], ["2.5000"], ["3.1000"], ["**2.4000**"],
+    ]  # fmt: skip
+    assert row(text, "dca tiny", 1) == ["vanilla tiny", "-0.1000"]
+
+
+def test_a_run_of_another_protocol_is_told() -> None:
+    write_run(directories(RULE)[0], config={"optimizer": {"lr": 0.5}, "training": {"log_every": 999}})
+    text = reported(RULE)
+    assert "- Vanilla: optimizer.lr: 0.5, not 0.003" in text
+    assert "log_every" not in text
+
+
+def test_an_experiment_without_columns_tells_the_validation_loss() -> None:
+    of = experiment(points=[{"model": "vanilla"}])
+    write_run(directories(of)[0], 2.5)
+    text = reported(of)
+    assert row(text, "vanilla") == ["2.5000"]
+    assert "paper" not in text.split("## Results")[1].split("–:")[0]

@@ -1,0 +1,200 @@
+"""Every kind of figure is drawn from made-up runs, and what it says is told."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from depthlm.config import mechanisms
+from depthlm.report.experiment_report import traces
+from depthlm.report.figures.axis import axis_title, ordered, setting
+from depthlm.report.figures.heatmap import _panels
+from depthlm.report.figures.lines import _lines
+from depthlm.report.figures.loss_curves import read, smooth
+from depthlm.report.figures.style import COLOURS, colour_of, looks
+from depthlm.report.rows import Row, measured
+
+from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
+
+LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
+
+
+@pytest.mark.usefixtures("rendered")
+def test_scaling_tells_the_fit_and_the_saving() -> None:
+    of = experiment(
+        points=[{"label": label, "model": label, "size.num_layers": [2, 4, 8]} for label in ("vanilla", "dca")],
+        columns=LOSS,
+        figure="scaling",
+        fits={"vanilla": [1.891, -0.057]},
+    )
+    for number, directory in enumerate(directories(of)):
+        size = 2 ** (number % 3)
+        # dca reaches at N what vanilla reaches at 1.25 N
+        n = 1e6 * size * (1.25 if number >= 3 else 1)
+        write_run(directory, 4 * (n / 1e6) ** -0.1, parameters=1e6 * size, training_flops=8.64e19 * size * size)
+    text = reported(of)
+    assert row(text, "vanilla", 0) == ["3", "4", "-0.0500", "1.0000", "1.891", "-0.057"]
+    assert row(text, "dca", 0)[-2:] == ["–", "–"]
+    assert row(text, "dca 2", 2) == ["1M", "3.912", "1.25M", "+25.0%", "1.562"]
+    assert row(text, "dca 8", 2) == ["4M", "3.405", "5M \\*", "+25.0% \\*", "1.562 \\*"]
+    assert "\\*: extrapolated beyond the sizes of vanilla." in text
+    assert "for the loss of dca 4." in text
+    assert "Dotted lines" in text
+    assert is_png("scaling.png")
+
+
+@pytest.mark.parametrize(
+    ("losses", "compute", "words"),
+    [
+        ([], [], "no point is complete"),
+        ([3.0], [1.0], "one point is complete"),
+        ([3.0, 2.9], [1.0, 1.01], "differs by a factor of 1.01 only"),
+        ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
+        ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
+    ],
+)
+def test_scaling_without_enough_says_why_and_tells_no_number(
+    losses: list[float], compute: list[float], words: str
+) -> None:
+    points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=LOSS, figure="scaling")
+    vanilla, dca = directories(of)[:2], directories(of)[2:]
+    for directory, loss, flops in zip(vanilla, losses, compute, strict=False):
+        write_run(directory, loss, parameters=1e6 * flops, training_flops=1e15 * flops)
+    if losses:
+        write_run(dca[0], 2.95)
+    text = reported(of)
+    assert words in text
+    if losses != [3.0, 2.9] or compute[-1] < 2:
+        assert "%" not in text.split("## Scaling")[1].split("## Loss curves")[0]
+    assert Path("report/scaling.png").exists() == bool(losses)
+
+
+@pytest.mark.usefixtures("rendered")
+def test_lines_are_broken_where_a_number_is_missing() -> None:
+    points = [
+        {"label": f"{label} {layers}", "model": label, "size.num_layers": layers, "paper": {"loss": 4.0 - layers / 10}}
+        for label in ("vanilla", "dca")
+        for layers in (2, 4, 16)
+    ]
+    of = experiment(points=points, columns=LOSS, figure="lines", x="size.num_layers")
+    for number, directory in enumerate(directories(of, "smoke")):
+        if number != 4:
+            write_run(directory, 3.5 - 0.1 * number)
+    text = reported(of, "smoke")
+    assert "Hollow markers: the paper's numbers." in text
+    assert is_png("lines.png")
+    ours = _lines(sweep(of, "smoke"), hollow=False)
+    assert [[mark.x for mark in line.marks] for line in ours] == [[2.0, 4.0, 16.0]] * 2
+    assert np.isnan(ours[1].marks[1].y)
+    assert [mark.y for mark in _lines(sweep(of), hollow=True)[0].marks] == [3.8, 3.6, 2.4]
+
+
+def test_lines_along_a_number_place_the_papers_by_its_own() -> None:
+    points = [
+        {"label": "Vanilla", "model": "vanilla", "paper": {"loss": 3.0, "size": 75}},
+        {"label": "DCA", "model": "dca", "paper": {"loss": 2.9}},
+        {"label": "DCA large", "model": "dca", "size.num_layers": 8, "paper": {"loss": 2.8}},
+    ]
+    columns = LOSS | {"size": {"metric": "parameters", "scale": 1e6}}
+    of = experiment(points=points, columns=columns, figure="lines")
+    for directory in directories(of, "smoke"):
+        write_run(directory)
+    reported(of, "smoke")
+    theirs = _lines(sweep(of, "smoke"), hollow=True)
+    assert [[mark.x for mark in line.marks] for line in theirs] == [[75e6], [75e6, 75e6]]
+    of = experiment(points=[points[0] | {"paper": {"loss": 3.0}}], columns=columns, figure="lines")
+    write_run(directories(of, "smoke")[0])
+    text = reported(of, "smoke")
+    assert "1 of the paper's numbers are not drawn" in text
+
+
+@pytest.mark.usefixtures("rendered")
+def test_lines_along_words_keep_their_order() -> None:
+    points = [
+        {"label": "vanilla", "model": "vanilla"},
+        *({"label": f"DCA {name}", "model": "dca", "schedule": name} for name in ("wsd", "cosine", "constant")),
+    ]
+    of = experiment(points=points, columns=LOSS, figure="lines", x="schedule")
+    for directory in directories(of):
+        write_run(directory)
+    reported(of)
+    assert is_png("lines.png")
+    vanilla, dca = _lines(sweep(of), hollow=False)
+    # what has no schedule of its own is the same along all of them
+    assert [mark.x for mark in vanilla.marks] == [None]
+    assert [mark.x for mark in dca.marks] == ["wsd", "cosine", "constant"]
+
+
+@pytest.mark.usefixtures("rendered")
+def test_a_heatmap_has_a_panel_for_each_series_and_for_the_difference() -> None:
+    grid = {"size.num_layers": [2, 4], "size.hidden_size": [64, 128]}
+    points = [{"label": label, "model": label, **grid} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=LOSS, figure="heatmap", x="size.num_layers", y="size.hidden_size")
+    for number, directory in enumerate(directories(of)):
+        if number != 6:
+            write_run(directory, 3 + 0.1 * (number % 4) - (0.05 if number >= 4 else 0))
+    text = reported(of)
+    assert "Hatched cells: no complete run" in text
+    assert is_png("heatmap.png")
+    found = sweep(of)
+
+    def ours(row: Row) -> float | None:
+        number = measured(row, found.first[1])
+        return None if number is None else number.mean
+
+    panels = _panels(found, found.rows, ["2", "4"], ["64", "128"], ours, "")
+    assert [panel.title for panel in panels] == ["vanilla", "dca", "dca - vanilla"]
+    assert panels[0].grid == pytest.approx(np.array([[3.0, 3.2], [3.1, 3.3]]))
+    assert panels[2].grid == pytest.approx(np.array([[-0.05, np.nan], [-0.05, -0.05]]), nan_ok=True)
+
+
+def test_an_axis_may_be_the_quotient_of_two_settings() -> None:
+    of = experiment(points=[{"model": "vanilla", "size.num_heads": 4, "size.num_layers": 41}])
+    (found,) = sweep(of).rows
+    assert setting(found, "size.num_heads / size.num_layers") == "0.1"
+    assert setting(found, "size.num_heads / size.hidden_size") is None
+    assert axis_title("size.num_heads / size.num_layers") == "num heads / num layers"
+    assert ordered(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
+    assert ordered(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
+
+
+@pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
+def test_a_figure_of_nothing_is_none_and_an_old_one_goes(figure: str) -> None:
+    of = experiment(points=[{"model": ["vanilla", "dca"]}], columns=LOSS, figure=figure, y="size")
+    Path("report").mkdir()
+    Path(f"report/{figure}.png").write_text("old")
+    text = reported(of)
+    assert "Nothing to draw yet." in text
+    assert not Path(f"report/{figure}.png").exists()
+
+
+def test_losses_are_read_with_their_gaps_and_smoothed_lightly() -> None:
+    of = experiment(points=[{"model": ["vanilla", "dca"]}])
+    folder = write_run(directories(of)[0])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "tokens": 41000, "loss": null}\n')
+        file.write('{"step": 42, "tokens": 42000, "loss": 3.0, "validation/a/loss": 1.0, "validation/b/loss": null}\n')
+    trace = traces(sweep(of))[0]
+    found = read(trace)
+    assert np.isnan(found.loss[40])
+    assert found.validated.tolist() == [10000, 20000, 30000, 40000]
+    noise = np.tile([1.0, 3.0], 100)
+    noise[50] = np.nan
+    smoothed = smooth(noise)
+    assert np.isnan(smoothed[50])
+    assert np.nanstd(smoothed) < np.nanstd(noise)
+    assert smooth(np.ones(200)).tolist() == [1.0] * 200
+
+
+def test_every_mechanism_has_a_colour_of_its_own() -> None:
+    assert COLOURS.keys() == set(mechanisms())
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert colour_of("dca+depth_attention") == COLOURS["dca"]
+    assert colour_of("vanilla+my_own") == colour_of("vanilla+my_own")
+    twice = looks(["dca", "vanilla", "dca"])
+    assert twice[0].colour == twice[2].colour
+    assert (twice[0].marker, twice[0].dash) != (twice[2].marker, twice[2].dash)
+    many = looks(["vanilla"] * 8)
+    assert len({(look.colour, look.dash) for look in many}) == 8
+    assert many[0].colour == COLOURS["vanilla"]

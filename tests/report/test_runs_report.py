@@ -1,0 +1,81 @@
+"""`runs=`: any run directories side by side."""
+
+from pathlib import Path
+
+import pytest
+
+from depthlm.errors import UserError
+from depthlm.report import report
+from depthlm.report.runs_report import duration, find_runs, short_names, what_differs
+
+from .made_up import is_png, row, write_run
+
+
+@pytest.mark.usefixtures("rendered")
+def test_numbers_and_what_differs() -> None:
+    write_run("outputs/a/base", 3.0, config={"seed": 1, "optimizer": {"lr": 0.1}, "output_dir": "outputs/a/base"})
+    write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.2}, "model": {"name": "a|b"}})
+    write_run("outputs/c/base", 2.0, done=0.5, failure="ValueError: no\nmore", config={"optimizer": {"lr": 0.1}})
+    text = report(["runs=outputs/a/base,outputs/[b-c]/*", "to=report"]).read_text()
+    assert "3 runs: 2 complete, 1 failed." in text
+    assert row(text, "a/base") == [
+        "complete", "40", "1M", "40K", "3.0000", "3.0000", "20.086", "12,345", "1 min 39 s",
+    ]  # fmt: skip
+    assert row(text, "c/base")[:4] == ["failed", "20", "–", "20K"]
+    assert row(text, "c/base")[5:] == ["–", "–", "–", "–"]
+    assert "- c/base failed: ValueError: no" in text
+    assert row(text, "optimizer.lr") == ["0.1", "0.2", "0.1"]
+    assert row(text, "model.name") == ["vanilla", "a\\|b", "vanilla"]
+    assert "output_dir" not in text
+    assert is_png("loss_curves.png")
+
+
+def test_one_run_and_torn_configurations() -> None:
+    folder = write_run("outputs/a/base")
+    text = report([f"runs={folder}", "to=report"]).read_text()
+    assert "Nothing that changes a result." in text
+    (folder / "config.yaml").write_text("a: [")
+    assert "No config.yaml that can be read: base." in report([f"runs={folder}", "to=report"]).read_text()
+
+
+def test_many_runs_are_spread_over_tables() -> None:
+    for number in range(6):
+        write_run(f"outputs/run-{number}", config={"seed": number})
+    text = report(["runs=outputs/*", "to=report"]).read_text()
+    assert row(text, "seed") == ["0", "1", "2", "3"]
+    assert row(text, "seed", 1) == ["4", "5"]
+
+
+def test_the_same_run_twice_is_one() -> None:
+    folder = write_run("outputs/a")
+    assert len(find_runs(f"{folder}, {folder}/,outputs/*")) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("outputs/bsae", "no such folder; did you mean `base`?"),
+        ("outputs/empty", "this folder holds no run"),
+        ("outputs/x*", "no run directory is named like this"),
+        ("", "name run directories"),
+        (",", "name run directories"),
+        ("outputs/base,nowhere/at/all", "runs=nowhere/at/all: no such folder"),
+    ],
+)
+def test_what_holds_no_run_is_named(given: str, words: str) -> None:
+    write_run("outputs/base")
+    Path("outputs/empty").mkdir()
+    with pytest.raises(UserError) as caught:
+        find_runs(given)
+    assert words in str(caught.value)
+
+
+def test_names_are_as_short_as_tells_them_apart() -> None:
+    assert short_names([Path("o/a/base"), Path("o/b/base")]) == ["a/base", "b/base"]
+    assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
+    assert what_differs(["model-a__size-x", "model-b__size-x"]) == ["model-a", "model-b"]
+    assert what_differs(["base", "base__seed-2"]) == ["base", "base__seed-2"]
+
+
+def test_durations_are_words() -> None:
+    assert [duration(value) for value in (None, 12.34, 98.7, 7500.0)] == ["–", "12.3 s", "1 min 39 s", "2 h 05 min"]

@@ -1,0 +1,56 @@
+"""Tables in Markdown and on a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from depthlm.report.tables import (
+    DASH,
+    Cell,
+    Table,
+    markdown,
+    number_text,
+    plain,
+    short_text,
+    show,
+    signed_text,
+)
+
+
+def test_what_markdown_would_take_as_its_own_is_escaped() -> None:
+    table = Table(["", "a|b"], [[Cell("x | y*\n<z>"), Cell("1", bold=True)], [Cell("[link] `c`"), Cell("2")]])
+    lines = markdown(table).splitlines()
+    assert "a\\|b" in lines[0]
+    assert lines[1].endswith("-: |")
+    assert lines[2].startswith("| x \\| y\\* \\<z> ")
+    assert "**1**" in lines[2]
+    assert "\\[link\\] \\`c\\`" in lines[3]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+
+
+def test_underscores_stay_inside_words_alone() -> None:
+    assert plain("hyper_connections _x_") == "hyper_connections \\_x\\_"
+
+
+def test_the_terminal_shows_brackets_as_they_are() -> None:
+    shown = io.StringIO()
+    show(Table(["", "loss"], [[Cell("[a, b]"), Cell("1.0", bold=True)]]), Console(file=shown, width=60))
+    assert "[a, b]" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1234.5, "1,234.50"), (-0.001, "0.00"), (None, DASH), (float("nan"), DASH), (float("inf"), DASH)],
+)
+def test_numbers_have_their_decimals_or_a_dash(value: float | None, text: str) -> None:
+    assert number_text(value, 2) == text
+
+
+def test_differences_have_their_sign() -> None:
+    assert [signed_text(value, 2) for value in (0.123, -0.123, 0.001, -0.001)] == ["+0.12", "-0.12", "0.00", "0.00"]
+    assert signed_text(float("nan"), 2) == signed_text(None, 2) == DASH
+
+
+def test_numbers_of_any_size_are_short() -> None:
+    assert [short_text(value) for value in (1.89123, 0.00012, float("nan"), None)] == ["1.891", "0.00012", DASH, DASH]

@@ -1,0 +1,3 @@
+from ..pictures import quick_pictures, rendered
+
+__all__ = ["quick_pictures", "rendered"]

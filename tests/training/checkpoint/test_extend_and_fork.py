@@ -1,0 +1,224 @@
+"""A run goes on as what it has become: longer, forked, on other ranks, at another stage."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import depthlm
+from depthlm.errors import UserError
+from depthlm.runs.records import read_metrics
+from depthlm.training import train
+
+from ...two_ranks import TwoRanks, train_on_ranks
+from ..test_resume import curve
+
+Overrides = Callable[..., list[str]]
+
+
+def losses(directory: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(directory / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "before"),
+    [
+        (1, "fp32", 2),
+        *(pytest.param(stage, "fp32", 2, marks=pytest.mark.slow) for stage in (0, 2, 3)),
+        *(pytest.param(stage, "fp32", 1, marks=pytest.mark.slow) for stage in (1, 3)),
+        *(pytest.param(stage, "bf16", 2, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_with_another_number_of_ranks_and_comes_back(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: int, precision: str, before: int
+) -> None:
+    def go(world_size: int, *more: str, name: str) -> None:
+        overrides = small_run(f"deepspeed=zero{stage}", f"precision={precision}", "training.max_steps=9",
+                              "optimizer.weight_decay=1.0", *more, name=name)  # fmt: skip
+        if world_size == 2:
+            assert two_ranks(train_on_ranks, overrides) == [0, 0]
+        else:
+            assert train(depthlm.compose(overrides)) == 0
+
+    go(before, name="undisturbed")
+    go(before, "training.stop_after=3", name="moved")
+    go(3 - before, "training.stop_after=6", name="moved")
+    go(before, name="moved")
+    log = (tmp_path / "moved/train.log").read_text()
+    assert ("converting" in log) == (stage > 0)
+    tolerance = 2e-6 if precision == "fp32" else 3e-4
+    torch.testing.assert_close(losses(tmp_path / "moved"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
+    one, other = (
+        load_file(tmp_path / name / "checkpoints/step-00000009/model.safetensors") for name in ("moved", "undisturbed")
+    )
+    assert all(torch.dist(one[name].float(), other[name].float()) <= 3e-3 * other[name].float().norm() for name in one)
+    assert not list((tmp_path / "moved/checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_zero_1_goes_on_as_zero_2_and_back(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, precision: str
+) -> None:
+    for name, stages in (("undisturbed", [1]), ("moved", [1, 2, 1])):
+        for number, stage in enumerate(stages, 1):
+            overrides = small_run(f"deepspeed=zero{stage}", f"precision={precision}", "training.max_steps=9",
+                                  f"training.stop_after={9 * number // len(stages)}", name=name)  # fmt: skip
+            assert two_ranks(train_on_ranks, overrides) == [0, 0]
+    assert "deepspeed.stage: the run has 1, this command gives 2" in (tmp_path / "moved/train.log").read_text()
+    tolerance = 2e-6 if precision == "fp32" else 3e-4
+    torch.testing.assert_close(losses(tmp_path / "moved"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
+
+
+@pytest.mark.slow
+def test_zero_1_on_two_ranks_goes_on_as_zero_2_on_one(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
+) -> None:
+    shared = ("training.max_steps=6", "training.stop_after=3")
+    assert two_ranks(train_on_ranks, small_run(*shared, "deepspeed=zero1")) == [0, 0]
+    assert train(depthlm.compose(small_run("training.max_steps=6", "deepspeed=zero2"))) == 0
+    assert train(depthlm.compose(small_run("training.max_steps=6", name="undisturbed"))) == 0
+    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=2e-6, atol=0)
+
+
+def test_a_conversion_that_has_no_room_or_fails_is_told_and_loses_nothing(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = ("training.max_steps=4", "deepspeed=zero1")
+    assert two_ranks(train_on_ranks, small_run(*shared, "training.stop_after=2")) == [0, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": 1000}))
+        with pytest.raises(UserError, match=r"another number of ranks it is converted, which needs .* GiB are free"):
+            train(depthlm.compose(small_run(*shared)))
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/false")
+        with pytest.raises(UserError, match="DeepSpeed could not convert it"):
+            train(depthlm.compose(small_run(*shared)))
+    assert train(depthlm.compose(small_run(*shared))) == 0
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def test_a_finished_run_is_extended_where_that_is_asked_for(
+    small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = ("schedule=constant", "schedule.warmup_ratio=0")
+    assert train(depthlm.compose(small_run(*constant, "training.max_steps=4"))) == 0
+    longer = small_run(*constant, "training.max_steps=8")
+    with pytest.raises(UserError, match="max_steps: the run has 4, this command gives 8\nresume=extend goes on"):
+        train(depthlm.compose(longer))
+    assert (tmp_path / "run/summary.json").exists()
+    for stop in (6, 8, 8):
+        assert train(depthlm.compose([*longer, "resume=extend", f"training.stop_after={stop}"])) == 0
+    assert capsys.readouterr().out.count("This run is complete") == 3
+    assert train(depthlm.compose(small_run(*constant, "training.max_steps=8", name="straight"))) == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    summaries = [json.loads((tmp_path / "run" / name).read_text())["steps"]
+                 for name in ("summary.json", "summary-step-00000004.json")]  # fmt: skip
+    assert summaries == [8, 4]
+    with pytest.raises(UserError, match="has done 8 steps, more than the 5 of this run"):
+        train(depthlm.compose(small_run(*constant, "training.max_steps=5", "resume=extend")))
+    with pytest.raises(UserError, match=r"optimizer\.lr"):
+        train(depthlm.compose(small_run(*constant, "training.max_steps=9", "optimizer.lr=1", "resume=extend")))
+
+
+def test_a_fork_goes_on_from_the_state_under_other_settings(small_run: Overrides, tmp_path: Path) -> None:
+    shared = ("training.max_steps=8", "training.checkpoint_every=2", "training.keep_last=9")
+    assert train(depthlm.compose(small_run(*shared, name="source"))) == 0
+    source = {file: file.read_bytes() for file in (tmp_path / "source").rglob("*") if file.is_file()}
+    from_4 = f"fork_from={tmp_path}/source/checkpoints/step-00000004"
+    assert train(depthlm.compose(small_run(*shared, from_4, name="same"))) == 0
+    assert curve(tmp_path / "same") == curve(tmp_path / "source")[4:]
+    other = [*shared, from_4, "optimizer.lr=1e-5", "optimizer.weight_decay=0.5", "training.max_steps=10"]
+    assert train(depthlm.compose(small_run(*other, "training.stop_after=6", name="other"))) == 0
+    assert train(depthlm.compose(small_run(*other, name="other"))) == 0
+    rows = list(read_metrics(tmp_path / "other/metrics.jsonl"))
+    assert [row["step"] for row in rows] == [5, 6, 7, 8, 9, 10]
+    assert rows[0]["loss"] == curve(tmp_path / "source")[4][2]
+    assert all(row["learning_rate"] <= 1e-5 for row in rows)
+    log = (tmp_path / "other/train.log").read_text()
+    assert "forked with another setting: optimizer.weight_decay: the run has 0.1, this command gives 0.5" in log
+    assert {file: file.read_bytes() for file in source} == source
+    newest = f"fork_from={tmp_path}/source"
+    with pytest.raises(UserError, match="has done 8 steps, more than the 6"):
+        train(depthlm.compose(small_run(newest, "training.max_steps=6", name="shorter")))
+    assert not (tmp_path / "shorter").exists()
+
+
+@pytest.mark.slow
+def test_a_forks_optimizer_works_with_the_settings_of_the_fork(small_run: Overrides, tmp_path: Path) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=2", name="source"))) == 0
+    states = []
+    for decay in ("0", "5"):
+        overrides = small_run(f"fork_from={tmp_path}/source", "training.max_steps=3", f"optimizer.weight_decay={decay}",
+                              "schedule=constant", name=f"decay-{decay}")  # fmt: skip
+        assert train(depthlm.compose(overrides)) == 0
+        states.append(load_file(tmp_path / f"decay-{decay}/checkpoints/step-00000003/model.safetensors"))
+    name = "layers.0.mlp.down_proj.weight"
+    assert states[1][name].norm() < 0.99 * states[0][name].norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model=mhc", "model.connection"),
+        ("size.num_layers=1", "size.num_layers: the run has 2"),
+        ("optimizer=muon", "optimizer.name: the run has adamw"),
+    ],
+)
+def test_a_fork_that_cannot_take_the_state_is_refused_before_anything_is_built(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, words: str
+) -> None:
+    assert train(depthlm.compose(small_run("training.max_steps=1", name="source"))) == 0
+    monkeypatch.setattr("depthlm.training.run.build_model", lambda *_, **__: pytest.fail("something was built"))
+    with pytest.raises(UserError, match=rf"(?s){words}.*import_from={tmp_path}/source"):
+        train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", change, name="next")))
+
+
+def test_a_source_without_a_whole_checkpoint_is_no_fork(small_run: Overrides, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"fork_from=.*nowhere: no checkpoint in it"):
+        depthlm.compose(small_run(f"fork_from={tmp_path}/nowhere"))
+    assert train(depthlm.compose(small_run("training.max_steps=1", name="source"))) == 0
+    weights = tmp_path / "source/checkpoints/step-00000001/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"fork_from=.*source: no whole checkpoint in it"):
+        train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", name="next")))
+    with pytest.raises(UserError, match="both given"):
+        depthlm.compose(small_run(f"fork_from={tmp_path}/source", f"import_from={tmp_path}/source", name="next"))
+
+
+def test_a_complete_run_that_lost_its_checkpoints_says_so_and_one_command_retrains_it(
+    small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
+    assert train(depthlm.compose(overrides)) == 0
+    run = tmp_path / "run"
+    before = json.loads((run / "summary.json").read_text())["validation_loss"]
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"torn")
+    capfd.readouterr()
+    assert train(depthlm.compose(overrides)) == 0
+    told = capfd.readouterr().out
+    assert "This run is complete" in told
+    assert "step-00000004 is missing" in told
+    assert "resume=retrain" in told
+    with pytest.raises(UserError, match=r"step-00000002: model.safetensors .* run=.* resume=retrain"):
+        depthlm.load(run)
+    again = depthlm.compose([f"run={run}", "resume=retrain"])
+    assert again.output_dir == str(run)
+    assert train(again) == 0
+    depthlm.load(run)
+    assert json.loads((run / "summary.json").read_text())["validation_loss"] == before
+    # and then it has nothing to do
+    capfd.readouterr()
+    assert train(again) == 0
+    assert "step 1/4" not in capfd.readouterr().out
+
+
+def test_a_complete_run_has_no_step_to_profile(small_run: Callable[..., list[str]]) -> None:
+    overrides = small_run("training.max_steps=2")
+    assert train(depthlm.compose(overrides)) == 0
+    with pytest.raises(UserError, match=r"training.profile=true: .* is complete"):
+        train(depthlm.compose([*overrides, "training.profile=true"]))

@@ -1,0 +1,121 @@
+"""A run that starts with another's weights computes what that one computed, and says what it could not take."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import depthlm
+from depthlm.config.resolve import run_name
+from depthlm.errors import UserError
+from depthlm.locations import REPOSITORY
+from depthlm.model import Decoder
+from depthlm.runs.records import read_metrics
+from depthlm.training import train
+from depthlm.training.checkpoint.init_from import copy_weights
+
+Overrides = Callable[..., list[str]]
+
+
+@pytest.fixture
+def vanilla(small_run: Overrides, tmp_path: Path) -> Path:
+    """The directory of a trained run."""
+    assert train(depthlm.compose(small_run("training.max_steps=8", name="vanilla"))) == 0
+    return tmp_path / "vanilla"
+
+
+def losses(directory: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(directory / "metrics.jsonl")]
+
+
+def logits(model: Decoder) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(64).view(2, 32))
+
+
+def test_a_vanilla_run_goes_on_as_dca_from_where_it_was(
+    small_run: Overrides, tmp_path: Path, vanilla: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = depthlm.compose(small_run("model=dca", f"import_from={vanilla}", name="dca"))
+    model = depthlm.build_model(config)
+    copy_weights(load_file(vanilla / "checkpoints/step-00000008/model.safetensors"), model)
+    torch.testing.assert_close(logits(model), logits(depthlm.load(vanilla)[0]), rtol=1e-5, atol=1e-5)
+    capsys.readouterr()
+    assert train(config) == 0
+    told = capsys.readouterr().out
+    assert f"weights imported from {vanilla}/checkpoints/step-00000008" in told
+    assert "6 parameters that it does not have keep their start: connections.*.b (3 of them)" in told
+    assert "these weights are of model vanilla, this run's is dca" in told
+    assert train(depthlm.compose(small_run(f"import_from={vanilla}", "training.max_steps=1", name="again"))) == 0
+    curve = losses(tmp_path / "dca")
+    # the first loss is before any update
+    assert curve[0] == pytest.approx(losses(tmp_path / "again")[0], rel=1e-5)
+    assert curve[0] < losses(vanilla)[0] - 0.5
+    assert curve[-1] < curve[0] - 0.5
+
+
+def test_weights_are_imported_once_and_resuming_needs_no_source(
+    small_run: Overrides, tmp_path: Path, vanilla: Path
+) -> None:
+    for name, stop in (("straight", "null"), ("resumed", "4")):
+        overrides = small_run(
+            f"import_from={vanilla}", "training.max_steps=8", f"training.stop_after={stop}", name=name
+        )
+        assert train(depthlm.compose(overrides)) == 0
+    shutil.rmtree(vanilla)
+    overrides = small_run(f"import_from={vanilla}", "training.max_steps=8", name="resumed")
+    assert train(depthlm.compose(overrides)) == 0
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
+    with pytest.raises(UserError, match=r"import_from: the run has .*vanilla, this command gives None"):
+        train(depthlm.compose(small_run("training.max_steps=8", name="resumed")))
+
+
+def test_what_does_not_fit_is_listed_with_its_shape_before_anything_is_trained(
+    small_run: Overrides, tmp_path: Path, vanilla: Path
+) -> None:
+    dca = small_run("model=dca", f"import_from={vanilla}", "training.max_steps=1", name="dca")
+    assert train(depthlm.compose(dca)) == 0
+    with pytest.raises(UserError) as caught:
+        train(depthlm.compose(small_run(f"import_from={tmp_path}/dca", "size.intermediate_size=96", name="wrong")))
+    text = str(caught.value)
+    assert "connections.*.b [3, 1, 64]: none of that name here" in text
+    assert "layers.*.attention_norm.*.weight [64]: none of that name here (6 of them)" in text
+    assert "layers.*.mlp.up_proj.weight [192, 64]: [96, 64] here (2 of them)" in text
+    assert "embedding" not in text
+    assert not (tmp_path / "wrong/checkpoints").exists()
+    model = depthlm.build_model(depthlm.compose(small_run("size.intermediate_size=96")))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError):
+        copy_weights(load_file(vanilla / "checkpoints/step-00000008/model.safetensors"), model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_every_mechanism_takes_vanillas_weights_and_its_own(small_run: Overrides) -> None:
+    source = depthlm.build_model(depthlm.compose(small_run("seed=2"))).state_dict()
+    for file in sorted((REPOSITORY / "conf/model").glob("*.yaml")):
+        config = depthlm.compose(small_run(f"model={file.stem}"))
+        model, same = depthlm.build_model(config), depthlm.build_model(config)
+        kept = copy_weights(source, model)
+        for name, tensor in model.state_dict().items():
+            # of the norms of an attention with three inputs, each is vanilla's one
+            shared = name.replace("_norm.0", "_norm").replace("_norm.1", "_norm").replace("_norm.2", "_norm")
+            assert name in kept or torch.equal(tensor, source[shared])
+        assert not set(kept) & set(source)
+        assert copy_weights(model.state_dict(), same) == []
+        assert torch.equal(logits(same), logits(model))
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(small_run: Overrides, vanilla: Path) -> None:
+    with pytest.raises(UserError, match=r"import_from=.*nowhere: no checkpoint in it"):
+        depthlm.compose(small_run("import_from=/nowhere"))
+    config = depthlm.compose(small_run(f"import_from={vanilla}"))
+    (vanilla / "checkpoints/step-00000008/model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="no whole checkpoint in it"):
+        train(config)
+
+
+def test_the_source_is_part_of_the_name() -> None:
+    assert run_name(["import_from=outputs/default/base"]) != run_name(["import_from=outputs/default/other"])

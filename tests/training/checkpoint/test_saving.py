@@ -1,0 +1,253 @@
+"""Saving costs no run: not a full disk, not a slow one, not a kill in the middle."""
+
+import json
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import depthlm
+from depthlm.runs.checkpoints import newest_checkpoint, read_manifest
+from depthlm.training import train
+from depthlm.training.checkpoint import saving
+from depthlm.training.checkpoint.saving import Saver
+from depthlm.training.checkpoint.snapshot import Snapshot
+
+from ...two_ranks import TwoRanks, train_on_ranks
+from ..spoiled import train_spoiled
+from ..test_resume import curve
+
+Overrides = Callable[..., list[str]]
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps of the checkpoints of a run, each of which is whole."""
+    paths = sorted((directory / "checkpoints").glob("step-*"))
+    return [read_manifest(path)["step"] for path in paths]
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """Writing beyond fails, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Let no file be larger than 100 kB while the checkpoints of these steps are written."""
+    save = Saver.save
+
+    def limited(self: Saver, progress: dict[str, Any], *, last: bool) -> None:
+        if progress["step"] not in steps:
+            return save(self, progress, last=last)
+        with files_no_larger_than(100_000):
+            return save(self, progress, last=last)
+
+    monkeypatch.setattr(Saver, "save", limited)
+
+
+@pytest.mark.parametrize("kind", ["deepspeed=zero0", "training.async_checkpoint=true"])
+def test_a_write_that_fails_leaves_the_earlier_ones_whole_and_the_run_alive(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    overrides = small_run(kind, "training.checkpoint_every=4", "training.keep_last=9")
+    assert train(depthlm.compose([*overrides, f"output_dir={tmp_path}/undisturbed"])) == 0
+    fail_at(monkeypatch, 8, 12)
+    if kind.startswith("training.async"):
+        # else the limit is over before the other thread writes
+        monkeypatch.setattr(Saver, "_start", _then_wait(Saver._start))
+    assert train(depthlm.compose(overrides)) == 0
+    assert saved_steps(tmp_path / "run") == [4, 16, 20]
+    log = (tmp_path / "run/train.log").read_text()
+    assert "step-00000008 was not saved: " in log
+    assert "the earlier ones are whole" in log
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+
+
+def _then_wait(start: Callable[..., Any]) -> Callable[..., Any]:
+    def waiting(self: Saver, *arguments: Any, **settings: Any) -> Any:
+        failure = start(self, *arguments, **settings)
+        while self.busy():
+            threading.Event().wait(0.01)
+        return failure
+
+    return waiting
+
+
+def test_without_room_nothing_is_written(small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = saving.shutil.disk_usage
+    full = {"now": False}
+    monkeypatch.setattr(
+        saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=3000) if full["now"] else usage(path)
+    )
+    assert train(depthlm.compose(small_run("training.stop_after=10", "training.checkpoint_every=5"))) == 0
+    full["now"] = True
+    assert train(depthlm.compose(small_run("training.checkpoint_every=5"))) == 1
+    log = (tmp_path / "run/train.log").read_text()
+    assert "step-00000015 was not saved: 0.00 GiB are needed in" in log
+    assert "the last checkpoint could not be written" in log
+    assert saved_steps(tmp_path / "run") == [5, 10]
+    assert not (tmp_path / "run/summary.json").exists()
+    full["now"] = False
+    assert train(depthlm.compose(small_run("training.checkpoint_every=5"))) == 0
+    assert train(depthlm.compose(small_run(name="undisturbed"))) == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+
+
+def test_the_room_asked_for_is_what_is_written(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    make_room = saving._make_room
+    monkeypatch.setattr(saving, "_make_room", lambda path, size: (asked.append(size), make_room(path, size)))
+    for stage in ("zero0", "zero1", "zero3"):
+        assert train(depthlm.compose(small_run(f"deepspeed={stage}", "training.max_steps=1", name=stage))) == 0
+        files = list((tmp_path / stage / "checkpoints/step-00000001").rglob("*"))
+        written = sum(file.stat().st_size for file in files if file.is_file())
+        assert asked.pop() == pytest.approx(written, rel=0.15)
+
+
+def train_with_a_failing_second_rank(overrides: list[str]) -> int | str:
+    """Train, with the second rank's parts of the checkpoint of step 10 not fitting on the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            fail_at(patch, 10)
+        return train_on_ranks(overrides)
+
+
+def test_where_one_rank_cannot_write_no_rank_saves(two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path) -> None:
+    overrides = small_run("deepspeed=zero1", "training.checkpoint_every=5", "training.keep_last=9")
+    assert two_ranks(train_with_a_failing_second_rank, overrides) == [0, 0]
+    assert saved_steps(tmp_path / "run") == [5, 15, 20]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["deepspeed=zero0"],
+        pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero3"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_what_is_written_while_training_goes_on_is_what_it_was(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
+) -> None:
+    overrides = small_run(*kind, "training.checkpoint_every=5", "training.keep_last=9")
+    assert train(depthlm.compose([*overrides, f"output_dir={tmp_path}/at-once"])) == 0
+    reached, write = threading.Event(), saving._write_state
+    monkeypatch.setattr(saving, "_write_state", lambda *arguments: (reached.wait(60), write(*arguments))[1])
+    step = depthlm.training.loop.train_step
+    steps: list[int] = []
+
+    def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
+        # nothing of step 5 is written before step 8 is trained
+        steps.append(len(steps) + 1)
+        if steps[-1] == 9:
+            assert saved_steps(tmp_path / "run") == []
+            reached.set()
+        return step(*arguments, **settings)
+
+    monkeypatch.setattr("depthlm.training.loop.train_step", counted)
+    assert train(depthlm.compose([*overrides, "training.async_checkpoint=true"])) == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "at-once")
+    assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "at-once") == [5, 10, 15, 20]
+    for number in (5, 10):
+        one, other = (
+            load_file(tmp_path / name / f"checkpoints/step-{number:08d}/model.safetensors")
+            for name in ("run", "at-once")
+        )
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert train(depthlm.compose([*overrides, f"fork_from={tmp_path}/run/checkpoints/step-00000005",
+                                  f"output_dir={tmp_path}/forked"])) == 0  # fmt: skip
+    assert curve(tmp_path / "forked") == curve(tmp_path / "at-once")[5:]
+
+
+def train_by_the_clock_of_the_second_rank(overrides: list[str]) -> int | str:
+    """Train, with a clock that on the second rank alone has a checkpoint due after every seventh step."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = {"due": 0}
+
+        def due(_: Saver) -> bool:
+            calls["due"] += 1
+            return torch.distributed.get_rank() == 1 and calls["due"] % 7 == 0
+
+        patch.setattr(Saver, "due", due)
+        return train_on_ranks(overrides)
+
+
+def test_when_the_clock_of_one_rank_says_so_all_save(two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path) -> None:
+    overrides = small_run("training.checkpoint_every=100", "training.keep_last=9", "training.checkpoint_minutes=1")
+    assert two_ranks(train_by_the_clock_of_the_second_rank, overrides) == [0, 0]
+    assert saved_steps(tmp_path / "run") == [7, 14, 20]
+
+
+def test_a_checkpoint_is_due_so_many_minutes_after_the_last(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"seconds": 0.0}
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now["seconds"])
+    config = depthlm.compose(small_run("training.checkpoint_minutes=2"))
+    monkeypatch.setattr(saving.torch.distributed, "get_rank", lambda: 0)
+    saver = Saver(None, tmp_path, config.training, {})
+    due = []
+    for now["seconds"] in (0.0, 119.0, 120.0, 500.0):
+        due.append(saver.due())
+    assert due == [False, False, True, True]
+    monkeypatch.setattr(Saver, "_start", lambda *_, **__: "no room")
+    saver.save({"step": 1}, last=False)
+    assert not saver.due()
+    config.training.checkpoint_minutes = None
+    assert not saver.due()
+
+
+def test_what_a_killed_save_left_does_not_take_the_room_of_the_next(small_run: Overrides, tmp_path: Path) -> None:
+    left_over = tmp_path / "run/checkpoints/.saving-step-00000017/deepspeed"
+    left_over.mkdir(parents=True)
+    saving._make_room(tmp_path / "run/checkpoints/.saving-step-00000020", 10)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [".saving-step-00000020"]
+
+
+def test_a_run_that_diverges_keeps_the_checkpoint_that_was_being_written(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, write = threading.Event(), saving._write_state
+    monkeypatch.setattr(saving, "_write_state", lambda *arguments: (reached.wait(60), write(*arguments))[1])
+    finish = Saver.finish
+    monkeypatch.setattr(Saver, "finish", lambda self: (reached.set(), finish(self))[1])
+    overrides = small_run("training.async_checkpoint=true", "training.checkpoint_every=5",
+                          "training.on_bad_numbers=stop")  # fmt: skip
+    assert train_spoiled(overrides, {6: "gradient"}) == 1
+    assert saved_steps(tmp_path / "run") == [5]
+
+
+def test_a_copy_holds_objects_as_they_were() -> None:
+    scaler, weights = SimpleNamespace(cur_scale=512.0), torch.ones(3)
+    snapshot = Snapshot()
+    copy = snapshot.copy("state", {"scaler": scaler, "weights": [weights, (weights, 7)]})
+    scaler.cur_scale, kept = 1024.0, copy["weights"][0]
+    weights += 1
+    assert copy["scaler"].cur_scale == 512
+    assert [copy["weights"][0].sum(), copy["weights"][1][0].sum(), copy["weights"][1][1]] == [3, 3, 7]
+    assert snapshot.copy("state", {"weights": [weights]})["weights"][0] is kept
+
+
+def test_checkpoints_that_are_multiples_are_kept_for_ever(small_run: Overrides, tmp_path: Path) -> None:
+    overrides = small_run("training.checkpoint_every=2", "training.keep_last=1", "training.keep_every=8")
+    assert train(depthlm.compose(overrides)) == 0
+    assert saved_steps(tmp_path / "run") == [8, 16, 20]
+    found = newest_checkpoint(tmp_path / "run")
+    assert found is not None
+    assert json.loads((found[0] / "manifest.json").read_text())["step"] == 20

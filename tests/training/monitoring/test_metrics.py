@@ -1,0 +1,103 @@
+"""Rows, clocks and utilisation."""
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from depthlm.runs.records import read_metrics
+from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, peak_flops
+
+
+def test_rows_are_appended_amended_and_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 0)
+    metrics.write({"step": 1, "loss": 2.0})
+    metrics.write({"step": 2, "loss": 1.5})
+    assert not metrics.validated
+    metrics.amend({"validation/set/loss": 1.25})
+    assert metrics.validated
+    metrics.write({"step": 3, "loss": None})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == list(read_metrics(path))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1]["validation/set/loss"] == 1.25
+    again = MetricsFile(path, 2)
+    assert again.validated
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_the_end_of_a_file_is_mended_from_behind(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 5))
+    for torn in ("", '{"step": 5, "lo', '{"step": 5}', "\x00\x00\x00\n", "\n"):
+        path.write_text(rows + torn)
+        assert MetricsFile(path, 9).last == {"step": 4}
+        assert path.read_text() == rows
+    for torn in ("", '{"step"'):
+        path.write_text(torn)
+        assert MetricsFile(path, 9).last == {}
+        assert path.read_text() == ""
+
+
+def test_rows_wait_where_they_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, 0)
+    metrics.write({"step": 1, "loss": 1.0})
+    written = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written + 7, limits[1]))
+    try:
+        metrics.write({"step": 2, "loss": 1.0})
+        metrics.amend({"validation/set/loss": 1.0})
+        metrics.write({"step": 3, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    metrics.write({"step": 4, "loss": 1.0})
+    metrics.amend({"validation/set/loss": 2.0})
+    expected = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 1.0, "validation/set/loss": 1.0},
+        {"step": 3, "loss": 1.0},
+    ]
+    assert list(read_metrics(path)) == [*expected, {"step": 4, "loss": 1.0, "validation/set/loss": 2.0}]
+
+
+def test_a_rank_without_a_file_still_knows_its_newest_row() -> None:
+    metrics = MetricsFile(None, 0)
+    metrics.write({"step": 1})
+    metrics.amend({"validation/set/loss": 1.0})
+    assert metrics.last == {"step": 1, "validation/set/loss": 1.0}
+
+
+def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    watch = Stopwatch(seconds_before=100.0)
+    watch.start()
+    passes(3)
+    assert watch.take_lap() == 3
+    passes(2)
+    watch.pause()
+    passes(50)
+    watch.start()
+    passes(1)
+    assert watch.take_lap() == 3
+    assert watch.total == 106
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_flops("AMD EPYC", "bf16") is None
+    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+    assert peak_flops("NVIDIA RTX A4000", "bf16") is None
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
