@@ -19,6 +19,7 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: .venv/.installed-dev
 	$(BIN)/ruff format .

@@ -1,6 +1,6 @@
-"""The main job: `python train.py [key=value ...]` trains; the same command again resumes, or says that it is complete.
+"""Train a model: `python train.py [key=value ...]`. The same command resumes an interrupted run.
 
-`python train.py --help` lists what can be composed; `-m` trains each point of an experiment, or of a sweep. It is the
+`python train.py --help` lists groups and keys; `-m` trains every point of an experiment or sweep. This script is the
 same as `depthlm train`. The shell completion of fish looks for the text @hydra.main in this file.
 """
 

@@ -1,10 +1,10 @@
-"""Kill a run at random moments, start it again each time, and compare it with the run that nobody disturbed.
+"""Kill a run at random moments, restart it each time, and compare it with an undisturbed run.
 
     python benchmarks/chaos.py --kills 50
 
-Two gloo ranks on the CPU. A kill is a SIGKILL to both or to one of them, at any time after the first new step, every
-second one while a checkpoint is being written. The curves, the validation loss and the weights at the end must be the
-same, bit for bit.
+Two gloo ranks on the CPU. A kill is a SIGKILL to one or both of them, at any time after the first new step, and every
+second time while a checkpoint is being written. The loss curve, the validation loss and the final weights must be
+equal, bit for bit.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed when, and how long the rank that was left alone took to end (None: there was none)."""
+    """A kill: its ranks and time, and how long the surviving rank took to end (None: no rank survived)."""
 
     victims: list[int]
     step: int
@@ -45,7 +45,7 @@ class Kill:
 
 
 def start(overrides: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """Both ranks of a run, told their place as a launcher would."""
+    """Start both ranks of a run, with the environment variables of a launcher."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
@@ -65,7 +65,7 @@ def start(overrides: Sequence[str]) -> list[subprocess.Popen[str]]:
 
 
 def finish(overrides: Sequence[str]) -> None:
-    """Let a run train to its end. Raises RuntimeError with what its ranks said where it fails."""
+    """Train a run to its end. Raises RuntimeError with the output of its ranks if it fails."""
     ranks = start(overrides)
     outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -73,7 +73,7 @@ def finish(overrides: Sequence[str]) -> None:
 
 
 def life(overrides: Sequence[str], directory: Path, chance: random.Random, while_saving: bool) -> Kill | None:
-    """One start, one kill; None where the run was complete before it. Raises RuntimeError where it did not go on."""
+    """Start a run and kill it; None if it was complete before. Raises RuntimeError if it did not resume."""
     before, ranks = newest_step(directory), start(overrides)
     try:
         while newest_step(directory) <= before:
@@ -103,7 +103,7 @@ def life(overrides: Sequence[str], directory: Path, chance: random.Random, while
 
 
 def disturb(overrides: Sequence[str], directory: Path, kills: int, seed: int) -> list[Kill]:
-    """Start a run and kill it so many times."""
+    """Start and kill a run this many times."""
     chance, done = random.Random(seed), []
     for number in track(range(kills), "killing"):
         kill = life(overrides, directory, chance, while_saving=number % 2 == 1)
@@ -114,7 +114,7 @@ def disturb(overrides: Sequence[str], directory: Path, kills: int, seed: int) ->
 
 
 def newest_step(directory: Path) -> int:
-    """The newest step in metrics.jsonl, 0 where there is none."""
+    """Return the newest step in metrics.jsonl, or 0 if there is none."""
     try:
         rows = (directory / "metrics.jsonl").read_text().splitlines()
         return max((json.loads(row)["step"] for row in rows[-2:]), default=0)
@@ -123,12 +123,12 @@ def newest_step(directory: Path) -> int:
 
 
 def is_saving(directory: Path) -> bool:
-    """Whether a checkpoint is being written now."""
+    """Return whether a checkpoint is being written."""
     return any((directory / "checkpoints").glob(".saving-*"))
 
 
 def outcome(directory: Path) -> dict[str, Any]:
-    """What must not depend on kills: the curve, what the run came to, and its weights."""
+    """Return the results that must not depend on kills: the loss curve, the validation loss and the weights."""
     rows = [json.loads(row) for row in (directory / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "tokens", "loss", "learning_rate", "grad_norm", "validation/stdlib/loss", "validation/local/loss")
     summary = json.loads((directory / "summary.json").read_text())
@@ -141,7 +141,7 @@ def outcome(directory: Path) -> dict[str, Any]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs came out the same, bit for bit."""
+    """Return whether two results are equal, bit for bit."""
     weights = one["weights"].keys() == other["weights"].keys() and all(
         torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"]
     )
@@ -149,7 +149,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Run the comparison, print it and write it down."""
+    """Run the comparison, print it and write the results."""
     from interleaved import result_path, write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

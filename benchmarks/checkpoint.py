@@ -1,10 +1,10 @@
-"""What saving and resuming cost.
+"""The cost of saving and resuming.
 
     python benchmarks/checkpoint.py [--size 360m] [--rounds 3] [--steps 12]
 
-Saving, as train.py does it (ZeRO 0, fp32), against `dd conv=fdatasync` of all bytes of the checkpoint, one after the
-other in every round; and what remains of that where it is written while training goes on. Resuming at step 1 000 000
-against step 10, of the same small run with as many rows of metrics as it would have.
+Saving as in train.py (ZeRO 0, fp32) is compared with `dd conv=fdatasync` of as many bytes as the checkpoint has, in
+turn in every round, and with asynchronous saving during training. Resuming at step 1 000 000 is compared with resuming
+at step 10 of the same small run, with as many rows of metrics as the run would have.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SETTLE = 8.0
 
 
 def written_by_dd(size: int, folder: Path) -> float:
-    """Seconds that dd takes to bring so many bytes to the disk; zeros, so that reading them takes nothing."""
+    """Return the seconds that dd takes to write this many bytes to the disk; zeros, which cost nothing to read."""
     target = folder / "copy"
     command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={size}", "iflag=count_bytes", "conv=fdatasync"]
     started = time.perf_counter()
@@ -49,12 +49,12 @@ def written_by_dd(size: int, folder: Path) -> float:
 
 
 def settle() -> None:
-    """Wait until the system has taken back what was freed: who comes after a large file is removed writes faster."""
+    """Wait until the system has reclaimed freed memory, since writing is faster just after a large file is removed."""
     time.sleep(SETTLE)
 
 
 def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Seconds of saving and of dd in every round, and what a save costs training that goes on meanwhile."""
+    """Return the seconds of saving and of dd in every round, and the cost of asynchronous saving to training."""
     start_distributed(ranks())
     plan, model = make_plan(config, ranks()), depthlm.build_model(config)
     engine = build_engine(config, plan, model)
@@ -64,7 +64,7 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
     def step() -> None:
         train_step(engine, batch, plan, 0.0)
 
-    step()  # makes the optimizer's states
+    step()  # creates the optimizer states
     about = {"corpus": "", "world_size": 1, "stage": 0, "config": asdict(config)}
     config.training.keep_last = 1
     saver = Saver(engine, folder, config.training, about)
@@ -77,7 +77,7 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
         settle()
         copied = written_by_dd(size, folder)
-        if number > 1:  # the first save makes the folders, and takes the memory
+        if number > 1:  # the first save creates the folders and allocates memory
             saves.append(saver.seconds - before)
             copies.append(copied)
     config.training.async_checkpoint = True
@@ -110,7 +110,7 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
 
 
 def resuming(rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds from the start of a run at a checkpoint until one more step is trained and saved."""
+    """Return the seconds from the start of a run at a checkpoint until one more step is trained and saved."""
     run = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200K", "tracker=none",
            "training.sequence_length=64", "training.batch_size=4", "training.max_steps=2000000", "schedule=constant",
            f"training.log_every={ROW_EVERY}", "training.validate_every=null", "training.sample=null",
@@ -139,16 +139,16 @@ def resuming(rounds: int, folder: Path) -> dict[str, Any]:
             assert (folder / f"again/checkpoints/step-{step + 1:08d}").exists()
             shutil.rmtree(folder / "again")
     pairs = zip(seconds["later"], seconds["first"], strict=True)
-    return {**{f"{name}_seconds": found for name, found in seconds.items()},
+    return {**{f"{name}_seconds": times for name, times in seconds.items()},
             "ratio": statistics.median(later / first for later, first in pairs)}  # fmt: skip
 
 
 def main() -> None:
-    """Measure, print a table, and write the results down."""
+    """Measure, print a table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="360m")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="trained at least while a checkpoint is written")
+    parser.add_argument("--steps", type=int, default=12, help="minimum steps to train while a checkpoint is written")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         config = depthlm.compose(
@@ -160,11 +160,11 @@ def main() -> None:
             "saving": saving(config, arguments.rounds, arguments.steps, Path(folder)),
         }
         results["resuming"] = resuming(max(5, arguments.rounds), Path(folder))
-    table = Table("what", "seconds, median", "ratio")
+    table = Table("operation", "seconds, median", "ratio")
     saved, resumed = results["saving"], results["resuming"]
     middle = statistics.median
     table.add_row(f"dd of {saved['gib']:.2f} GiB", f"{middle(saved['dd_seconds']):.2f}", "1")
-    table.add_row("saving", f"{middle(saved['seconds']):.2f}", f"{saved['ratio']:.2f} (wanted 1.3)")
+    table.add_row("saving", f"{middle(saved['seconds']):.2f}", f"{saved['ratio']:.2f} (target 1.3)")
     lost = middle(saved["async_lost_seconds"])
     table.add_row("lost to asynchronous saving", f"{lost:.2f}", f"{saved['async_ratio']:.2f}")
     table.add_row("of that, waiting for the copy", f"{middle(saved['async_wait_seconds']):.2f}", "")

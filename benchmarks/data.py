@@ -1,11 +1,11 @@
-"""Preparing against the bare tokenizer, and the loader against training, in one run.
+"""Preparation against the bare tokenizer, and the loader against training, in one run.
 
     python benchmarks/data.py [--megabytes 24] [--vocabulary 50304] [--rounds 5] [--output results/...json]
 
-Preparing is `prepare` from a file to whole token files (decompressing, JSON, encoding, digests, writing); the bare rate
-is `encode_batch` of the `tokenizers` library on all cores, of the same texts in memory, in the same rounds. The loader
-reads a sparse file of two billion tokens at the shapes of `size=tiny` and of a 1.5B run; training is the step that
-train.py takes.
+Preparation is `prepare` from a file to complete token files (decompression, JSON, encoding, digests, writing). The bare
+rate is `encode_batch` of the `tokenizers` library on all cores, on the same texts in memory, in the same rounds. The
+loader reads a sparse file of two billion tokens with the shapes of `size=tiny` and of a 1.5B run. Training is the
+training step of train.py.
 """
 
 import argparse
@@ -39,37 +39,37 @@ from depthlm.training.plan import make_plan
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
-# characters of one call of the bare library, which gets slower with fewer
+# characters per call of the bare library, which is slower with fewer
 BARE_BATCH = 2**21
 # characters of a document as short as LM1B's
 SENTENCE = 130
 
 
 def texts(megabytes: float) -> list[str]:
-    """Documents of the standard library, again and again under other beginnings, up to so many bytes."""
+    """Return this many megabytes of the standard library, repeated if needed, each document with another first line."""
     source = Data(name="stdlib", source=sysconfig.get_paths()["stdlib"], suffixes=[".py"])
-    found: list[str] = []
+    repeated: list[str] = []
     size = 0
     while size < megabytes * 1e6:
         for _, text in documents(text_files("stdlib", source).train, "text"):
-            found.append(f"{len(found)}\n{text}")
+            repeated.append(f"{len(repeated)}\n{text}")
             size += len(text.encode())
             if size >= megabytes * 1e6:
                 break
-    return found
+    return repeated
 
 
-def preparation(folder: Path, found: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, Any]:
-    """Bytes of text a second of the bare library and of `prepare`, from each kind of file."""
+def preparation(folder: Path, corpus: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, Any]:
+    """Measure the bytes of text per second of the bare library and of `prepare`, for each file format."""
     folder.mkdir()
     tokenizer.save(folder)
-    total = sum(len(text.encode()) for text in found)
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in found)
+    total = sum(len(text.encode()) for text in corpus)
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in corpus)
     (folder / "corpus.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
-    pyarrow.parquet.write_table(pa.table({"text": found}), folder / "corpus.parquet", row_group_size=1000)
+    pyarrow.parquet.write_table(pa.table({"text": corpus}), folder / "corpus.parquet", row_group_size=1000)
     batches: list[list[str]] = [[]]
     length = 0
-    for text in found:
+    for text in corpus:
         batches[-1].append(text)
         length += len(text)
         if length >= BARE_BATCH:
@@ -102,7 +102,7 @@ def preparation(folder: Path, found: list[str], tokenizer: Tokenizer, rounds: in
     seconds = measure(contenders, rounds, steps=1, warmup=1)
     return {
         "bytes": total,
-        "documents": len(found),
+        "documents": len(corpus),
         "vocabulary": tokenizer.vocab_size,
         "noise": spread(seconds, "tokenizers", "tokenizers again"),
         "contenders": {
@@ -117,7 +117,7 @@ def preparation(folder: Path, found: list[str], tokenizer: Tokenizer, rounds: in
 
 
 def sparse_tokens(folder: Path, count: int) -> TokenFiles:
-    """Token files of so many zeros that take no disk."""
+    """Create sparse token files of this many zeros, which take no disk space."""
     shards = []
     for start in range(0, count, SHARD_TOKENS):
         shard = Shard(f"sparse-{count}-{len(shards):05d}.bin", min(SHARD_TOKENS, count - start), "")
@@ -128,12 +128,12 @@ def sparse_tokens(folder: Path, count: int) -> TokenFiles:
 
 
 def resident_mib() -> float:
-    """This process's own memory and what it maps, in MiB."""
+    """Return this process's resident memory, including mapped files, in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: int, workers: int) -> dict[str, Any]:
-    """Tokens a second of the loader, and how much memory grew while it read."""
+    """Measure the tokens per second of the loader, and the growth of memory while it reads."""
     batches = Batches({"sparse": tokens}, sequence_length=sequence_length, batch_size=batch_size, seed=0)
     feed = iter(loader(batches, 0, steps + 4, num_workers=workers))
     for _ in range(4):
@@ -151,7 +151,7 @@ def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: in
 
 
 def training(steps: int) -> float:
-    """Tokens a second of training size=tiny with the default configuration, by the fastest step."""
+    """Return the tokens per second of training size=tiny with the default configuration, in the fastest step."""
     config = depthlm.compose(["size=tiny", "tracker=none"])
     device = start_distributed(ranks())
     plan = make_plan(config, ranks())
@@ -175,13 +175,13 @@ def main() -> None:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole = texts(arguments.megabytes)
-        sentences = [text[i : i + SENTENCE] for text in whole for i in range(0, len(text), SENTENCE)]
+        full_texts = texts(arguments.megabytes)
+        sentences = [text[i : i + SENTENCE] for text in full_texts for i in range(0, len(text), SENTENCE)]
         with parallel_tokenizers():
-            tokenizer = train_bpe(whole[: len(whole) // 3], arguments.vocabulary)
+            tokenizer = train_bpe(full_texts[: len(full_texts) // 3], arguments.vocabulary)
         prepared = {
-            name: preparation(folder / name, found, tokenizer, arguments.rounds)
-            for name, found in {"documents": whole, "sentences": sentences}.items()
+            name: preparation(folder / name, corpus, tokenizer, arguments.rounds)
+            for name, corpus in {"documents": full_texts, "sentences": sentences}.items()
         }
         large, small = sparse_tokens(folder, SPARSE_TOKENS), sparse_tokens(folder, SPARSE_TOKENS // 1000)
         tiny = depthlm.compose(["size=tiny"]).training
@@ -197,8 +197,8 @@ def main() -> None:
         line["times_training"] = line["tokens_per_second"] / trained
     for kind, result in prepared.items():
         mean, noise = result["bytes"] / result["documents"], result["noise"]
-        caption = f"{kind} of {mean:,.0f} bytes; the same again differs by {noise:.1%}"
-        rows = Table("preparing", "MB/s", "of the bare rate", caption=caption)
+        caption = f"{kind} of {mean:,.0f} bytes; two measurements of the same code differ by {noise:.1%}"
+        rows = Table("preparation", "MB/s", "of the bare rate", caption=caption)
         for name, line in result["contenders"].items():
             rows.add_row(name, f"{line['megabytes_per_second']:.2f}", f"{line['ratio']:.3f}")
         console.print(rows)

@@ -1,12 +1,12 @@
-"""What each mechanism adds to inference: prefill, decoding, peak memory and cache, every preset against vanilla.
+"""The overhead of each mechanism in inference: prefill, decoding, peak memory and cache, every preset against vanilla.
 
     python benchmarks/inference.py [key=value ...] [--presets mhc dca] [--batch 1] [--prompt 128] [--new 64]
     python benchmarks/inference.py --table depth_attention_3b        # a paper's rows, shape and numbers
 
-Greedy, in eager mode, from the same weights at the start; overrides change the shape, which is size=tiny in fp32 (bf16
-on a GPU). Presets take turns in groups, each beside two vanilla decoders: their mean in a round is what that round
-is measured against, their ratio what the machine cannot resolve. Vanilla also takes turns with transformers' own
-`generate` on the same weights; whether it writes the same tokens is told.
+Greedy decoding in eager mode with initial weights. The shape is size=tiny in fp32 (bf16 on a GPU); overrides change it.
+Presets take turns in groups, each with two vanilla decoders: a round is compared with their mean, and their ratio shows
+the noise of the machine. Vanilla also takes turns with transformers' own `generate` on the same weights, and the output
+says whether both generate the same tokens.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CUDA = torch.cuda.is_available()
 
 
 def build(name: str, overrides: list[str]) -> Decoder:
-    """A preset with the weights of its start. name: with overrides of its own behind it."""
+    """Build a preset with its initial weights. name: the preset, optionally followed by its own overrides."""
     preset, *own = ("vanilla" if name == AGAIN else name).split()
     config = depthlm.compose([*overrides, f"model={preset}", *own], here=False)
     model = depthlm.build_model(config, environment.device_type()).eval()
@@ -53,7 +53,7 @@ def prompt_of(model: Decoder, batch: int, length: int) -> Tensor:
 
 @torch.inference_mode()
 def prefill(model: Decoder, tokens_bt: Tensor, new: int) -> Any:
-    """The cache after the prompt, with room for what follows."""
+    """Return the cache after the prompt, with space for `new` tokens."""
     cache = model.make_cache(tokens_bt.shape[1] + new)
     model.logits(model.hidden(tokens_bt, cache)[:, -1:])
     return cache
@@ -61,14 +61,14 @@ def prefill(model: Decoder, tokens_bt: Tensor, new: int) -> Any:
 
 @torch.inference_mode()
 def decode(model: Decoder, cache: Any, token_b1: Tensor, start: int, new: int) -> None:
-    """`new` greedy tokens after a cache of `start`, one at a time."""
+    """Decode `new` greedy tokens one at a time, after `start` tokens in the cache."""
     cache.length = start
     for _ in range(new):
         token_b1 = model(token_b1, cache=cache)[:, -1].argmax(-1, keepdim=True)
 
 
 def steps(model: Decoder, tokens_bt: Tensor, new: int) -> tuple[Step, Step, int]:
-    """(prefill, decoding of `new` tokens, bytes of the cache after both)."""
+    """Return (prefill, decoding of `new` tokens, bytes of the cache after both)."""
     cache, start = prefill(model, tokens_bt, new), tokens_bt.shape[1]
     decode(model, cache, tokens_bt[:, :1], start, new)
     return (
@@ -79,7 +79,7 @@ def steps(model: Decoder, tokens_bt: Tensor, new: int) -> tuple[Step, Step, int]
 
 
 def twin(model: Decoder) -> Any:
-    """The same decoder as transformers has it, with its default attention."""
+    """Return the same decoder as a transformers model, with its default attention."""
     kind = native_type(model)
     assert kind is not None
     settings = native_config(kind, model.size, model.backbone, 2**15)
@@ -89,7 +89,7 @@ def twin(model: Decoder) -> Any:
 
 
 def against_transformers(overrides: list[str], batch: int, length: int, new: int, rounds: int) -> dict[str, Any]:
-    """How many times as fast as transformers' generate vanilla writes the same tokens."""
+    """Measure how many times as fast as transformers' generate vanilla generates the same tokens."""
     model = build("vanilla", overrides)
     theirs = twin(model)
     tokens_bt = prompt_of(model, batch, length)
@@ -115,7 +115,7 @@ def against_transformers(overrides: list[str], batch: int, length: int, new: int
 def rows(
     built: dict[str, tuple[Step, Step, int]], rounds: int, tokens: tuple[int, int]
 ) -> tuple[dict[str, Any], list[float]]:
-    """One line a preset, and the ratios of vanilla to itself. tokens: of a prefill and of a decoding."""
+    """Return one line per preset, and the ratios of vanilla to itself. tokens: of one prefill and of one decoding."""
     lines: dict[str, Any] = {name: {"cache_bytes": one[2]} for name, one in built.items() if name != AGAIN}
     again: list[float] = []
     for index, (kind, count) in enumerate(zip(("prefill", "decode"), tokens, strict=True)):
@@ -129,63 +129,63 @@ def rows(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, of all contenders")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, for all contenders")
     parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="of a paper")
+    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens after it")
+    parser.add_argument("--new", type=int, default=64, help="new tokens after the prompt")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--memory-of", metavar="PRESET", help=argparse.SUPPRESS)
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
-    given = parser.parse_intermixed_args()
-    if given.markdown:
-        print(markdown(json.loads(given.markdown.read_text())))
+    args = parser.parse_intermixed_args()
+    if args.markdown:
+        print(markdown(json.loads(args.markdown.read_text())))
         return
-    paper: Any = {} if given.table is None else OmegaConf.to_container(OmegaConf.load(TABLES / f"{given.table}.yaml"))
+    paper: Any = {} if args.table is None else OmegaConf.to_container(OmegaConf.load(TABLES / f"{args.table}.yaml"))
     if paper:
-        given.batch, given.prompt, given.new = paper["batch_size"], paper["prompt"], paper["new"]
-    overrides = [*paper.get("overrides", ["size=tiny"]), *given.overrides]
-    presets = given.presets or [name for name in paper.get("seconds", mechanisms()) if name != "vanilla"]
-    torch.set_num_threads(given.threads)
-    if given.memory_of:
-        model = build(given.memory_of, overrides)
-        tokens_bt = prompt_of(model, given.batch, given.prompt)
-        print_peak_memory(lambda: prefill(model, tokens_bt, given.new))
+        args.batch, args.prompt, args.new = paper["batch_size"], paper["prompt"], paper["new"]
+    overrides = [*paper.get("overrides", ["size=tiny"]), *args.overrides]
+    presets = args.presets or [name for name in paper.get("seconds", mechanisms()) if name != "vanilla"]
+    torch.set_num_threads(args.threads)
+    if args.memory_of:
+        model = build(args.memory_of, overrides)
+        tokens_bt = prompt_of(model, args.batch, args.prompt)
+        print_peak_memory(lambda: prefill(model, tokens_bt, args.new))
         return
-    asked = ["--batch", str(given.batch), "--prompt", str(given.prompt), "--new", str(given.new), *overrides]
-    memory = {name: peak_memory_gib(__file__, name, *asked) for name in ["vanilla", *presets]}
+    memory_arguments = ["--batch", str(args.batch), "--prompt", str(args.prompt), "--new", str(args.new), *overrides]
+    memory = {name: peak_memory_gib(__file__, name, *memory_arguments) for name in ["vanilla", *presets]}
     results: dict[str, Any] = {
-        "shape": [*overrides, f"batch={given.batch}", f"prompt={given.prompt}", f"new={given.new}"],
-        "table": given.table,
-        "transformers": against_transformers(overrides, given.batch, given.prompt, given.new, given.rounds),
+        "shape": [*overrides, f"batch={args.batch}", f"prompt={args.prompt}", f"new={args.new}"],
+        "table": args.table,
+        "transformers": against_transformers(overrides, args.batch, args.prompt, args.new, args.rounds),
         "again": [],
         "presets": {},
     }
     for start in range(0, len(presets), GROUP):
         models = {name: build(name, overrides) for name in ["vanilla", *presets[start : start + GROUP], AGAIN]}
         built = {
-            name: steps(model, prompt_of(model, given.batch, given.prompt), given.new) for name, model in models.items()
+            name: steps(model, prompt_of(model, args.batch, args.prompt), args.new) for name, model in models.items()
         }
-        lines, again = rows(built, given.rounds, (given.batch * given.prompt, given.batch * given.new))
+        lines, again = rows(built, args.rounds, (args.batch * args.prompt, args.batch * args.new))
         results["again"] += again
-        # vanilla is in each group, and its first line stays
+        # vanilla is in each group, and the line of the first group is kept
         results["presets"] |= {name: line for name, line in lines.items() if name not in results["presets"]}
         del models, built
         gc.collect()
     for name, line in results["presets"].items():
-        whole = {k: sum(line[k]["seconds"]) / given.rounds for k in ("prefill", "decode")}
-        line |= {"peak_memory_gib": memory[name], "seconds": sum(whole.values())}
+        phases = {k: sum(line[k]["seconds"]) / args.rounds for k in ("prefill", "decode")}
+        line |= {"peak_memory_gib": memory[name], "seconds": sum(phases.values())}
         line |= {"paper_seconds": paper.get("seconds", {}).get(name), "paper_gb": paper.get("prefill_gb", {}).get(name)}
     Console(highlight=False).print(table(results))
     same = {line["cache_bytes"] for line in results["presets"].values()}
-    print(f"the cache is vanilla's, to the byte: {len(same) == 1} ({same})")
+    print(f"every cache has the size of vanilla's: {len(same) == 1} ({same} bytes)")
     peer = results["transformers"]
-    kind = "the same" if peer["same_tokens"] else "OTHER"
-    print(f"transformers' generate takes {peer['ratio']:.2f} times as long, and writes {kind} tokens")
-    output = given.output or result_path(f"inference-{given.table}" if given.table else "inference")
+    comparison = "the same" if peer["same_tokens"] else "OTHER"
+    print(f"transformers' generate takes {peer['ratio']:.2f} times as long, and generates {comparison} tokens")
+    output = args.output or result_path(f"inference-{args.table}" if args.table else "inference")
     write_json(output, results)
     print(f"written to {output}")
 
@@ -194,7 +194,7 @@ COLUMNS = ("preset", "prefill us/token", "added", "decode us/token", "added", "u
 
 
 def cells(name: str, line: dict[str, Any], vanilla: dict[str, Any]) -> list[str]:
-    """One preset's line. paper: what it adds to prefill and decoding together."""
+    """Return the line of one preset. paper: the overhead in prefill and decoding together."""
     paper = line["paper_seconds"] and line["paper_seconds"] / vanilla["paper_seconds"] - 1
     return [
         name,
@@ -217,7 +217,7 @@ def lines_of(results: dict[str, Any]) -> list[list[str]]:
 def table(results: dict[str, Any]) -> Table:
     spread = max(abs(value - 1) for value in results["again"])
     median = statistics.median(results["again"])
-    shown = Table(*COLUMNS, caption=f"vanilla again: median {median:.3f}, single rounds off by up to {spread:.1%}")
+    shown = Table(*COLUMNS, caption=f"vanilla again: median {median:.3f}, single rounds differ by up to {spread:.1%}")
     for line in lines_of(results):
         shown.add_row(*line)
     return shown

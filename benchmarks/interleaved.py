@@ -1,4 +1,4 @@
-"""Fair comparison in one process: every contender takes its turn in every round, on the same machine state."""
+"""A fair comparison in one process: every contender takes a turn in every round, under the same machine conditions."""
 
 import json
 import os
@@ -23,9 +23,9 @@ Step = Callable[[], object]
 def measure(
     contenders: dict[str, Step], rounds: int, steps: int, warmup: int = 2, settle: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds of one step of each contender in each round; the order of a round alternates.
+    """Return the seconds of one step of each contender in each round. The order alternates between rounds.
 
-    settle: untimed steps at the beginning of a turn, which take what the contender before has left in caches and heap.
+    settle: untimed steps at the beginning of a turn, which replace the previous contender's data in caches and heap.
     """
     for step in contenders.values():
         for _ in range(warmup):
@@ -46,12 +46,12 @@ def measure(
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
-    """How many times faster `ours` is: the median over rounds of the ratio within a round."""
+    """Return how many times as fast `ours` is: the median over rounds of the ratio within a round."""
     return statistics.median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
 
 
 def against(times: list[float], baseline: list[float], tokens: int) -> dict[str, Any]:
-    """One contender's time of so many tokens, and what it adds to the baseline's: a median over rounds."""
+    """Return a contender's time for this many tokens, and its overhead over the baseline, as a median over rounds."""
     added = statistics.median(time / base for time, base in zip(times, baseline, strict=True)) - 1
     return {
         "overhead": added,
@@ -62,21 +62,21 @@ def against(times: list[float], baseline: list[float], tokens: int) -> dict[str,
 
 
 def spread(seconds: dict[str, list[float]], one: str, twin: str) -> float:
-    """Largest deviation from 1 of the ratio of two runs of the same code: what this machine cannot resolve."""
+    """Return the largest deviation from 1 of the ratio of two runs of the same code: the noise of this machine."""
     return max(abs(b / a - 1) for a, b in zip(seconds[one], seconds[twin], strict=True))
 
 
 def peak_memory_gib(script: str, *arguments: str) -> float:
-    """Of `script --memory-of <arguments>`, a process of its own that ends with `print_peak_memory`.
+    """Return the peak memory of `script --memory-of <arguments>`, a separate process that calls `print_peak_memory`.
 
-    Asked for while this process is small: on Linux a child's peak begins at that of its parent.
+    Call this while the process is small, because on Linux a child's peak starts at that of its parent.
     """
     command = [sys.executable, script, "--memory-of", *arguments]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
 def print_peak_memory(step: Step) -> None:
-    """The peak memory of two steps in GiB, of the GPU where there is one."""
+    """Print the peak memory of two steps in GiB, of the GPU if there is one."""
     step()
     step()
     if torch.cuda.is_available():
@@ -86,13 +86,13 @@ def print_peak_memory(step: Step) -> None:
 
 
 def result_path(benchmark: str) -> Path:
-    """Where the results of a benchmark on this machine go."""
+    """Return the path for the results of a benchmark on this machine."""
     name = torch.cuda.get_device_name().replace(" ", "-").lower() if torch.cuda.is_available() else platform.node()
     return Path(__file__).parent / "results" / f"{benchmark}-{name}.json"
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Write results with the machine they were measured on."""
+    """Write results together with the machine that they were measured on."""
     machine = environment.describe(ranks())
     machine.pop("command")
     machine["threads"] = torch.get_num_threads()

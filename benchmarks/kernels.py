@@ -1,12 +1,12 @@
-"""Every operator over depth, forward and backward: Triton's kernels, PyTorch's reference, and the floor of its bytes.
+"""Every depth operator, forward and backward: Triton kernels, PyTorch reference, and the floor of its memory traffic.
 
     python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--operators mhc_post_pre] [--rounds 8]
     python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
 
-In bf16 on a GPU. On a CPU PyTorch alone is timed, in fp32 and at T 512: Triton's kernels run on a GPU. What both give
-is compared before they are timed. The floor is the time in which this machine, in the same rounds, copies as many
-bytes as the operator must move (`operators.py`); that of merged_attention is flash attention's own time on top.
-Times are those of the fastest turn, comparisons of two contenders the median over rounds.
+In bf16 on a GPU. On a CPU only PyTorch is timed, in fp32 and at T 512, because Triton's kernels need a GPU. The results
+of both are compared before they are timed. The floor is the time in which this machine, in the same rounds, copies as
+many bytes as the operator must move (`operators.py`); the floor of merged_attention also includes flash attention's own
+time. Times are those of the fastest turn; comparisons of two contenders are medians over rounds.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from depthlm.machine import environment
 
 CUDA = torch.cuda.is_available()
 TYPE = torch.bfloat16 if CUDA else torch.float32
-# of a turn: launches of one step overlap with the kernels of the step before
+# steps per turn: the launches of one step overlap with the kernels of the previous step
 STEPS = 10 if CUDA else 1
 COPIED = 2**30 if CUDA else 2**28
-# how far both may differ, as a share of the largest number of a tensor
+# the allowed difference between both, relative to the largest value of a tensor
 TOLERANCE = 2e-2 if CUDA else 1e-4
-# the same code a second time: what the machine cannot resolve
+# the same code a second time, which shows the noise of the machine
 AGAIN = "again"
 
 
 class Job(NamedTuple):
-    """One line of the table. paper: what it adds to flash attention there, as a share of flash attention's time."""
+    """One line of the table. paper: the paper's overhead over flash attention, relative to flash attention's time."""
 
     operator: str
     setting: str
@@ -63,7 +63,7 @@ def jobs_of_table(name: str) -> list[Job]:
 
 
 def time_job(job: Job, kinds: list[str], rounds: int) -> dict[str, Any]:
-    """One line of the results; without seconds where Triton's kernels and PyTorch differ."""
+    """Return one line of the results, without seconds if Triton's kernels and PyTorch differ."""
     device = environment.device_type()
     case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
     steps = {kind: step(case.run, case.inputs, kind) for kind in kinds}
@@ -83,7 +83,7 @@ def time_job(job: Job, kinds: list[str], rounds: int) -> dict[str, Any]:
 
 
 def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[str, Any]:
-    """Seconds of every contender, and what follows from them. moved: bytes of the floor."""
+    """Return the seconds of every contender, and derived results. moved: bytes of the floor."""
     first = next(iter(steps))
     flash = {} if case.flash is None else {"flash": step(case.flash, case.inputs[:3], first)}
     seconds = measure({**steps, AGAIN: steps[first], **flash, "copy": copying()}, rounds, STEPS, settle=1)
@@ -101,7 +101,7 @@ def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[s
 
 
 def copying() -> Step:
-    """A copy of a tensor too large for a GPU's cache."""
+    """Return a step that copies a tensor too large for a GPU's cache."""
     source = torch.ones(COPIED, dtype=torch.uint8, device=environment.device_type())
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
     parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
     parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="of a paper")
+    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=None)
@@ -124,10 +124,10 @@ def main() -> None:
         return
     if arguments.table and not CUDA:
         parser.error(f"--table {arguments.table}: its shapes need a GPU, and this machine has none")
-    lacks = missing("cuda") if CUDA else "Triton's kernels need a GPU"
-    kinds = ["torch"] if lacks else ["triton", "torch"]
-    if lacks:
-        print(f"{lacks}: what is timed is PyTorch alone")
+    unavailable = missing("cuda") if CUDA else "Triton's kernels need a GPU"
+    kinds = ["torch"] if unavailable else ["triton", "torch"]
+    if unavailable:
+        print(f"{unavailable}: only PyTorch is timed")
     torch.set_num_threads(arguments.threads)
     if arguments.table:
         jobs = jobs_of_table(arguments.table)
@@ -148,7 +148,7 @@ COLUMNS = ("operator", "setting", "MB", "floor ms", "PyTorch ms", "Triton ms", "
 
 
 def cells(line: dict[str, Any]) -> list[str]:
-    """One line of the table; empty where nothing was measured."""
+    """Return the cells of one line, empty where nothing was measured."""
     paper = line["paper_added_to_flash"]
     shown = [line["operator"], line["setting"], f"{line['bytes'] / 1e6:,.0f}"]
     if "seconds" not in line:
@@ -168,7 +168,7 @@ def cells(line: dict[str, Any]) -> list[str]:
 
 
 def filled(results: dict[str, Any]) -> list[list[str]]:
-    """The header and the lines, without columns that are empty in all of them."""
+    """Return the header and the lines, without the columns that are empty in all lines."""
     lines = [cells(line) for line in results["lines"]]
     kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
     return [[line[i] for i in kept] for line in (COLUMNS, *lines)]
@@ -180,7 +180,7 @@ def notes(results: dict[str, Any]) -> str:
     again = max((line["again"] for line in measured), default=0.0)
     return (
         f"{results['type'].removeprefix('torch.')}; copies at {min(speeds):.1f} to {max(speeds):.1f} GB/s; "
-        f"the same code again: single rounds off by up to {again:.1%}"
+        f"the same code again: single rounds differ by up to {again:.1%}"
     )
 
 

@@ -1,12 +1,12 @@
-"""What each mechanism adds to a training step: every preset against vanilla, interleaved in one run.
+"""The overhead of each mechanism in a training step: every preset against vanilla, interleaved in one run.
 
     python benchmarks/mechanisms.py [key=value ...] [--presets mhc dca] [--rounds 8] [--output results/...json]
     python benchmarks/mechanisms.py --table depth_attention_step_3b      # a paper's rows, shape and times
 
-All take the step that train.py takes (DeepSpeed, at ZeRO 0) on the same batch, from the same seed. Presets take their
-turns in groups, each beside two vanilla decoders: their mean in a round is what that round is measured against, their
-ratio what the machine cannot resolve. Overrides change the shape, which is D 512, 24 layers, T 512, batch 4, 8 heads of
-which 4 key/value, vocabulary 4 096, bf16 where the device is fast at it.
+All take the training step of train.py (DeepSpeed, ZeRO 0) on the same batch, from the same seed. Presets take turns in
+groups, each with two vanilla decoders: a round is compared with their mean, and their ratio shows the noise of the
+machine. The shape is D 512, 24 layers, T 512, batch 4, 8 heads, 4 key/value heads, vocabulary 4 096, bf16 if the device
+is fast at it; overrides change it.
 """
 
 import argparse
@@ -39,12 +39,12 @@ AGAIN = "vanilla again"
 # presets that are in memory at once
 GROUP = 7
 TABLES = Path(__file__).parent / "tables"
-# whose times stand beside a run that names no table
+# the table whose times are shown if the command names none
 DEFAULT_TABLE = "depth_attention_step_1.5b"
 
 
 def read_table(name: str) -> tuple[list[str], dict[str, float]]:
-    """A paper's table of times: (its shape, as overrides; what each row adds to vanilla's time, as a share of it)."""
+    """Read a paper's table of times: (its shape, as overrides; the overhead of each row relative to vanilla's time)."""
     table: Any = OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"))
     seconds = table.get("seconds") or {row: 1 / speed for row, speed in table["batches_per_second"].items()}
     return [*table["overrides"], "tracker=none"], {
@@ -53,7 +53,7 @@ def read_table(name: str) -> tuple[list[str], dict[str, float]]:
 
 
 def contender(name: str, overrides: list[str], device: torch.device) -> tuple[Step, int]:
-    """(one training step, its tokens). name: a preset, with overrides of its own behind it."""
+    """Return (one training step, its tokens). name: the preset, optionally followed by its own overrides."""
     preset, *own = ("vanilla" if name == AGAIN else name).split()
     config = depthlm.compose([*overrides, f"model={preset}", *own])
     plan = make_plan(config, ranks())
@@ -70,9 +70,9 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, of all contenders")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, for all contenders")
     parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="of a paper")
+    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=None)
@@ -96,8 +96,8 @@ def main() -> None:
         earlier = json.loads(arguments.memory_from.read_text())["presets"]
         memory = {name: earlier[name]["peak_memory_gib"] for name in ["vanilla", *arguments.presets]}
     else:
-        asked = [*(["--table", arguments.table] if arguments.table else []), *arguments.overrides]
-        memory = {n: peak_memory_gib(__file__, n, *asked) for n in ["vanilla", *arguments.presets]}
+        memory_arguments = [*(["--table", arguments.table] if arguments.table else []), *arguments.overrides]
+        memory = {n: peak_memory_gib(__file__, n, *memory_arguments) for n in ["vanilla", *arguments.presets]}
     results: dict[str, Any] = {
         "shape": overrides,
         "table": arguments.table,
@@ -128,13 +128,13 @@ def main() -> None:
 
 
 def row(times: list[float], vanilla: list[float], tokens: int) -> dict[str, Any]:
-    """One preset's speed, against vanilla's in the same rounds."""
-    found, best = against(times, vanilla, tokens), min(times)
+    """Return one preset's speed, compared with vanilla's in the same rounds."""
+    comparison, best = against(times, vanilla, tokens), min(times)
     return {
-        "ratio": 1 / (1 + found["overhead"]),
+        "ratio": 1 / (1 + comparison["overhead"]),
         "overhead_of_best": best / min(vanilla) - 1,
         "tokens_per_second": tokens / best,
-        **found,
+        **comparison,
     }
 
 
@@ -142,7 +142,7 @@ COLUMNS = ("preset", "tokens/s", "us/token", "ratio", "added", "best", "us added
 
 
 def cells(name: str, line: dict[str, Any]) -> list[str]:
-    """One preset's line."""
+    """Return the cells of one preset's line."""
     paper, gib = line["paper_overhead"], line["peak_memory_gib"]
     return [
         name,
@@ -160,7 +160,7 @@ def cells(name: str, line: dict[str, Any]) -> list[str]:
 def table(results: dict[str, Any]) -> Table:
     spread = max(abs(value - 1) for value in results["again"])
     median = statistics.median(results["again"])
-    shown = Table(*COLUMNS, caption=f"vanilla again: median {median:.3f}, single rounds off by up to {spread:.1%}")
+    shown = Table(*COLUMNS, caption=f"vanilla again: median {median:.3f}, single rounds differ by up to {spread:.1%}")
     for name, line in results["presets"].items():
         shown.add_row(*cells(name, line))
     return shown

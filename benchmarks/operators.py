@@ -1,8 +1,8 @@
-"""The operators over depth as the mechanisms use them: their inputs at a shape, and the values that they must move.
+"""The depth operators with the inputs that the mechanisms give them, and the number of values that they must move.
 
-A floor counts what comes in read once forward and once backward, its gradient written, what goes out written, and the
-gradient of that read. Parameters, maps and log-sum-exps are left out: at most 2%. What an operator reads again of what
-it wrote, as most backward passes do, is above its floor.
+A floor counts each input as read once forward and once backward, its gradient as written, each output as written, and
+its gradient as read. Parameters, maps and log-sum-exps are at most 2% and are not counted. Neither are outputs that an
+operator reads again, as most backward passes do.
 
 Shapes: b batch, t tokens, s reads, n sources or streams, i new and j old streams, m maps of a token, w width of the
 streams, d hidden size, h query heads, k key/value heads, e head size.
@@ -29,16 +29,16 @@ from depthlm.model.connections.phases import READS
 
 TABLES = Path(__file__).parent / "tables" / "kernels"
 EPS = 1e-6
-# of mHC
+# number of streams and Sinkhorn iterations of mHC
 STREAMS, ITERATIONS = 4, 20
-# of a block of DeepCrossAttention: q, k and v
+# reads of a layer of DeepCrossAttention: q, k and v
 INPUTS = 3
 
 Outputs = tuple[Tensor, ...]
 
 
 class Shape(NamedTuple):
-    """What the inputs of every operator are made of. entries: over depth, of MoDA."""
+    """The sizes that determine the inputs of every operator. entries: MoDA's entries over depth."""
 
     batch: int
     length: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An operator at its inputs. values: those that it must move for a token; flash: MoDA's attention without depth."""
+    """An operator and its inputs. values: how many it must move per token. flash: MoDA's attention without depth."""
 
     run: Callable[[], Outputs]
     inputs: list[Tensor]
@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 
 class Make(NamedTuple):
-    """Random inputs that ask for gradients, the same for the same seed."""
+    """Random inputs that require gradients, the same for the same seed."""
 
     generator: torch.Generator
     dtype: torch.dtype
@@ -73,11 +73,11 @@ class Make(NamedTuple):
         return self.normal(*shape, scale=scale, dtype=torch.float32)
 
     def streams(self, shape: Shape, n: int) -> list[Tensor]:
-        """n sources x_btd."""
+        """Return n sources x_btd."""
         return [self.normal(shape.batch, shape.length, shape.d) for _ in range(n)]
 
     def heads(self, shape: Shape, heads: int, n: int) -> list[Tensor]:
-        """n tensors x_bhte that lie in memory as projections leave them, by tokens."""
+        """Return n tensors x_bhte with the memory layout of projections, in which tokens come before heads."""
         return [
             self.normal(shape.batch, shape.length, heads, shape.e).detach().transpose(1, 2).requires_grad_()
             for _ in range(n)
@@ -85,7 +85,7 @@ class Make(NamedTuple):
 
 
 def step(run: Callable[[], Outputs], inputs: list[Tensor], kernels: str) -> Callable[[], Outputs]:
-    """Forward and backward; returns outputs and gradients."""
+    """Return a step that runs forward and backward, and returns outputs and gradients."""
     with torch.no_grad():
         generator = torch.Generator(inputs[0].device).manual_seed(1)
         grads = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in run()]
@@ -98,23 +98,23 @@ def step(run: Callable[[], Outputs], inputs: list[Tensor], kernels: str) -> Call
     return turn
 
 
-def difference(found: Outputs, expected: Outputs) -> float:
-    """The largest, as a share of the largest number of its tensor."""
-    pairs = [(x.float(), y.float()) for x, y in zip(found, expected, strict=True)]
+def difference(actual: Outputs, expected: Outputs) -> float:
+    """Return the largest difference, relative to the largest value of its tensor."""
+    pairs = [(x.float(), y.float()) for x, y in zip(actual, expected, strict=True)]
     shares = [(x - y).abs().max() / y.abs().max().clamp_min(1e-30) for x, y in pairs]
-    # of torch: Python's max passes over a NaN
+    # torch's max propagates a NaN, Python's max ignores it
     return torch.stack(shares).max().item()
 
 
 def shape_of(size: str, batch: int, length: int) -> Shape:
-    """The shape of a size of conf/size. MoDA's entries are those of the middle layer: of attentions and MLPs."""
-    found = depthlm.compose([f"size={size}"], here=False).size
-    heads = found.num_heads, found.num_kv_heads, found.head_size
-    return Shape(batch, length, found.hidden_size, found.num_layers, *heads, entries=found.num_layers // 2 * 2)
+    """Return the shape of a size of conf/size, with MoDA's entries (attentions and MLPs) at the middle layer."""
+    config = depthlm.compose([f"size={size}"], here=False).size
+    heads = config.num_heads, config.num_kv_heads, config.head_size
+    return Shape(batch, length, config.hidden_size, config.num_layers, *heads, entries=config.num_layers // 2 * 2)
 
 
 def read_table(name: str) -> list[tuple[dict[str, Any], Shape]]:
-    """A paper's settings of MoDA: each row, and its shape."""
+    """Read a paper's settings of MoDA: each row with its shape."""
     table: Any = OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"))
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     return [(row, _shape_of_row(row, table["batch_size"], table["head_size"])) for row in rows]
@@ -126,28 +126,31 @@ def _shape_of_row(row: dict[str, Any], batch: int, e: int) -> Shape:
 
 
 def value_mix_values(n: int, h: int, k: int, e: int) -> int:
-    """Of a token: queries and n keys and values three times, the mix and its gradient."""
+    """Return the values per token: queries and n keys and values three times, the mix and its gradient."""
     return 3 * (h + 2 * n * k) * e + 2 * k * e
 
 
 def reads_values(s: int, n: int, d: int) -> int:
-    """Of a token: n sources three times, s reads and their gradients."""
+    """Return the values per token: n sources three times, s reads and their gradients."""
     return 3 * n * d + 2 * s * d
 
 
 def streams_values(n: int, d: int) -> int:
-    """Of a token: n streams and an output three times, new streams and an input and their gradients."""
+    """Return the values per token: n streams and an output three times, new streams and an input, and gradients."""
     return 5 * (n + 1) * d
 
 
 def depth_part_values(n: int, h: int, k: int, e: int) -> int:
-    """Of a token, above those of flash attention: queries and n keys and values three times, flash's context once, the
-    merged one written, read again, and its gradient."""
+    """Return the values per token in addition to those of flash attention.
+
+    Queries and n keys and values count three times. Flash attention's context counts once. The merged context counts
+    three times: written, read again, and its gradient.
+    """
     return 3 * (h + 2 * n * k) * e + 4 * h * e
 
 
 def value_mix(shape: Shape, make: Make) -> Case:
-    """The mix of the last layer: of the sources at stride L / 2, and itself."""
+    """The mix of the last layer over the sources at stride L / 2 and the layer itself."""
     h, k = shape.h, shape.k
     n = len(range(0, shape.layers - 1, max(1, shape.layers // 2))) + 1
     (q,), entries = make.heads(shape, h, 1), make.heads(shape, k, 2 * n)
@@ -156,7 +159,7 @@ def value_mix(shape: Shape, make: Make) -> Case:
 
 
 def residual_reads(shape: Shape, make: Make, block: int) -> Case:
-    """The phase of attention_residuals that begins at the middle layer, over what is there at its beginning."""
+    """The phase of attention_residuals that begins at the middle layer, over the sources that exist then."""
     n = 1 + shape.layers // READS * READS // block
     query, sources = make.parameter(READS, shape.d, scale=shape.d**-0.5), make.streams(shape, n)
     return Case(lambda: depth_attend(query, sources, EPS), [query, *sources], reads_values(READS, n, shape.d))
@@ -178,7 +181,7 @@ def dense_reads(shape: Shape, make: Make) -> Case:
 
 
 def cross_reads(shape: Shape, make: Make) -> Case:
-    """The phase of dca that begins at the middle layer: of as many blocks as fit into READS."""
+    """The phase of dca that begins at the middle layer, with as many layers as fit into READS."""
     blocks = READS // INPUTS
     s, n = blocks * INPUTS, shape.layers // 2 // blocks * blocks + 1
     bias, gate = make.parameter(s, n, shape.d), make.parameter(s, n, shape.d, scale=shape.d**-0.5)
@@ -201,7 +204,7 @@ def streams_post_pre(shape: Shape, make: Make) -> Case:
 
 
 def moda(shape: Shape, make: Make) -> Case:
-    """MoDA's attention, and flash attention alone."""
+    """MoDA's attention, and flash attention without depth."""
     h, k, n = shape.h, shape.k, shape.entries
     (q,), (key, value) = make.heads(shape, h, 1), make.heads(shape, k, 2)
     entries = make.heads(shape, k, 2 * n)

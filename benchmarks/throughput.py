@@ -1,10 +1,10 @@
-"""Training speed: ours against `transformers`' Qwen3 in a plain PyTorch loop, same weights, batch, precision, AdamW.
+"""Training speed against `transformers`' Qwen3 in a plain PyTorch loop, with the same weights, batch and AdamW.
 
     python benchmarks/throughput.py [--rounds 8] [--steps 2] [--output benchmarks/results/throughput-<machine>.json]
 
 Contenders: `depthlm` is what train.py runs (DeepSpeed, ZeRO 0); `plain` is our model in a plain loop; `zero1` is ZeRO
-1; `transformers` is the peer. A contender named `... again` is the same code twice: the spread of their ratio is the
-resolution of the machine.
+1; `transformers` is the peer. A contender named `... again` runs the same code a second time, so the spread of their
+ratio shows the noise of the machine.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from depthlm.training.plan import make_plan
 SHAPE = ["size.hidden_size=256", "size.intermediate_size=704", "size.num_layers=8", "size.num_heads=4",
          "size.num_kv_heads=2", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",
          "training.batch_size=8"]  # fmt: skip
-# mode of a run: precision, and whether torch.compile is on
+# mode of a run: (precision, whether torch.compile is on)
 MODES = {"fp32": ("fp32", False), "bf16": ("bf16", False), "bf16 compiled": ("bf16", True)}
 KINDS = ("transformers", "transformers again", "depthlm", "plain", "zero1")
-# (ours, theirs, mode of ours, mode of theirs, the least ratio wanted)
+# (ours, theirs, mode of ours, mode of theirs, target for the ratio)
 PAIRS = [
     ("depthlm", "transformers", "fp32", "fp32", 0.97),
     ("depthlm", "transformers", "bf16", "bf16", 1.1),
@@ -52,19 +52,19 @@ PAIRS = [
 
 
 def configuration(kind: str, mode: str) -> Config:
-    """The same run, but for the stage."""
+    """Return the configuration of a contender; only the ZeRO stage depends on `kind`."""
     stage = 1 if kind == "zero1" else 0
     return depthlm.compose([*SHAPE, f"precision={MODES[mode][0]}", f"deepspeed=zero{stage}", "tracker=none"])
 
 
 def make_batch(config: Config) -> torch.Tensor:
-    """[1, batch, T + 1] tokens."""
+    """Return tokens of shape [1, batch, T + 1]."""
     shape = (1, config.training.batch_size, config.training.sequence_length + 1)
     return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float]]:
-    """(one training step, the loss on the batch before any step)."""
+    """Return (one training step, a function that returns the loss on the batch before any step)."""
     config = configuration(kind, mode)
     batch = make_batch(config).to(device)
     compiled = MODES[mode][1]
@@ -110,7 +110,7 @@ def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callabl
 
 
 def peer(config: Config) -> nn.Module:
-    """transformers' Qwen3 of this shape."""
+    """Return transformers' Qwen3 of this shape."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     size = config.size
@@ -132,7 +132,7 @@ def peer(config: Config) -> nn.Module:
 
 
 def translate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our weights under transformers' names."""
+    """Return our weights under transformers' names."""
     renamed = {
         ".attention.": ".self_attn.",
         ".attention_norm.": ".input_layernorm.",
@@ -154,11 +154,11 @@ def translate(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def markdown(path: Path) -> str:
-    """The results of an earlier run as a Markdown table."""
+    """Return the results of an earlier run as a Markdown table."""
     results = json.loads(path.read_text())
     machine = results["machine"]
     lines = [f"{machine['device']}, {machine['threads']} threads, torch {machine['versions']['torch']}:", ""]
-    lines += ["| ours | theirs | tokens/s, median | ratio, paired median | wanted |", "|---|---|---|---|---|"]
+    lines += ["| ours | theirs | tokens/s, median | ratio, paired median | target |", "|---|---|---|---|---|"]
     for pair in results["pairs"]:
         kind, mode = pair["ours"].split(", ")
         speed = results["speeds"][mode][kind]["median"]
@@ -194,7 +194,7 @@ def main() -> None:
         built = {kind: contender(kind, mode, device) for kind in kinds[mode]}
         losses = {kind: loss() for kind, (_, loss) in built.items()}
         for kind, loss in losses.items():
-            # bf16 weights of ZeRO 1 round at the start; all else computes the same function
+            # ZeRO 1 rounds its weights to bf16 at the start; all others compute the same function
             if abs(loss - losses["transformers"]) > 2e-3:
                 raise SystemExit(
                     f"{mode}: {kind} has loss {loss}, transformers {losses['transformers']}: not the same model"
@@ -209,7 +209,7 @@ def main() -> None:
 def report(
     console: Console, seconds: dict[str, dict[str, list[float]]], memory: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """Print the tables; return them as data."""
+    """Print the tables, and return them as data."""
     tokens = 8 * 512
     table = Table("mode", "contender", "tokens/s (best)", "tokens/s (median)", "peak memory (GiB)")
     speeds: dict[str, Any] = {}
@@ -224,7 +224,7 @@ def report(
             )
     console.print(table)
     pairs = []
-    table = Table("ours", "theirs", "ratio (paired median)", "wanted")
+    table = Table("ours", "theirs", "ratio (paired median)", "target")
     for ours, theirs, our_mode, their_mode, wanted in PAIRS:
         both = {"ours": seconds[our_mode][ours], "theirs": seconds[their_mode][theirs]}
         value = ratio(both, "ours", "theirs")

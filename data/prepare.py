@@ -1,9 +1,9 @@
-"""Make the token files of a corpus: `python data/prepare.py data=...`, the same as `depthlm prepare`."""
+"""Prepare the token files of a corpus: `python data/prepare.py data=...`, the same as `depthlm prepare`."""
 
 import sys
 from pathlib import Path
 
-# the package lies beside this folder, also where it is not installed
+# the package is next to this folder, even where it is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from depthlm.__main__ import main

@@ -2,7 +2,7 @@
 
 from depthlm.lazy import lazy_attributes
 
-# without `typing`: a command must answer Ctrl-C from its first moment
+# not imported from `typing`, because a command must handle Ctrl-C from its first moment
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from depthlm.build import build_model

@@ -1,6 +1,6 @@
-"""`depthlm <command> [key=value ...]`, the same as `python -m depthlm` and as the scripts of the repository.
+"""The command line `depthlm <command> [key=value ...]`, equal to `python -m depthlm` and to the repository's scripts.
 
-Each command imports what it needs when it runs, so that help and version take no time.
+Each command imports its code only when it runs, so that `--help` and `--version` are fast.
 """
 
 import argparse
@@ -12,9 +12,9 @@ import depthlm
 from depthlm.distributed.interrupts import quiet_interrupts
 
 Schema = TypeVar("Schema")
-# what a command prints when it is interrupted, besides that it was
+# printed after the notice that a command was interrupted
 NOTES = {
-    "train": "outside of training nothing is lost, and the same command starts again",
+    "train": "training was not running, so nothing is lost; run the same command again",
     "prepare": "the same command resumes from the last complete file",
     "submit": "--status shows what has been submitted",
 }
@@ -28,14 +28,14 @@ def train(arguments: list[str], program: str) -> None:
 
 
 def prepare(arguments: list[str], program: str) -> None:
-    """Make the token files of a corpus beforehand."""
+    """Prepare the token files of a corpus."""
     from depthlm.commands.prepare import main
 
     main(arguments, program)
 
 
 def submit(arguments: list[str], program: str) -> None:
-    """Submit a sweep as one SLURM job array, or show how far it is."""
+    """Submit a sweep as one SLURM job array, or show its progress."""
     from depthlm.slurm.submit import main
 
     main(arguments, program)
@@ -52,13 +52,13 @@ def summary(arguments: list[str], program: str) -> None:
     """Print parameters, FLOPs and memory of a configuration, without building it."""
     parser = argparse.ArgumentParser(prog=program, description=summary.__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    parser.add_argument("--gpus", type=int, default=8, help="ranks that ZeRO shards over (default 8)")
-    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
-    parser.add_argument("--overhead", action="store_true", help="instead, what every mechanism costs beyond vanilla")
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs that ZeRO shards over (default 8)")
+    parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
+    parser.add_argument("--overhead", action="store_true", help="print what every mechanism adds to vanilla instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.gpus < 1:
-        parser.error(f"--gpus {parsed.gpus}: at least 1")
+        parser.error(f"--gpus {parsed.gpus}: must be at least 1")
     from depthlm.accounting.summary import print_overhead, print_summary
     from depthlm.config import compose
 
@@ -69,7 +69,7 @@ def summary(arguments: list[str], program: str) -> None:
 
 
 def report(arguments: list[str], program: str) -> None:
-    """Write a paper's table or figure, ours beside the paper's, or any runs side by side, as Markdown and PNG."""
+    """Write a paper's table or figure with our results beside the paper's, or compare any runs, as Markdown and PNG."""
     parser = argparse.ArgumentParser(prog=program, description=report.__doc__)
     parser.add_argument(
         "overrides",
@@ -77,7 +77,7 @@ def report(arguments: list[str], program: str) -> None:
         metavar="key=value",
         help="experiment=<paper>/<name> and overrides as for train.py -m, or runs=a,b,c; to=<folder>",
     )
-    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
     parsed = parser.parse_intermixed_args(arguments)
     from depthlm.report import report as write_report
 
@@ -85,38 +85,38 @@ def report(arguments: list[str], program: str) -> None:
 
 
 def evaluate(arguments: list[str], program: str) -> None:
-    """Measure the loss, perplexity and bits per byte of a run, or its accuracy on tasks of lm-eval."""
+    """Measure the loss, perplexity and bits per byte of a run, or its accuracy on lm-eval tasks."""
     from depthlm.evaluation.evaluate import Evaluate, evaluate
 
     evaluate(_read(program, Evaluate, arguments))
 
 
 def generate(arguments: list[str], program: str) -> None:
-    """Write text with a trained run, after a prompt or after each line of a file."""
+    """Generate text with a trained run, after a prompt or after each line of a file."""
     from depthlm.evaluation.writing import Generate, write_text
 
     write_text(_read(program, Generate, arguments))
 
 
 def export(arguments: list[str], program: str) -> None:
-    """Write a run as a Hugging Face folder, which AutoModelForCausalLM loads."""
+    """Export a run as a Hugging Face folder, which AutoModelForCausalLM loads."""
     from depthlm.hugging_face.command import ExportArguments, export_run
 
     export_run(_read(program, ExportArguments, arguments))
 
 
 def inspect(arguments: list[str], program: str) -> None:
-    """Draw what a trained run does along depth: its weights, maps and magnitudes, and write the arrays."""
+    """Draw the depth mechanism of a trained run (weights, maps, magnitudes), and write the arrays."""
     from depthlm.inspect import Inspect, inspect_run
 
     inspect_run(_read(program, Inspect, arguments))
 
 
 def doctor(arguments: list[str], program: str) -> None:
-    """Print what a run would meet on this machine, and what is wrong with it."""
+    """Check whether a run would start on this machine, and print each problem with its remedy."""
     parser = argparse.ArgumentParser(prog=program, description=doctor.__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run, as for train.py")
-    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run, as for train.py")
+    parser.add_argument("--config-dir", help="a folder of configuration files in addition to conf/")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parsed = parser.parse_intermixed_args(arguments)
     from depthlm.doctor.command import doctor as examine
@@ -130,8 +130,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def _read(program: str, schema: type[Schema], given: list[str]) -> Schema:
-    """The key=value arguments of a command; --help lists its keys."""
+def _read(program: str, schema: type[Schema], words: list[str]) -> Schema:
+    """Parse the key=value arguments of a command; --help lists its keys."""
     from depthlm.config.arguments import described, read_arguments
 
     parser = argparse.ArgumentParser(
@@ -141,13 +141,13 @@ def _read(program: str, schema: type[Schema], given: list[str]) -> Schema:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("arguments", nargs="*", metavar="key=value")
-    return read_arguments(schema, parser.parse_args(given).arguments)
+    return read_arguments(schema, parser.parse_args(words).arguments)
 
 
 def main(command: str | None = None, arguments: list[str] | None = None, program: str | None = None) -> None:
-    """Run one command; a user's mistake ends the process with 2.
+    """Run one command. A user error ends the process with exit code 2.
 
-    command, arguments, program: as a script of the repository gives them; None: read from the command line.
+    command, arguments, program: set by the repository's scripts; None: read from the command line.
     """
     named = command or " ".join(sys.argv[1:2])
     quiet_interrupts(program or f"depthlm {named}".rstrip(), NOTES.get(named, ""))
@@ -166,7 +166,10 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
 
 
 def _complete() -> bool:
-    """Prepare a shell's request for completions for Hydra, which knows overrides alone; False where it is answered."""
+    """Complete the name of a command, or rewrite the shell's request so that Hydra can complete the overrides.
+
+    Returns False if there is nothing left for Hydra to complete.
+    """
     line = os.environ.get("COMP_LINE")
     if line is None:
         return True
@@ -184,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="depthlm",
         description=f"{depthlm.__doc__}\n\ncommands:\n{listed}",
-        epilog="`depthlm <command> --help` lists what a command takes.",
+        epilog="`depthlm <command> --help` lists the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"depthlm {depthlm.__version__}")

@@ -1,4 +1,4 @@
-"""From a configuration to a decoder with its starting weights."""
+"""Build a decoder with its initial weights from a configuration."""
 
 import torch
 
@@ -8,11 +8,11 @@ from depthlm.model import Decoder, initialize
 
 
 def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
-    """The decoder of a configuration: model(tokens[B, T]) -> logits[B, T, V].
+    """Return the decoder of a configuration: model(tokens[B, T]) -> logits[B, T, V].
 
-    On `meta` it has shapes but no weights. Elsewhere each parameter is drawn from its own generator, seeded by
-    (seed, its name), so that what two mechanisms share starts the same. A mechanism's settings are data: no `_target_`
-    inside them is built.
+    On `meta` it has shapes but no weights. On other devices each parameter is drawn from its own generator, seeded by
+    (seed, its name), so that parameters shared by two mechanisms have the same initial values. A mechanism's settings
+    are data: no `_target_` inside them is instantiated.
     """
     connection, attention = factories(config.model)
     with torch.device("meta"):

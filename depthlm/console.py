@@ -1,4 +1,4 @@
-"""Where commands print: as wide as a terminal, and wide enough for any path where the output goes to a file."""
+"""The console that commands print to. It is as wide as the terminal; redirected output is wide enough for any path."""
 
 import sys
 
@@ -8,5 +8,5 @@ REDIRECTED_WIDTH = 400
 
 
 def stdout_console(redirected_width: int = REDIRECTED_WIDTH) -> Console:
-    """A console on standard output."""
+    """Return a console on standard output."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else redirected_width)

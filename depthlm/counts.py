@@ -1,4 +1,4 @@
-"""Large counts as people write them: 300M, 10B."""
+"""Large counts with a unit: 300M, 10B."""
 
 from fractions import Fraction
 from typing import Any
@@ -7,12 +7,12 @@ SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_count(value: Any) -> int:
-    """10, 2_000, `300M` or `1.5B` as an integer. Raises ValueError for anything else."""
+    """Return 10, 2_000, `300M` or `1.5B` as an integer. Raises ValueError for anything else."""
     if isinstance(value, bool):
         raise ValueError(value)
     text = str(value).strip().replace("_", "")
     scale = SCALES.get(text[-1:].upper())
-    # exact: as floats, 4.1 * 10**9 is no whole number
+    # a Fraction is exact, while 4.1 * 10**9 is no integer in floating point
     try:
         number = Fraction(text[:-1] if scale else text) * (scale or 1)
     except ZeroDivisionError:
@@ -23,7 +23,7 @@ def parse_count(value: Any) -> int:
 
 
 def count_text(number: float) -> str:
-    """1343800000 as `1.344B`."""
+    """Format a count: 1343800000 as `1.344B`."""
     for unit, scale in reversed(SCALES.items()):
         if number >= scale:
             return f"{number / scale:.4g}{unit}"

@@ -1,5 +1,5 @@
-"""What is the user's to mend."""
+"""Errors that the user has to fix."""
 
 
 class UserError(Exception):
-    """A mistake that only the user can mend: commands print it without a traceback and exit with 2."""
+    """An error that only the user can fix. Commands print it without a traceback and exit with code 2."""

@@ -1,4 +1,4 @@
-"""How a command ends where the user made a mistake."""
+"""How a command exits after a user error."""
 
 import os
 import sys
@@ -12,22 +12,22 @@ USER_MISTAKE = 2
 
 
 def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
-    """Run the action; a UserError is printed and ends the process with 2, without a traceback.
+    """Run the action. A UserError is printed without a traceback and ends the process with exit code 2.
 
-    Where the reader of the output has left, as `| head` does, the process ends with 1.
+    If the reader of the output has closed the pipe, as `| head` does, the process exits with code 1.
     """
     try:
         action()
     except UserError as error:
         fail(command, error)
     except BrokenPipeError:
-        # else the interpreter would try to write the rest, and complain
+        # otherwise the interpreter would flush standard output at exit and print another error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 
 def fail(command: str, error: UserError) -> NoReturn:
-    """Print a user's mistake, on rank 0 only, and exit with 2."""
+    """Print a user error, on rank 0 only, and exit with code 2."""
     if first_rank():
         print(f"{command}: {error}", file=sys.stderr)
     sys.exit(USER_MISTAKE)

@@ -1,6 +1,6 @@
-"""How a configuration key is declared: its default, its documentation and what it may be.
+"""The declaration of a configuration key: its default, its documentation and its allowed values.
 
-Every dataclass of the schema uses `key`, so that `train.py --help` and the checks read the same words.
+Every dataclass of the schema uses `key`, so that `train.py --help` and the checks share one definition.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ def key(
     above: float | None = None,
     count: bool = False,
 ) -> Any:
-    """A documented field.
+    """Return a documented dataclass field.
 
-    choices: the strings allowed. minimum, maximum: inclusive bounds. above: exclusive lower bound.
-    count: an integer that may also be written `300M` or `10B`.
+    choices: the allowed strings. minimum, maximum: inclusive bounds. above: exclusive lower bound.
+    count: whether the value is an integer that may also be written as `300M` or `10B`.
     """
     metadata = {
         "doc": doc,

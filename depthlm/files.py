@@ -1,4 +1,4 @@
-"""Files that survive a power cut."""
+"""File writes that survive a power cut, and other helpers for files."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ CHUNK, SYNC_EVERY = 2**25, 2**27
 
 
 def _umask() -> int:
-    # to ask for it is to set it, which other threads would see: once, at the import
+    # reading the umask means setting it, which other threads would notice, so this runs once, at import
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -22,12 +22,12 @@ UMASK = _umask()
 
 
 def usual_mode(path: Path) -> None:
-    """Give a file the mode of a new one: safetensors makes its files for their owner alone."""
+    """Give a file the default mode of a new file, because safetensors creates files that only their owner can read."""
     path.chmod(0o666 & ~UMASK)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
+    """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,7 +36,7 @@ def sync(path: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Put the text in place of the file's, by one rename: a kill leaves the old text or the new one."""
+    """Replace the content of a file by one rename, so that a kill leaves either the old text or the new one."""
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
@@ -44,26 +44,26 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The keys of a YAML file, as plain data; {} where it is missing, broken or has none."""
+    """Return the content of a YAML file as plain data; {} if the file is missing, broken or not a mapping."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        found = yaml.load(file.read_text(), Loader=loader)
+        content = yaml.load(file.read_text(), Loader=loader)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def digest(file: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class LargeFile:
-    """A large file to write: digested and brought to the disk while it is written, and then forgotten by the cache.
+    """A large file that is digested and flushed to the disk while it is written, and then evicted from the page cache.
 
-    What the cache holds back is written all at the end, and needs memory that others use: on a virtual machine, whose
-    memory comes from its host page by page, that is slower than the disk.
+    Otherwise the cache would flush everything at the end and occupy memory that other processes need. On a virtual
+    machine, which gets its memory from the host page by page, that is slower than the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,14 +85,14 @@ class LargeFile:
                 if self.unsynced >= SYNC_EVERY:
                     self._sync()
             finally:
-                hashed.result()  # the bytes are the caller's again
+                hashed.result()  # the caller may reuse the bytes after `write` returns
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: `close` does."""
+        """Do nothing; `close` flushes the file."""
 
     def close(self) -> str:
-        """Wait until all is on the disk; the SHA-256 of it. Raises OSError."""
+        """Wait until the file is on the disk, and return its SHA-256. Raises OSError."""
         try:
             self._sync()
             self.syncing.result()

@@ -1,4 +1,4 @@
-"""Packages whose names are imported at first use: torch takes seconds to import, and `--help` does not need it."""
+"""Package attributes that are imported at first use: torch takes seconds to import, and `--help` does not need it."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -6,9 +6,10 @@ if TYPE_CHECKING:
 
 
 def lazy_attributes(package: str, modules: "Mapping[str, str]") -> "Callable[[str], object]":
-    """The `__getattr__` (PEP 562) of a package. modules: the module that defines each name, relative to the package.
+    """Return the `__getattr__` (PEP 562) of a package.
 
-    No name may be that of a submodule: importing the submodule would replace it.
+    modules: the module that defines each name, relative to the package. No name may equal that of a submodule, because
+    importing the submodule would overwrite the attribute.
     """
 
     def get(name: str) -> object:

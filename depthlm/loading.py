@@ -1,4 +1,4 @@
-"""A trained run, back from its directory."""
+"""Load the model of a run directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +14,16 @@ from depthlm.config.validate.mechanism import check_target
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
-from depthlm.runs.records import SUMMARY
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
-    """The model of a run directory with the weights of its newest whole checkpoint, in evaluation mode, and its config.
+    """Return the model of a run directory, with the weights of its newest valid checkpoint, and its configuration.
 
-    The configuration is read as data: it may build classes of depthlm, and of the modules named in `trust`, alone.
-    Raises UserError for a directory without a run or checkpoint, or a mechanism from elsewhere.
+    The model is in evaluation mode. The configuration is read as data and may only build classes of depthlm and of the
+    modules named in `trust`. Raises UserError for a directory without a run or checkpoint, or a mechanism from
+    another module.
     """
     model, config, _ = load_checkpoint(run, device, trust)
     return model, config
@@ -31,23 +32,25 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
 def load_checkpoint(
     run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()
 ) -> tuple[Decoder, Config, dict[str, Any]]:
-    """As `load`, with the manifest of the checkpoint that the weights are of."""
+    """Like `load`, and also return the manifest of the loaded checkpoint."""
     directory = Path(run)
     config = load_config(directory)
     check_trusted(targets(config.model), trust, str(directory))
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
-    found = newest_checkpoint(directory)
-    if found is None:
-        what = retrain(directory) if (directory / SUMMARY).exists() else "train it first, or name another run"
-        raise UserError(f"{directory}: no checkpoint in it; {what}")
-    path, manifest = found
+    checkpoint = newest_checkpoint(directory)
+    if checkpoint is None:
+        remedy = (
+            retrain(directory) if RunDirectory(directory).summary.exists() else "train it first, or name another run"
+        )
+        raise UserError(f"{directory}: no checkpoint in it; {remedy}")
+    path, manifest = checkpoint
     model = build_model(config, "meta").to_empty(device=device)
     weights = load_file(path / WEIGHTS, device=str(device))
     model.load_state_dict(weights)
     if model.kernels == "triton":
-        # what a run must have is no demand on where it is used
+        # a requirement of training should not restrict where the model is used
         model.kernels = "auto"
     if config.data.document_mask:
         model.end_of_text = Tokenizer.load(directory).end_of_text

@@ -1,4 +1,4 @@
-"""Hydra's sweeper over depthlm's points. Hydra finds its plugins in this folder, and nowhere else."""
+"""A Hydra sweeper over depthlm's points. Hydra searches for plugins only in a folder of this name."""
 
 import math
 import sys
@@ -15,18 +15,18 @@ from depthlm.sweeps import sweep_points
 
 
 class PointsSweeper(Sweeper):
-    """The points that `sweep_points` makes of a command line, given to any launcher."""
+    """A sweeper that gives the points of `sweep_points` to any launcher."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take the launcher that the command line chose."""
+        """Create the launcher that the command line selects."""
         self.config_dir = given_config_dir(config.hydra)
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
-        """Launch every point, in order, and show what became of each; exits with 1 where one failed."""
-        # Hydra imports every plugin, also for help
+        """Launch every point in order and print the state of each. Exits with code 1 if a point failed."""
+        # imported late: Hydra imports every plugin, even to print help
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
         from depthlm.sweeps.table import print_points
 
@@ -38,7 +38,7 @@ class PointsSweeper(Sweeper):
             for point, job in zip(points, done, strict=True)
             if job.status != JobStatus.COMPLETED or job.return_value == math.inf
         ]
-        # refused: a complete run of other settings lies there, or nothing
+        # points that were refused: their directory contains a complete run with other settings, or nothing
         refused = [directory for directory in failed if read_run(directory).state in (COMPLETE, WAITING)]
         print_points(points, dict.fromkeys(refused, FAILED))
         if failed:

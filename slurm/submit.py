@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# the package lies beside this folder, also where it is not installed
+# find the package beside this folder even if it is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from depthlm.__main__ import main

@@ -1,4 +1,4 @@
-"""What the tests share: one thread, no network, a small corpus, and short runs on it."""
+"""Settings and fixtures of all tests: one thread, no network, a small corpus, and short runs on it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ TEXT = "the depth of a stream is read by every layer and written once more befor
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden values anew instead of comparing")
+    parser.addoption("--update-golden", action="store_true", help="regenerate the golden values instead of comparing")
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[TwoRanks]:
-    """Two processes that train together, started once a session."""
+    """Two processes that train together, started once per session."""
     ranks = TwoRanks()
     yield ranks
     ranks.close()
@@ -43,13 +43,13 @@ def two_ranks() -> Iterator[TwoRanks]:
 
 @pytest.fixture(scope="session")
 def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the token files of that corpus lie, prepared once a session."""
+    """The folder of that corpus's token files, which are prepared once per session."""
     return tmp_path_factory.mktemp("tokens") / "bytes"
 
 
 @pytest.fixture
 def small_run(corpus_folder: Path, token_folder: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Overrides of a short run on the small corpus, in a directory of this test; later ones win."""
+    """Build the overrides of a short run on the small corpus, in the test's own directory. Later overrides win."""
 
     def overrides(*more: str, name: str = "run") -> list[str]:
         settings = {

@@ -1,4 +1,4 @@
-"""What doctor prints of machines that are made up, and of this one."""
+"""The output of doctor, for simulated machines and for this one."""
 
 import json
 import socket
@@ -37,14 +37,14 @@ def test_a_run_would_start_here(tmp_path: Path) -> None:
         assert f" {name} " in done.stdout
 
 
-def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_same_items(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(["device=cpu"], None, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["starts"] is True
-    assert {"name": "configuration", "value": "device=cpu: no mistakes", "state": OK, "remedy": ""} in told["items"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["starts"] is True
+    assert {"name": "configuration", "value": "device=cpu: no errors", "state": OK, "remedy": ""} in output["items"]
 
 
-def test_an_old_driver_is_a_problem_that_is_named_once(
+def test_an_old_driver_is_reported_as_one_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -61,7 +61,7 @@ def test_an_old_driver_is_a_problem_that_is_named_once(
     assert doctor(["device=cpu"], None, as_json=False) == 0
 
 
-def test_a_wrong_configuration_is_a_problem() -> None:
+def test_an_invalid_configuration_is_a_problem() -> None:
     item = by_name(["device=cpu", "size=hug"])["configuration"]
     assert item.state == PROBLEM
     assert "size=hug: no such size" in item.value
@@ -69,7 +69,7 @@ def test_a_wrong_configuration_is_a_problem() -> None:
     assert "data.source=/nowhere: no such folder or file" in item.value
 
 
-def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_import_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     def import_module(name: str) -> None:
         raise ImportError(f"lib{name}.so: cannot open shared object file\nmore")
 
@@ -81,7 +81,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_packages_of_a_version_that_is_not_allowed_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.0.0", "rich": None, "lm-eval": None}
     known = software.installed_version
     monkeypatch.setattr(
@@ -93,13 +93,13 @@ def test_packages_of_a_version_that_is_not_allowed_are_a_problem(monkeypatch: py
     packages, extras = software.packages()
     assert packages.state == PROBLEM
     assert packages.value.startswith(
-        "torch is 2.0.0, and torch>=2.9 is needed; rich is not installed; torch 2.0.0, numpy"
+        "torch is 2.0.0, but torch>=2.9 is required; rich is not installed; torch 2.0.0, numpy"
     )
     assert "pip install" in packages.remedy
     assert (extras.state, "not evaluation: pip install -e '.[evaluation]'" in extras.value) == (OK, True)
 
 
-def test_compilers_matter_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compilers_matter_only_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -111,7 +111,7 @@ def test_compilers_matter_where_they_are_needed(monkeypatch: pytest.MonkeyPatch)
     assert states == [WARNING, PROBLEM, OK]
 
 
-def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_little_free_space_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
     assert machine.disk("disk", tmp_path / "a/b").state == WARNING
     assert machine.shared_memory().state == WARNING
@@ -133,7 +133,7 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
     assert by_name(["device=cpu", "tracker=none"])["W&B"].value.startswith("not used")
 
 
-def test_variables_of_a_launcher_that_contradict_each_other_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contradicting_launcher_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("depthlm.distributed.launchers._told", ({}, None))
@@ -141,15 +141,15 @@ def test_variables_of_a_launcher_that_contradict_each_other_are_a_problem(monkey
     assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
 
 
-def test_an_item_that_fails_does_not_hide_the_others() -> None:
+def test_a_failing_check_becomes_a_problem() -> None:
     def broken() -> Item:
         raise ZeroDivisionError("by zero")
 
     (item,) = look_at("memory", broken)
-    assert (item.state, item.value) == (PROBLEM, "cannot be looked at: ZeroDivisionError: by zero")
+    assert (item.state, item.value) == (PROBLEM, "this check failed: ZeroDivisionError: by zero")
 
 
-def test_a_gpu_that_works_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     Properties = namedtuple("Properties", "name total_memory major minor")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""Packages whose names are imported at first use, and where the code lies."""
+"""Package attributes that are imported at first use, and the locations of the code."""
 
 import importlib
 import subprocess
@@ -21,12 +21,12 @@ def test_every_public_name_can_be_imported(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["depthlm", "depthlm.data", "depthlm.config", "depthlm.model", "depthlm.__main__"])
-def test_torch_is_not_imported_with_a_package(package: str) -> None:
+def test_importing_a_package_does_not_import_torch(package: str) -> None:
     script = f"import sys, {package}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0
 
 
-def test_commands_are_those_of_a_checkout_or_of_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_depend_on_checkout_or_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert locations.IS_CHECKOUT
     assert Path(REPOSITORY, "train.py").is_file()
     assert command("train.py", "train") == "python train.py"

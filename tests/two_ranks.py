@@ -1,4 +1,4 @@
-"""Two processes that stay, joined by gloo: what runs on two ranks need not start Python each time."""
+"""Two persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
 
 import multiprocessing
 import os
@@ -12,26 +12,26 @@ WORLD_SIZE, SECONDS = 2, 180.0
 
 
 class TwoRanks:
-    """Calls a function on both ranks; it must be importable, since it goes to other processes by its name."""
+    """Calls a function on both ranks; it must be importable, since it is sent to the other processes by name."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         port, self.pipes, self.processes = free_port(), [], []
         for rank in range(WORLD_SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            parent_pipe, child_pipe = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, child_pipe), daemon=True)
             process.start()
-            self.pipes.append(ours)
+            self.pipes.append(parent_pipe)
             self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What the function returns on each rank. Raises AssertionError with the traceback of a rank where it fails."""
+        """Return the function's result on each rank. Raises AssertionError with the traceback of a rank that fails."""
         for pipe in self.pipes:
             pipe.send((function, arguments))
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(SECONDS):
                 self.close()
-                raise AssertionError(f"rank {rank} gave no answer in {SECONDS:.0f} s")
+                raise AssertionError(f"rank {rank} did not answer within {SECONDS:.0f} s")
         answers = [pipe.recv() for pipe in self.pipes]
         failed = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text)
         assert not failed, failed
@@ -45,14 +45,14 @@ class TwoRanks:
 
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def train_on_ranks(overrides: list[str]) -> int | str:
-    """Train under these overrides, as train.py would: the exit code, or what a user's mistake is told as."""
+    """Train with these overrides, as train.py would. Returns the exit code, or the message of a UserError."""
     import depthlm
     from depthlm.errors import UserError
     from depthlm.training import train
@@ -64,7 +64,7 @@ def train_on_ranks(overrides: list[str]) -> int | str:
 
 
 def rank_variables(rank: int, port: int, world_size: int = WORLD_SIZE) -> dict[str, str]:
-    """What a launcher would set for this rank."""
+    """Return the variables that a launcher would set for this rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -84,7 +84,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     start_distributed(ranks())
-    # DeepSpeed keeps the first group of a process for ever
+    # DeepSpeed never releases the first process group of a process
     torch.distributed.destroy_process_group = lambda *_: None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Accounting: parameters, FLOPs and memory of a decoder, and what its mechanism adds to them."""
+"""Accounting: the parameters, FLOPs and memory of a decoder, and the overhead of its mechanism."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """Floating-point operations per token, from each module's formula.
 
-A multiplication and an addition count as two. Matrix products and attention count; norms, activations, positions and
-the lookup of an embedding do not, as in `torch.utils.flop_counter`, against which this is tested.
+A multiplication and an addition count as two operations. Only matrix products and attention count. Norms, activations,
+positions and embedding lookups do not, as in `torch.utils.flop_counter`, which the tests compare with.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from depthlm.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs per token. attention, mlp, head and connection are of one forward pass."""
+    """FLOPs per token. attention, mlp, head and connection: of one forward pass."""
 
     attention: float
     mlp: float
@@ -26,20 +26,20 @@ class Flops:
 
     @property
     def training(self) -> float:
-        """Forward and backward: three forwards (arXiv 2001.08361); recomputed layers do not count, as in MFU."""
+        """Forward and backward: three times forward (arXiv 2001.08361). Recomputation does not count, as in MFU."""
         return 3 * self.forward
 
 
 def flops_per_token(model: Decoder, sequence_length: int, causal: bool = True) -> Flops:
-    """FLOPs per token of sequences of that length; works on the meta device.
+    """Return the FLOPs per token for sequences of this length; works on the meta device.
 
-    A linear layer of n weights: 2n. Attention: 4 H e T, halved if causal, where H is the heads, e their size and T the
-    sequence. A mechanism adds its own through a method of its attention or connection, for what its `nn.Linear`
-    children do not tell:
+    A linear layer of n weights takes 2n. Attention takes 4 H e T, halved if causal, where H is the number of heads, e
+    their size and T the sequence length. The attention or connection of a mechanism has a method that returns the FLOPs
+    outside of its `nn.Linear` children:
 
         def forward_flops(self, length, causal) -> float: ...
 
-    causal: False counts the scores that the mask throws away too.
+    causal: False also counts the scores that the mask discards.
     """
     attention = mlp = 0.0
     for layer in model.layers:

@@ -1,7 +1,7 @@
-"""Memory of training on one rank: weights, gradients, optimizer, activations, and what DeepSpeed adds. In bytes.
+"""The memory of training on one rank, in bytes: weights, gradients, optimizer, activations and DeepSpeed's buffers.
 
-What a micro-batch takes is counted by a trace of the decoder itself (`depthlm.accounting.tracing`). What the states
-take follows from the ZeRO stage; DeepSpeed's buffers are those of version 0.19.
+A trace of the decoder counts the memory of a micro-batch (`depthlm.accounting.tracing`). The memory of the states
+follows from the ZeRO stage. DeepSpeed's buffers are those of version 0.19.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from depthlm.config import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# what glibc keeps of freed blocks below 32 MiB, beside a CPU's activations, without and with checkpointing, whose short
-# layers fragment the heap: so much of the activations, and at most so many bytes; measured, of 50 MiB to 1 GiB of them
+# freed blocks below 32 MiB that glibc retains on a CPU, without and with activation checkpointing, which fragments the
+# heap: (fraction of the activations, upper bound in bytes); measured with activations of 50 MiB to 1 GiB
 CPU_WASTE = {False: (0.25, 128 * 2**20), True: (1.5, 320 * 2**20)}
-# numbers that DeepSpeed reduces at once where no ZeRO stage does, and that ZeRO 3 keeps gathered
+# elements that DeepSpeed reduces at once without a ZeRO stage, and elements that ZeRO 3 keeps gathered
 REDUCED, GATHERED = 500_000_000, 1_000_000_000
 
 
 class UntracedError(RuntimeError):
-    """The decoder cannot be traced: its code needs numbers, which meta has none of."""
+    """The decoder cannot be traced, because its code needs values, which meta tensors do not have."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """The memory of one rank, in bytes.
 
-    gradients: with those that DeepSpeed adds up in fp32. activations: the most that a micro-batch, or the update after
-    it, takes beyond all else. buffers: DeepSpeed's. process: of a CPU, what is there beside tensors.
-    offloaded: bytes that rest in the CPU's memory, beside the total.
+    gradients: including those that DeepSpeed accumulates in fp32. activations: the peak of a micro-batch, or of the
+    update after it, in addition to the other fields. buffers: those of DeepSpeed. process: on a CPU, the process's
+    memory outside of tensors. offloaded: bytes in the CPU's memory, not part of the total.
     """
 
     weights: float
@@ -53,10 +53,10 @@ class Memory:
 
 
 class MemoryEstimator:
-    """The memory of a configuration on `cpu` or `cuda`, which need not be there. It keeps its traces.
+    """Estimates the memory of a configuration on `cpu` or `cuda`, which this machine need not have. Caches its traces.
 
-    process: bytes of this process beside tensors. line: two micro-batches; what others take is read off the line
-    through them, instead of a trace of each.
+    process: bytes of this process outside of tensors. line: two micro-batch sizes; other sizes are interpolated
+    linearly between their traces instead of traced.
     """
 
     def __init__(self, config: "Config", device: str, process: float = 0.0, line: tuple[int, int] | None = None):
@@ -66,29 +66,31 @@ class MemoryEstimator:
     def estimate(
         self, stage: int, ranks: int, micro_batch_size: int, accumulation: int = 1, checkpointing: bool | None = None
     ) -> Memory:
-        """`states`, and what a micro-batch takes.
+        """Return the memory of `states` and of one micro-batch.
 
-        accumulation: micro-batches of a step. checkpointing: None: as configured. Raises: UntracedError.
+        accumulation: micro-batches per step. checkpointing: None: as configured. Raises UntracedError.
         """
         if checkpointing is None:
             checkpointing = self.config.training.activation_checkpointing
         states = self.states(stage, ranks, accumulation)
-        # above ZeRO 0 a gradient leaves for DeepSpeed's buffers as soon as it is there
+        # above ZeRO 0, DeepSpeed moves each gradient to its own buffers as soon as it is computed
         traced = self._trace(stage, micro_batch_size, checkpointing, accumulating=stage > 0 or accumulation > 1)
         peak = traced.peak - (states.gradients if stage == 0 and accumulation == 1 else 0.0)
         return replace(states, activations=max(peak + self._waste(peak, checkpointing), states.activations))
 
     def states(self, stage: int, ranks: int, accumulation: int = 1) -> Memory:
-        """What no micro-batch is too small for, under a ZeRO stage (arXiv 1910.02054): 1 divides the optimizer's states
-        by the ranks, 2 the gradients too, 3 the weights too. `activations` is what the update takes.
+        """Return the memory under a ZeRO stage (arXiv 1910.02054) that does not depend on the micro-batch.
+
+        Stage 1 divides the optimizer states by the number of ranks, stage 2 also the gradients, stage 3 also the
+        weights. `activations` is the memory of the update.
         """
         numbers, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
         if stage == 0:
-            # fp32 weights, under autocast for bf16; the gradients are copied into one piece to be reduced
+            # the weights are fp32, under autocast for bf16; DeepSpeed copies the gradients into one flat buffer
             flat = 4.0 * min(numbers, REDUCED)
             return Memory(4.0 * numbers, 4.0 * numbers, self.moments, flat + self._waste(flat), process=self.process)
         width = DTYPES[precision].itemsize
-        # the moments, and the weights in fp32, also where they are in fp32 already
+        # the moments and an fp32 copy of the weights, even if they are fp32 already
         weights, optimizer = float(width * numbers), (4.0 * numbers + self.moments) / ranks
         gradients = flat = 4.0 * numbers / ranks
         bucket = width * min(sharding.reduce_bucket_size, numbers) * (2.0 if sharding.overlap_comm else 1.0)
@@ -98,7 +100,7 @@ class MemoryEstimator:
         elif stage == 1 and accumulation > 1:
             gradients += width * numbers
         if stage < 3 and precision == "fp32" and accumulation == 1:
-            # gradients of the weights' dtype are read from the bucket
+            # the update reads gradients in the weights' dtype directly from the bucket
             gradients = max(0.0, gradients - bucket)
         if stage == 3:
             weights /= ranks
@@ -115,12 +117,12 @@ class MemoryEstimator:
 
     @cached_property
     def parameters(self) -> int:
-        """How many numbers the weights have."""
+        """The number of parameters."""
         return sum(parameter.numel() for parameter in build_model(self.config, "meta").parameters())
 
     @cached_property
     def moments(self) -> float:
-        """AdamW's two moments in fp32; Muon has one for each hidden matrix."""
+        """The bytes of the optimizer's moments in fp32: AdamW has two, Muon has one for each hidden matrix."""
         if self.config.optimizer.name != "muon":
             return 8.0 * self.parameters
         groups = optimizer_groups(build_model(self.config, "meta"), self.config.optimizer.weight_decay)
@@ -145,22 +147,22 @@ class MemoryEstimator:
                 model.checkpoint_activations()
             if stage == 3:
                 model.read_alone()
-            # which token ends a text changes no shape
+            # any token will do, because it does not affect shapes
             model.end_of_text = 0 if self.config.data.document_mask else None
             autocast = None if half_weights or precision == torch.float32 else precision
             sizes = (micro_batch_size, training.sequence_length)
             try:
                 self.traces[key] = trace(model, self.device, *sizes, autocast, training.z_loss, accumulating)
             except Exception as error:
-                # a mechanism may be anybody's
+                # a user's mechanism may raise anything
                 raise UntracedError(f"{self.config.model.name} cannot be traced on meta: {error}") from error
         return self.traces[key]
 
 
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
-    """The largest of these micro-batches (ascending) whose total is no more than available; None: not the smallest.
+    """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
 
-    Totals rise almost in proportion, so that the next one to ask for lies on the line between two known ones.
+    Totals grow almost linearly, so the search interpolates between two known totals.
     """
     low, high = 0, len(sizes) - 1
     known = {low: total(sizes[low])}
@@ -172,7 +174,7 @@ def largest(sizes: Sequence[int], available: float, total: Callable[[int], float
     while high - low > 1:
         slope = (known[high] - known[low]) / (sizes[high] - sizes[low])
         aim = sizes[low] + (available - known[low]) / slope
-        # the last that the line says fits, and after it the first that it says does not
+        # the largest size that fits by interpolation; if none in between does, the smallest of them
         between = range(low + 1, high)
         middle = max((i for i in between if sizes[i] <= aim), default=low + 1)
         known[middle] = total(sizes[middle])

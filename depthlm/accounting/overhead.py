@@ -1,4 +1,4 @@
-"""What a depth mechanism costs beyond the vanilla decoder of the same size and backbone, as the papers count it."""
+"""The overhead of a depth mechanism over the vanilla decoder of the same size and backbone, as the papers count it."""
 
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ BYTES_PER_VALUE = 2
 class Overhead:
     """The columns of Table 2 of Depth-Attention (arXiv 2606.05014, appendix B), and the parameters.
 
-    flops_per_token: of one forward pass. io_bytes_per_token: activations read and written, of 16 bits. prefill_bytes:
-    held beside the KV cache while 128K tokens are prefilled, of 16 bits. The read before the final norm does not count,
-    as in that table.
+    flops_per_token: of one forward pass. io_bytes_per_token: activations read and written, in 16 bits. prefill_bytes:
+    memory in addition to the KV cache while 128K tokens are prefilled, in 16 bits. As in that table, the read before
+    the final norm does not count.
     """
 
     parameters: int
@@ -30,7 +30,7 @@ class Overhead:
 
 
 def overhead(model: Decoder) -> Overhead:
-    """The overhead of a decoder; works on the meta device."""
+    """Return the overhead of a decoder; works on the meta device."""
     with torch.device("meta"):
         vanilla = Decoder(model.size, model.backbone, Residual, SelfAttention, model.loops)
     attentions = [layer.attention for layer in model.layers]
@@ -42,20 +42,20 @@ def overhead(model: Decoder) -> Overhead:
     for connection in reads:
         flops += _flops(connection)
         values += connection.io_values()
-    held = held_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
+    retained = held_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
     return Overhead(
         parameters=count_parameters(model)["total"] - count_parameters(vanilla)["total"],
         flops_per_token=flops,
         io_bytes_per_token=BYTES_PER_VALUE * values,
-        prefill_bytes=float(PREFILL_TOKENS * BYTES_PER_VALUE * held),
+        prefill_bytes=float(PREFILL_TOKENS * BYTES_PER_VALUE * retained),
     )
 
 
 @torch.no_grad()
 def held_states(model: Decoder) -> float:
-    """The largest stream before any sublayer, in hidden states, beyond the one of a residual decoder.
+    """Return the size of the largest stream before any sublayer, in hidden states, minus the one of a residual decoder.
 
-    Found by making the moves of one token.
+    It is measured by passing one token through the connections.
     """
     hidden_btd = torch.empty(1, 1, model.size.hidden_size, device=next(model.parameters()).device)
     connections = list(model.connections)[:-1]
@@ -63,17 +63,17 @@ def held_states(model: Decoder) -> float:
     for connection in connections:
         most = max(most, sum(x.numel() for x in distinct(connection.materialize(stream))) / hidden_btd.numel())
         _, carry = connection.read(stream)
-        # a new tensor, as every sublayer's output is
+        # a new tensor, like the output of every sublayer
         stream = connection.write(stream, torch.empty_like(hidden_btd), carry)
     return most - 1
 
 
 def distinct(stream: list[Tensor]) -> list[Tensor]:
-    """The tensors of a stream, each once."""
+    """Return the distinct tensors of a stream."""
     return list({id(x): x for x in stream}.values())
 
 
 def _flops(module: torch.nn.Module) -> float:
     linear = sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, torch.nn.Linear))
-    # the length cancels against vanilla's
+    # terms in the length cancel in the difference from vanilla
     return linear + module.forward_flops(1, False)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Parameters by part of the model."""
+"""Parameter counts by part of the model."""
 
 from torch import nn
 
@@ -9,10 +9,10 @@ PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Parameters by part, and their "total"; works on the meta device.
+    """Return the number of parameters of each part, and the "total"; works on the meta device.
 
-    norms: those of the layers, of q and k, and the final one. attention: with what a mechanism adds to it.
-    connection: all that the connections own, norms included. head: 0 for a tied matrix, which counts as embedding.
+    norms: the norms of the layers, of q and k, and the final norm. attention: including the mechanism's parameters.
+    connection: all parameters of the connections, norms included. head: 0 if tied, since it counts as embedding.
     """
     counts = dict.fromkeys(PARTS, 0)
     for owned in owned_parameters(model):

@@ -1,4 +1,4 @@
-"""`python -m depthlm summary`: what a configuration costs, before anything is built."""
+"""The command `python -m depthlm summary`: the cost of a configuration, computed without building it."""
 
 import json
 import math
@@ -22,15 +22,16 @@ from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
 
-# memory of common GPUs, in GB of 10^9 bytes: what theirs has beyond is CUDA's own
+# memory of common GPUs, in GB of 10^9 bytes; what they have beyond that is left to CUDA
 GPUS = (80, 141)
 
 
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
-    """Parameters by part, FLOPs per token, tokens, and bytes on each of `gpus` GPUs for every ZeRO stage.
+    """Return parameters by part, FLOPs per token, tokens, and the memory of each of `gpus` GPUs for every ZeRO stage.
 
-    The activations are those of one micro-batch; where none is given, of the batch's share of one GPU. With them, the
-    largest micro-batch for each memory of GPUS. Raises UserError where the decoder cannot be traced.
+    The activations are those of one micro-batch or, if its size is not configured, of one GPU's share of the batch. The
+    summary also has the largest micro-batch for each memory size of GPUS. Raises UserError if the decoder cannot be
+    traced.
     """
     model = build_model(config, "meta")
     training = config.training
@@ -61,8 +62,11 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
 def memory_per_gpu(
     config: Config, gpus: int, micro_batch_size: int
 ) -> tuple[dict[str, float], dict[str, dict[str, int | None]]]:
-    """By ZeRO stage, the bytes on each GPU; and by ZeRO stage and GB of a GPU, the largest micro-batch (sequences),
-    None where one sequence is too many."""
+    """Return the memory of each GPU and the largest micro-batch, for every ZeRO stage.
+
+    The memory is in bytes. The largest micro-batch is in sequences, by memory size of the GPU, and None if not even one
+    sequence fits.
+    """
     estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 2 * micro_batch_size))
     share = max(1, config.training.batch_size // gpus)
 
@@ -104,7 +108,7 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     table.add_row("FLOPs per token, forward", f"{summary['forward_flops_per_token']:.4g}")
     table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
     for name, text in overhead_texts(summary["extra"]).items():
-        table.add_row(f"beyond vanilla, forward: {name}", text)
+        table.add_row(f"added to vanilla, forward: {name}", text)
     if summary["steps"] is not None:
         table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
         table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
@@ -124,14 +128,14 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
 
 
 def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
-    """Print what every mechanism of conf/model costs beyond vanilla (Depth-Attention, Table 2), as a table or as JSON.
+    """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
 
-    overrides: of everything but the mechanism. Raises ConfigError for an override of it.
+    overrides: of anything except the mechanism. Raises ConfigError for an override of the mechanism.
     """
-    taken = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
-    taken = [override for override in taken if not override.startswith("model.loops=")]
-    if taken:
-        raise ConfigError([f"{override}: --overhead goes through every mechanism; leave it out" for override in taken])
+    refused = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
+    refused = [override for override in refused if not override.startswith("model.loops=")]
+    if refused:
+        raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
     names = [name for name in mechanisms(config_dir) if name != "vanilla"]
     costs = {}
     for name in track(names, "mechanisms", console=Console(stderr=True), transient=True):
@@ -141,7 +145,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
         print(json.dumps(costs, indent=1))
         return
     size = config.size.name
-    title = f"Beyond vanilla, size {size}\n"
+    title = f"Overhead over vanilla, size {size}\n"
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
     table.add_column("mechanism", min_width=max(map(len, names)))
     for column in overhead_texts(costs[names[0]]):
@@ -152,12 +156,12 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
 
 
 def extra(cost: Overhead) -> dict[str, int]:
-    """An overhead under its public names."""
+    """Return an overhead as integers by the names of the JSON output."""
     return {name: round(value) for name, value in asdict(cost).items()}
 
 
 def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
-    """An overhead as people read it: column and value."""
+    """Return an overhead as text: column and value."""
     return {
         "parameters": f"{cost['parameters']:,}",
         "FLOPs/token": f"{cost['flops_per_token']:.2e}",
@@ -169,5 +173,5 @@ def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
 def _bytes_text(count: float) -> str:
     if count < 2**20:
         return f"{count / 2**10:.0f} KiB"
-    # halves upwards, as the papers round
+    # round halves up, as the papers do
     return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"

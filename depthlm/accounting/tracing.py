@@ -1,7 +1,7 @@
-"""The memory of one forward and backward pass, counted without running it: on tensors that have shapes and no numbers.
+"""Count the memory of one forward and backward pass on meta tensors, without computing it.
 
-`trace` runs the decoder itself on the device `meta`, so that it counts whatever a mechanism keeps, with checkpointing
-and document masks. `_AsOn` answers for a device that need not be there, and `_Ledger` counts.
+`trace` runs the decoder itself on the device `meta`, so that it counts everything that a mechanism keeps, also with
+activation checkpointing and document masks. `_AsOn` simulates the device, and `_Ledger` counts.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from depthlm.model import Decoder
 
 META = torch.device("meta")
 
-# what autocast computes in 16 bits; and on a GPU in fp32, by a cast of the input or by asking for the result
+# functions that autocast computes in 16 bits, and on a GPU in fp32, by a cast of the input or of the result's dtype
 LOWER = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "einsum",
          "linalg_vecdot", "conv1d", "scaled_dot_product_attention"}  # fmt: skip
 FP32 = {"exp", "expm1", "log", "log1p", "log2", "log10", "reciprocal", "rsqrt", "pow", "__pow__", "__rpow__",
         "softplus", "layer_norm", "group_norm", "logsumexp", "norm", "cosine_similarity", "mse_loss"}  # fmt: skip
 FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
-# what makes tensors on the current device
+# functions that create tensors on the current device
 MAKERS = {"empty", "zeros", "ones", "full", "arange", "tensor", "linspace", "eye", "rand", "randn", "randint",
           "scalar_tensor", "tril_indices", "triu_indices", "empty_strided"}  # fmt: skip
 HALF = (torch.float16, torch.bfloat16)
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
     FP32.add("rms_norm")
 
-# operators whose bodies are PyTorch: what they take while they run is counted too
+# operators that are implemented in PyTorch; the memory that they use while they run is counted too
 BODIES: dict[Any, Callable[..., Any]] = {
     linear_cross_entropy.chunked._opoverload: linear_cross_entropy.forward,
     linear_cross_entropy.chunked_backward._opoverload: linear_cross_entropy.backward,
@@ -43,9 +43,9 @@ BODIES: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes of one forward and backward pass, beside weights, and gradients that were there before.
+    """The memory of one forward and backward pass in bytes, without weights and gradients that existed before.
 
-    saved: kept for the backward pass. peak: alive at once, the gradients of weights as they come included.
+    saved: kept for the backward pass. peak: the most alive at once, including the new gradients of weights.
     """
 
     saved: int
@@ -61,23 +61,23 @@ def trace(
     z_loss: float = 0.0,
     accumulating: bool = False,
 ) -> Trace:
-    """What a micro-batch takes on `cpu` or `cuda`, which need not be there.
+    """Return the memory of a micro-batch on `cpu` or `cuda`, which this machine need not have.
 
-    model: on meta; its weights' dtype is that of the run. autocast: the dtype under autocast; None: no autocast.
-    accumulating: whether the gradients of earlier micro-batches are there.
+    model: on meta, with weights in the dtype of the run. autocast: the dtype under autocast; None: no autocast.
+    accumulating: whether gradients of earlier micro-batches exist.
     """
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if accumulating else None
     tokens = torch.empty(micro_batch_size, sequence_length + 1, dtype=torch.long, device=META)
-    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    ledger, pretence = _Ledger(held), _AsOn(device)
+    uncounted = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    ledger, simulated_device = _Ledger(uncounted), _AsOn(device)
     try:
-        with ledger, pretence:
-            with pretence.autocast(autocast):
+        with ledger, simulated_device:
+            with simulated_device.autocast(autocast):
                 sums = model(tokens[:, :-1], tokens[:, 1:])
                 loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
             saved = ledger.live
-            # what loss.backward() calls, which itself is a function that `pretence` would be left for
+            # loss.backward() calls this engine, but as a torch function it would leave `simulated_device`
             engine = torch.autograd.Variable._execution_engine
             engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
     finally:
@@ -87,13 +87,13 @@ def trace(
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive, and the most there were at once."""
+    """Counts the bytes of all live storages, and their peak."""
 
-    def __init__(self, held: list[Tensor]):
-        """held: tensors that are not counted."""
+    def __init__(self, uncounted: list[Tensor]):
+        """uncounted: tensors that are not counted."""
         super().__init__()
         self.live = self.peak = 0
-        self.known: dict[int, weakref.ref | None] = {x.untyped_storage()._cdata: None for x in held}
+        self.known: dict[int, weakref.ref | None] = {x.untyped_storage()._cdata: None for x in uncounted}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         body = BODIES.get(func)
@@ -122,9 +122,9 @@ class _Ledger(TorchDispatchMode):
 
 
 class _AsOn(TorchFunctionMode):
-    """Tensors on meta say that they are on the CPU or a GPU, and PyTorch's functions do what they would do there.
+    """Makes meta tensors report that they are on the CPU or a GPU, and PyTorch's functions behave as on that device.
 
-    Autocast takes no notice of meta: its casts are made here. Its state is that of the CPU, for every device.
+    Autocast ignores meta tensors, so its casts are made here. Its state is that of the CPU, for every device.
     """
 
     def __init__(self, device: str):
@@ -138,7 +138,7 @@ class _AsOn(TorchFunctionMode):
 
     @contextlib.contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """Inside, autocast is on, and casts each weight once."""
+        """Turn autocast on; it casts each weight only once."""
         self.cast_weights = {}
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             yield
@@ -159,7 +159,7 @@ class _AsOn(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a function as autocast gives them to it."""
+        """Return the arguments of a function after autocast."""
         if name in LOWER:
             to, types = torch.get_autocast_dtype("cpu"), [torch.float32, *HALF]
         elif self.cuda and name in FP32:
@@ -179,7 +179,7 @@ class _AsOn(TorchFunctionMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """PyTorch's RMS norm on a GPU: it keeps x, the weight and a number per row. Elsewhere PyTorch takes it apart."""
+    """PyTorch's fused RMS norm on a GPU, which saves x, the weight and one number per row. Others are decomposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -203,8 +203,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel that scaled_dot_product_attention chooses on the device: flash where it can, else on a GPU the
-    memory-efficient one, which knows no groups, else one that holds all scores."""
+    """Run the kernel that scaled_dot_product_attention selects on the device.
+
+    That is flash attention if possible, else on a GPU the memory-efficient kernel, which supports no grouped queries,
+    else the kernel that materializes all scores.
+    """
     aten = torch.ops.aten
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)

@@ -1,1 +1,1 @@
-"""The commands that are more than a call: training and preparing."""
+"""The commands train, prepare and runs, and the help."""

@@ -1,4 +1,4 @@
-"""The command line of train.py before Hydra sees it: help, and every mistake at once."""
+"""Check the command line of train.py before Hydra reads it: print help, and report all mistakes at once."""
 
 import argparse
 import importlib.util
@@ -21,17 +21,17 @@ from depthlm.errors import UserError
 from depthlm.locations import install_command
 from depthlm.sweeps.points import check_points, is_axis, sweep_points
 
-# what comes with an extra: the override, its module and the extra
+# overrides that need an extra: the override, the plugin module and the extra
 PLUGINS = (
     ("hydra/launcher=slurm", "hydra_submitit_launcher", "slurm"),
     ("hydra/sweeper=optuna", "hydra_optuna_sweeper", "tune"),
     ("hydra/sweeper=learning_rate", "hydra_optuna_sweeper", "tune"),
 )
 
-# what depthlm decides, and a setting of Hydra's would only seem to
+# settings of Hydra that have no effect here because depthlm decides them, and what to use instead
 FIXED = {
     "hydra.run.dir": "the run directory is output_dir=",
-    "hydra.output_subdir": "the run directory is output_dir=, and holds config.yaml",
+    "hydra.output_subdir": "the run directory is output_dir=, which contains config.yaml",
     "hydra.job.chdir": "paths are relative to the folder of the command; give output_dir=",
 }
 
@@ -40,8 +40,8 @@ FIXED = {
 class CommandLine:
     """The command line of train.py.
 
-    completion: whether a shell asks for completions. cfg: what Hydra is to print instead of running. hydra: the
-    arguments that Hydra is given.
+    completion: whether a shell requests completions. cfg: what Hydra prints instead of running. hydra: the arguments
+    passed to Hydra.
     """
 
     overrides: list[str]
@@ -53,22 +53,22 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """The command line, unless it asks for help or a version, which are printed and end the process with 0.
+    """Parse the command line. For --help and --version, print the text and exit with code 0.
 
-    Raises UserError for a flag that is wrong.
+    Raises UserError for invalid flags.
     """
-    # DeepSpeed's launcher adds --local_rank, which Hydra's parser refuses; the environment says the same.
+    # DeepSpeed's launcher adds --local_rank, which Hydra's parser rejects; the environment has the same value
     kept = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     if "--help" in kept or "-h" in kept:
         flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         flags.add_argument("--config-dir", "-cd")
-        given, others = flags.parse_known_args(kept)
-        print_help([topic for topic in others if not topic.startswith("-")], given.config_dir)
+        flag_values, others = flags.parse_known_args(kept)
+        print_help([topic for topic in others if not topic.startswith("-")], flag_values.config_dir)
         sys.exit(0)
     if "--version" in kept:
         print(f"depthlm {depthlm.__version__}")
         sys.exit(0)
-    # Hydra's own modes (--cfg, --info, ...) look at a configuration without running it.
+    # Hydra's modes (--cfg, --info, ...) show a configuration without running it
     parsed, unknown = get_args_parser().parse_known_args(kept)
     if unknown and not parsed.shell_completion:
         raise UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them")
@@ -77,7 +77,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
         )
     if parsed.resolve and not parsed.cfg:
-        raise UserError("--resolve: goes with --cfg job")
+        raise UserError("--resolve: only valid with --cfg job")
     if parsed.info and run_of(parsed.overrides) is not None:
         raise UserError("--info: not with run=, which Hydra does not compose; --cfg job prints the configuration")
     return CommandLine(
@@ -91,7 +91,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def check_command_line(line: CommandLine) -> None:
-    """Raise UserError with every mistake in the overrides, of every point of a sweep."""
+    """Raise UserError with all mistakes in the overrides, including those of every point of a sweep."""
     errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(f"{key}=")]
     if not line.multirun:
         errors += _several_points(line)
@@ -101,11 +101,11 @@ def check_command_line(line: CommandLine) -> None:
         compose(line.overrides, line.config_dir)
         return
     if ranks().world_size > 1:
-        raise UserError("-m under several ranks would run the whole sweep in each of them: start one point a launch")
+        raise UserError("-m under several ranks would run the whole sweep on each rank; launch one point at a time")
     for group, plugin, extra in PLUGINS:
         if group in line.overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
             raise UserError(f"{group}: not installed; {install_command(extra)}")
-    # another sweeper makes points of its own, and may keep what it knows there before there is a run
+    # another sweeper chooses its own points, and may write its database to outputs/ before the first run
     other = any(text.startswith("hydra/sweeper=") for text in line.overrides)
     check_points([text for text in line.overrides if not (other and is_axis(text))], line.config_dir)
     if other:
@@ -113,7 +113,7 @@ def check_command_line(line: CommandLine) -> None:
 
 
 def _several_points(line: CommandLine) -> list[str]:
-    """What is wrong with an experiment that is given without -m, unless the overrides are one of its points."""
+    """Return an error for an experiment without -m, unless the overrides select one of its points."""
     name = experiment_of(line.overrides)
     if name is None:
         return []

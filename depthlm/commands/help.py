@@ -1,4 +1,4 @@
-"""`python train.py --help [topic]`: groups with their options, keys with their defaults, and what each means."""
+"""`python train.py --help [topic]`: groups with their options, and keys with their defaults and meanings."""
 
 import importlib
 import inspect
@@ -23,10 +23,10 @@ from depthlm.console import stdout_console
 from depthlm.errors import UserError
 
 USAGE = r"""
-[bold]python train.py \[key=value ...][/bold]        train; again: resume, or say that the run is complete
-[bold]python train.py run=<directory> ...[/bold]    resume a run, or start another one from its configuration
+[bold]python train.py \[key=value ...][/bold]        train a run; resume it if it was interrupted
+[bold]python train.py run=<directory> ...[/bold]    resume a run, or start a new one from its configuration
 [bold]python train.py -m \[key=a,b ...][/bold]       train each point of a sweep, one after the other
-[bold]python train.py dry_run=true ...[/bold]       check everything, print what is derived, take one full-size step
+[bold]python train.py dry_run=true ...[/bold]       check everything, print derived values, run one full-size step
 [bold]python train.py --cfg job ...[/bold]          print the composed configuration
 [bold]python train.py --help <topic> ...[/bold]     a group (model, training), option (model=dca) or key (optimizer.lr)
 [bold]python -m depthlm <command> ...[/bold]        summary, runs, report, evaluate, ...: `python -m depthlm --help`
@@ -38,7 +38,7 @@ USAGE = r"""
 
 
 def print_help(topics: Sequence[str], config_dir: str | Path | None) -> None:
-    """Write the help of each topic, or the whole help, to standard output. Raises UserError for an unknown topic."""
+    """Print the help of each topic, or the complete help. Raises UserError for an unknown topic."""
     console = stdout_console(redirected_width=120)
     groups = available_groups(config_dir)
     for topic in topics:
@@ -55,7 +55,7 @@ def print_help(topics: Sequence[str], config_dir: str | Path | None) -> None:
 
 
 def show_all(console: Console, groups: dict[str, list[str]]) -> None:
-    """Every group with its options, and every key."""
+    """Print every group with its options, and every key."""
     with hydra_at_conf():
         raw = hydra.compose("config", return_hydra_config=True)
     chosen = raw.hydra.runtime.choices
@@ -68,13 +68,13 @@ def show_all(console: Console, groups: dict[str, list[str]]) -> None:
     console.print("[bold]Keys: key=value[/bold]")
     console.print(key_table(keys().values(), raw))
     console.print(
-        "Exit codes: 0 complete, 2 a mistake in the command, 75 stopped by a signal with everything saved, "
-        "130 interrupted before training, 1 anything else."
+        "Exit codes: 0 complete, 2 invalid command, 75 stopped by a signal with everything saved, "
+        "130 interrupted before training, 1 any other failure."
     )
 
 
 def show_topic(console: Console, topic: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> None:
-    """One group: its options with what their files say of themselves, and the keys of its section; or one key."""
+    """Print a group: its options with their descriptions, and the keys of its section; or print one key."""
     inside = [key for key in keys().values() if key.name == topic or key.name.startswith(f"{topic}.")]
     if topic not in groups and not inside:
         raise UserError(f"--help {topic}: no such group or key{nearest(topic, [*groups, *keys()])}")
@@ -93,7 +93,7 @@ def show_topic(console: Console, topic: str, groups: dict[str, list[str]], confi
 
 
 def show_option(console: Console, group: str, option: str, config_dir: str | Path | None) -> None:
-    """What one option says of itself and sets; of a mechanism, the settings of its classes with their docstrings."""
+    """Print what an option is and sets; for a mechanism, print the docstrings and settings of its classes."""
     file = option_file(group, option, config_dir)
     console.print(f"[bold]{group}={option}[/bold]  [dim]{escape(str(file))}[/dim]")
     console.print(" ".join(comment(file)) + "\n", markup=False)
@@ -110,17 +110,18 @@ def show_option(console: Console, group: str, option: str, config_dir: str | Pat
 
 
 def show_class(console: Console, name: str, settings: DictConfig) -> None:
-    """The class of a connection or an attention: its docstring, and each setting with its value and its meaning."""
+    """Print the docstring of a connection or attention class, and each setting with its value and meaning."""
     module, _, attribute = str(settings.get("_target_")).rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        mechanism_class = getattr(importlib.import_module(module), attribute)
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(f"{name}._target_={settings.get('_target_')}: cannot be imported ({error})") from None
-    console.print(f"[bold]{name}[/bold]: {found.__module__}.{found.__qualname__}\n")
-    console.print(inspect.getdoc(found) or "", markup=False, soft_wrap=True)
-    meanings = setting_meanings(inspect.getdoc(found) or "")
+    console.print(f"[bold]{name}[/bold]: {mechanism_class.__module__}.{mechanism_class.__qualname__}\n")
+    docstring = inspect.getdoc(mechanism_class) or ""
+    console.print(docstring, markup=False, soft_wrap=True)
+    meanings = setting_meanings(docstring)
     table = Table("setting", "value", "default", "meaning", box=box.SIMPLE)
-    for parameter in inspect.signature(found).parameters.values():
+    for parameter in inspect.signature(mechanism_class).parameters.values():
         if parameter.name not in ("spec", "size", "backbone") and parameter.kind is not parameter.VAR_KEYWORD:
             default = "" if parameter.default is parameter.empty else spelt(parameter.default)
             value = spelt(settings[parameter.name]) if parameter.name in settings else default
@@ -130,23 +131,23 @@ def show_class(console: Console, name: str, settings: DictConfig) -> None:
 
 
 def setting_meanings(docstring: str) -> dict[str, str]:
-    """What a docstring says of each parameter: its lines `name: meaning`, and `a, b: meaning` for several."""
-    found: dict[str, str] = {}
+    """Return the meaning of each parameter in a docstring, from lines `name: meaning` or `a, b: meaning`."""
+    meanings: dict[str, str] = {}
     current: list[str] = []
     for line in docstring.splitlines():
         match = re.match(r"((?:\w+(?:, )?)+): (.+)", line)
         if match:
             current = match[1].split(", ")
-            found |= dict.fromkeys(current, match[2])
+            meanings |= dict.fromkeys(current, match[2])
         elif line.startswith("    ") and current:
-            found |= {name: f"{found[name]} {line.strip()}" for name in current}
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in current}
         else:
             current = []
-    return found
+    return meanings
 
 
 def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
-    """Each key with its default and its meaning."""
+    """Return a table of keys with their defaults and meanings."""
     table = Table("key", "default", "meaning", box=box.SIMPLE)
     section = ""
     for key in shown:
@@ -164,12 +165,12 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
 
 
 def spelt(value: object) -> str:
-    """A value as an override has it."""
+    """Return a value in the syntax of an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def comment(file: Path) -> list[str]:
-    """The lines of the comment that a configuration file begins with."""
+    """Return the lines of the comment at the top of a configuration file."""
     words = []
     for line in file.read_text().splitlines():
         if line.startswith("# @package"):

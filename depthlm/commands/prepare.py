@@ -1,7 +1,7 @@
-"""Make the token files of a corpus: depthlm prepare data=fineweb_edu data.max_tokens=10B
+"""Prepare the token files of a corpus: depthlm prepare data=fineweb_edu data.max_tokens=10B
 
-Takes the overrides of train.py and prepares what they would train on; does nothing where they exist.
-Killed at any moment, the same command resumes from the last complete file, and ends with the same bytes.
+Takes the overrides of train.py and prepares the data they would train on, unless the token files already exist.
+After an interruption, the same command resumes from the last complete file and gives identical files.
 """
 
 import argparse
@@ -18,20 +18,20 @@ from depthlm.data.corpora.documents import REASONS
 
 
 def main(arguments: list[str], program: str) -> None:
-    """Prepare, or check the digests of every file; print what lies where."""
+    """Prepare the token files, or verify the hash of each; then print the folders and their contents."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=program, description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
-    parser.add_argument("--config-dir", help="a folder with configuration files of your own, as for train.py")
-    parser.add_argument("--verify", action="store_true", help="prepare nothing; compare every file with its digest")
+    parser.add_argument("--config-dir", help="a folder of additional configuration files, as for train.py")
+    parser.add_argument("--verify", action="store_true", help="prepare nothing; verify the hash of every file")
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="one source of a mixture; repeatable"
     )
-    given = parser.parse_intermixed_args(arguments)
-    data = compose(given.overrides, given.config_dir).data
-    folders = token_folders(data) if given.verify else prepare(data, only=given.only)
-    folders = {name: folder for name, folder in folders.items() if not given.only or name in given.only}
-    if given.verify:
+    options = parser.parse_intermixed_args(arguments)
+    data = compose(options.overrides, options.config_dir).data
+    folders = token_folders(data) if options.verify else prepare(data, only=options.only)
+    folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
+    if options.verify:
         verify_all(list(folders.values()))
     console = stdout_console()
     console.print(table(folders))
@@ -40,7 +40,7 @@ def main(arguments: list[str], program: str) -> None:
 
 
 def verify_all(folders: list[Path]) -> None:
-    """Read every file of the folders. Raises DataError for the first that is not what its manifest says."""
+    """Verify every file of the folders. Raises DataError for the first file that does not match its manifest."""
     sizes = [file.stat().st_size for folder in folders if Manifest.exists(folder) for file in folder.iterdir()]
     columns = TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
@@ -48,27 +48,27 @@ def verify_all(folders: list[Path]) -> None:
         task = bar.add_task("", total=sum(sizes))
         for folder in folders:
             verify(folder, lambda read: bar.update(task, advance=read))
-    console.print("every file is what its manifest says")
+    console.print("every file matches its manifest")
 
 
 def table(folders: dict[str, Path]) -> Table:
-    """One row a split of each source: its documents, bytes of text, tokens and files."""
-    rows = Table("source", "split", "documents", "text MB", "tokens", "bytes a token", "files")
+    """Return a table with one row per source and split: documents, bytes of text, tokens and files."""
+    rows = Table("source", "split", "documents", "text MB", "tokens", "bytes/token", "files")
     for name, folder in folders.items():
         manifest = Manifest.read(folder)
         (held_out,) = manifest.validation.values()
-        for kind, split in {"train": manifest.train, "validation": held_out}.items():
+        for split_name, split in {"train": manifest.train, "validation": held_out}.items():
             if split.files:
                 numbers = f"{split.documents:,}", f"{split.bytes / 1e6:.1f}", f"{split.tokens:,}"
-                rows.add_row(name, kind, *numbers, f"{split.bytes / split.tokens:.2f}", str(len(split.files)))
+                rows.add_row(name, split_name, *numbers, f"{split.bytes / split.tokens:.2f}", str(len(split.files)))
     return rows
 
 
 def notes(folder: Path) -> str:
-    """Where a source lies, its vocabulary and entropy, and what was left out."""
+    """Return the folder of a source, its vocabulary and entropy, and the number of skipped documents."""
     manifest = Manifest.read(folder)
-    parts = [f"{manifest.vocab_size:,} tokens of vocabulary, {manifest.dtype}"]
+    parts = [f"vocabulary of {manifest.vocab_size:,} tokens, {manifest.dtype}"]
     if manifest.train.unigram_entropy is not None:
         parts.append(f"unigram entropy {manifest.train.unigram_entropy:.3f} nats")
-    parts += [f"left out {count:,} {REASONS[reason]}" for reason, count in manifest.left_out.items()]
+    parts += [f"skipped {count:,} {REASONS[reason]}" for reason, count in manifest.left_out.items()]
     return f"{folder}: {'; '.join(parts)}"

@@ -1,4 +1,4 @@
-"""`depthlm runs [filter ...]`: the run directories, and how far each run is."""
+"""`depthlm runs [filter ...]`: list the run directories and the progress of each run."""
 
 import argparse
 import json
@@ -17,16 +17,17 @@ from depthlm.console import stdout_console
 from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.files import read_yaml
-from depthlm.runs.records import SUMMARY, read_run
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.records import read_run
 from depthlm.sweeps.table import STYLES
 
-# folders of a run, or beside runs, in which a config.yaml is no run's: snapshots of the code, and W&B's own files
+# folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
 IGNORED = {".slurm", "wandb"}
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run as the list shows it. loss: of training, the newest. age: seconds since something was written there."""
+    """An entry of the list. loss: the last logged training loss. age: seconds since the last write to the directory."""
 
     directory: str
     state: str
@@ -47,14 +48,14 @@ def main(arguments: list[str], program: str) -> None:
     parser.add_argument(
         "filter",
         nargs="*",
-        help="a part of the directory, or a state, model or size, or a pattern for one of them: mhc, failed, "
-        "'outputs/sweep/*'; of several, a run must match each",
+        help="part of the directory; or a state, model or size; or a pattern for one of these: mhc, failed, "
+        "'outputs/sweep/*'; a run must match every filter",
     )
-    parser.add_argument("--root", default="outputs", help="the folder below which runs lie (default outputs)")
+    parser.add_argument("--root", default="outputs", help="folder that contains the runs (default outputs)")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parsed = parser.parse_args(arguments)
     if not Path(parsed.root).is_dir():
-        raise UserError(f"--root {parsed.root}: no such folder; name the one below which the runs lie")
+        raise UserError(f"--root {parsed.root}: no such folder; give the folder that contains the runs")
     runs = list_runs(Path(parsed.root), parsed.filter)
     if parsed.json:
         print(json.dumps([asdict(run) for run in runs], indent=1))
@@ -68,7 +69,7 @@ def main(arguments: list[str], program: str) -> None:
 
 
 def list_runs(root: Path, filters: Sequence[str] = ()) -> list[Listed]:
-    """Every run below a folder that matches all filters, in the order of their last change."""
+    """Return the runs below a folder that match all filters, sorted by their last change."""
     folders = sorted(
         {file.parent for file in root.rglob("config.yaml") if IGNORED.isdisjoint(file.relative_to(root).parts)}
     )
@@ -82,9 +83,9 @@ def _matches(run: Listed, text: str) -> bool:
 
 
 def _listed(folder: Path) -> Listed:
-    run, config = read_run(folder), read_yaml(folder / "config.yaml")
-    files = [folder / name for name in ("config.yaml", "metrics.jsonl", SUMMARY)]
-    newest = max(file.stat().st_mtime for file in files if file.exists())
+    paths = RunDirectory(folder)
+    run, config = read_run(folder), read_yaml(paths.config)
+    newest = max(file.stat().st_mtime for file in (paths.config, paths.metrics, paths.summary) if file.exists())
     last = run.rows[-1] if run.rows else {}
     return Listed(
         directory=str(folder),
@@ -118,7 +119,7 @@ def _cells(run: Listed) -> list[str]:
 
 
 def age_text(seconds: float) -> str:
-    """90 as `1 min`, 10 000 as `2 h`, 400 000 as `4 days`."""
+    """Return an age as text: 90 gives `1 min`, 10 000 gives `2 h`, 400 000 gives `4 days`."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size or (unit != "days" and seconds >= size):
             return f"{seconds // size:.0f} {unit}"

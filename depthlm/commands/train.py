@@ -1,4 +1,4 @@
-"""`depthlm train`, `python train.py`: the main job. Hydra composes, depthlm.training trains."""
+"""`depthlm train`, `python train.py`: Hydra composes the configuration, depthlm.training trains."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from depthlm.locations import CONF
 
 
 def main(arguments: list[str], program: str) -> None:
-    """Train a run, or each point of a sweep; ends the process with the exit code of the run."""
+    """Train a run, or each point of a sweep. Ends the process with the exit code of the run."""
     line = read_command_line(arguments)
     run = None if line.completion else run_of(line.overrides)
     if run is not None and not line.multirun:
@@ -32,14 +32,14 @@ def main(arguments: list[str], program: str) -> None:
 
 
 def train_from_run(run: Path, line: CommandLine, program: str) -> NoReturn:
-    """Train with the configuration of a run; ends the process with the exit code."""
+    """Train with the configuration of an existing run. Ends the process with the exit code."""
     config = compose(line.overrides, line.config_dir)
     if line.cfg:
         print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
         sys.exit(0)
     changed = changes(run, config)
     if changed and first_rank():
-        print(f"{program}: a new run, in {config.output_dir}; what differs from {run}:")
+        print(f"{program}: a new run in {config.output_dir}; differences from {run}:")
         print("\n".join(f"  - {name}: {words}" for name, words in changed.items()), flush=True)
     from depthlm.training import train
 
@@ -47,7 +47,7 @@ def train_from_run(run: Path, line: CommandLine, program: str) -> NoReturn:
 
 
 def train_point(raw: DictConfig) -> float | None:
-    """Train one point. Of a sweep, returns its validation loss: infinity where it failed."""
+    """Train one point. In a sweep, return its validation loss, or infinity if it failed."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -62,7 +62,7 @@ def train_point(raw: DictConfig) -> float | None:
 
 
 def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
-    """Train one point; whatever goes wrong in it is printed and does not stop the others."""
+    """Train one point of a sweep. An error is printed and does not stop the other points."""
     from depthlm.config import resolve_and_check
     from depthlm.runs.records import read_run
     from depthlm.training import FAILED, STOPPED, hand_back, train

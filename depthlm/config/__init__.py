@@ -1,4 +1,4 @@
-"""Configuration: the schema, and the way from overrides to one checked `Config`."""
+"""Configuration: the schema, and the composition of overrides into a checked `Config`."""
 
 from depthlm.config.compose import compose, mechanisms, resolve_and_check
 from depthlm.config.from_run import changes, run_of

@@ -1,4 +1,4 @@
-"""The `key=value` words of a small command, read into a dataclass whose fields are declared with `key`."""
+"""Parse the `key=value` arguments of a command into a dataclass whose fields are declared with `key`."""
 
 import dataclasses
 import types
@@ -15,12 +15,14 @@ Arguments = TypeVar("Arguments")
 
 
 def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = "") -> Arguments:
-    """The arguments of a command: text as it stands, a list separated by commas, in brackets or not, null for None.
+    """Return the arguments of a command as an instance of `schema`.
 
-    prefix: of the keys on the command line, for the messages.
+    Text is taken literally, a list is separated by commas with or without brackets, and null is None.
 
-    Raises UserError with every mistake at once: a word that is no key=value, an unknown or missing key, a value that
-    its field does not allow.
+    prefix: prefix of the keys on the command line, for error messages.
+
+    Raises UserError with all mistakes at once: arguments that are not key=value, unknown keys, missing keys, and values
+    that a field does not allow.
     """
     known, errors, values = {key.name: key for key in walk(schema, "")}, [], {}
     for text in given:
@@ -28,7 +30,7 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
         if not equals:
             errors.append(f"{prefix}{text}: not key=value")
         elif name not in known:
-            errors.append(f"{prefix}{text}: no such key; there are {listed(known)}{nearest(name, known)}")
+            errors.append(f"{prefix}{text}: no such key; allowed: {listed(known)}{nearest(name, known)}")
         else:
             read = _read(known[name], value)
             if read is _WRONG:
@@ -46,7 +48,7 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
 
 
 def described(schema: type) -> str:
-    """A line a key: its words and its default, for --help."""
+    """Return one line per key, with its documentation and default, for --help."""
     required = {key.name for key in _required(schema)}
     defaults = {field.name: field.default for field in dataclasses.fields(schema)}
     lines = []
@@ -72,13 +74,13 @@ def _required(schema: type) -> list[Key]:
 def _read(key: Key, text: str) -> Any:
     if text == "null":
         return None if key.optional else _WRONG
-    plain = next((kind for kind in get_args(key.type) if kind is not types.NoneType), key.type)
+    plain = next((member for member in get_args(key.type) if member is not types.NoneType), key.type)
     plain = key.type if get_origin(key.type) is list else plain
     try:
         if get_origin(plain) is list:
-            (kind,) = get_args(plain)
+            (element_type,) = get_args(plain)
             inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-            return [kind(part.strip()) for part in inside.split(",") if part.strip()]
+            return [element_type(part.strip()) for part in inside.split(",") if part.strip()]
         if plain is bool:
             value: Any = {"true": True, "false": False}[text]
         else:

@@ -1,4 +1,4 @@
-"""The same experiment at less cost: what a budget cuts from a configuration."""
+"""Budgets: shrink a configuration to run the same experiment at lower cost."""
 
 import math
 from collections.abc import Set
@@ -7,15 +7,16 @@ from functools import partial
 from depthlm.config.schema import Config, Data
 from depthlm.config.schema.length import run_steps
 
-# of the standard library, as bytes; and the validation set in batches
+# tokens (bytes) of the standard library to use, and batches of the validation set
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
 
 
 def apply_budget(config: Config, chosen: Set[str]) -> None:
     """Shrink a configuration in place to its budget.
 
-    chosen: the keys and groups of the command line, which stay as they are. Depth, mechanism and the shape of the
-    schedule stay too: warm-up and validations keep their share of the run.
+    Depth, mechanism and the shape of the schedule do not change: warm-up and validation keep their share of the run.
+
+    chosen: the keys and groups that the command line sets; they stay unchanged.
     """
     budget, training, size = config.budget, config.training, config.size
 
@@ -24,12 +25,12 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
         if not any(name.split(".")[0] == "data" for name in chosen):
             config.data = Data(name="stdlib", tokenizer="bytes", on_bad_document="skip", max_tokens=OFFLINE_TOKENS)
             if free("size.vocab_size"):
-                # the tokenizer's, to which it is raised
+                # resolving raises it to the size of the tokenizer
                 size.vocab_size = 2
         if free("precision.name"):
             config.precision.name = "fp32"
         if free("training.num_threads"):
-            # so narrow, more of them wait for one another
+            # for such narrow models, more threads only add synchronization
             training.num_threads = 1
         if free("deepspeed.stage"):
             config.deepspeed.stage, config.deepspeed.offload = 0, "none"
@@ -55,13 +56,13 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
     if steps_before is not None:
         tokens = tokens_before
         if budget.flops is not None:
-            # all points by one factor, so that sizes and lengths keep their proportions
+            # one factor for all points, so that their sizes and lengths keep their proportions
             largest = max(config.experiment.flops or 0.0, 6.0 * matrices(config) * tokens)
             tokens = round(tokens * min(1.0, budget.flops / largest))
         steps = max(1, round(tokens / (training.batch_size * training.sequence_length)))
         _cut_steps(config, chosen, steps_before, min(steps, budget.max_steps or steps))
     elif shrinks and lengths & chosen and config.schedule.warmup_steps and free("schedule.warmup_steps"):
-        # the protocol's warm-up belongs to the protocol's length
+        # the warm-up of the protocol is meant for the length of the protocol
         config.schedule.warmup_steps = min(config.schedule.warmup_steps, max(1, (run_steps(config) or 0) // 10))
 
 
@@ -73,19 +74,19 @@ def _cut_steps(config: Config, chosen: Set[str], before: int, steps: int) -> Non
     if schedule.warmup_steps and free("schedule.warmup_steps"):
         schedule.warmup_steps = max(1, round(schedule.warmup_steps * steps / before))
     if training.validate_every is not None and free("training.validate_every"):
-        # on a run this short they would cost more than the steps
+        # in such a short run, frequent validation would cost more than the training steps
         training.validate_every = max(1, steps // 4, round(training.validate_every * steps / before))
     if free("training.log_every"):
         training.log_every = max(1, min(training.log_every, steps // 12))
 
 
 def _free(chosen: Set[str], name: str) -> bool:
-    """Whether the command line has set neither the key nor its group."""
+    """Return whether the command line sets neither the key nor its group."""
     return not {name, name.rpartition(".")[0]} & chosen
 
 
 def divided(width: int, divisor: int) -> int:
-    """A width divided, at least 4 and even, as RoPE needs it; a multiple of 8 where it was wide."""
+    """Return `width / divisor`, rounded to a multiple of 4 (8 for large widths), at least 4; RoPE needs even widths."""
     if divisor == 1:
         return width
     unit = 8 if width >= 8 * divisor else 4
@@ -93,7 +94,7 @@ def divided(width: int, divisor: int) -> int:
 
 
 def matrices(config: Config) -> int:
-    """The parameters N that a token meets in matrices, near enough for 6 N FLOPs: those of loops count each time."""
+    """Return the approximate number N of matrix parameters applied per token, for 6 N FLOPs; each loop counts again."""
     size = config.size
     attention = size.hidden_size * size.head_size * 2 * (size.num_heads + size.num_kv_heads)
     mlp = size.hidden_size * size.intermediate_size * (3 if config.backbone.mlp == "swiglu" else 2)

@@ -1,4 +1,4 @@
-"""From command-line overrides to one checked, resolved `Config`."""
+"""Compose command-line overrides into a checked, resolved `Config`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,14 @@ from depthlm.locations import CONF
 
 
 def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None, here: bool = True) -> Config:
-    """The configuration of `python train.py <overrides>`, checked and resolved.
+    """Return the configuration of `python train.py <overrides>`, checked and resolved.
 
-    With `run=<directory>` among them, that run's configuration and the others on top.
-    config_dir: a folder searched for configuration files besides conf/, as `--config-dir` does.
-    here: whether it is to run on this machine; if not, devices and files are not asked for, and precision=auto is bf16.
-    Raises ConfigError with every mistake in the overrides, or else with every mistake across fields.
+    With `run=<directory>`, this is the configuration of that run with the other overrides on top.
+
+    config_dir: an additional folder of configuration files, as with `--config-dir`.
+    here: whether the run is for this machine; if not, devices and files are not checked, and precision=auto is bf16.
+
+    Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError([f"config_dir={config_dir}: no such folder"])
@@ -48,13 +50,13 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
-    """What `model=` may be: the presets of conf/model, and of config_dir."""
+    """Return the allowed values of `model=`: the presets in conf/model and in config_dir."""
     folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
     return sorted({path.stem for folder in folders for path in (folder / "model").glob("*.yaml")})
 
 
 def resolve_and_check(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Config:
-    """What was composed from these overrides: typed, resolved and checked across fields. Raises ConfigError."""
+    """Return the composed configuration, typed, resolved and checked across fields. Raises ConfigError."""
     run, own = run_of(overrides), own_overrides(overrides)
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own)}
     config = OmegaConf.to_object(raw)
@@ -63,7 +65,7 @@ def resolve_and_check(raw: DictConfig, overrides: Sequence[str], here: bool = Tr
     lines = [line for line in config.experiment.points if isinstance(line, dict)]
     starts = {key for line in lines for key, value in line.items() if str(value).startswith("@")}
     if run is not None and keeps_mechanism(run, config):
-        # a name is made only for another mechanism
+        # only another mechanism needs a new name
         given.add("model.name")
     resolve(config, given, own, here, saved=run is not None)
     if run is not None:

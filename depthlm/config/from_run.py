@@ -1,4 +1,4 @@
-"""`run=<directory> [overrides]`: the configuration of a run that exists, with overrides on top."""
+"""`run=<directory> [overrides]`: the configuration of an existing run, with overrides on top."""
 
 from collections.abc import Sequence, Set
 from dataclasses import asdict
@@ -21,30 +21,32 @@ from depthlm.config.validate.explain import OPEN, available_groups, explain_over
 from depthlm.errors import UserError
 
 RUN, TRUST = "run=", "trust="
-# what shapes the whole configuration, and so cannot be changed in one that is complete
+# groups that determine the whole configuration, so they cannot be changed in a complete one
 PROTOCOL = ("experiment", "budget")
-# what belongs to one call of the command, and not to the run
+# keys of a single invocation of the command, reset to these defaults
 MOMENTARY = {"resume": "auto", "dry_run": False, "training.stop_after": None, "training.profile": False}
 
 
 def run_of(overrides: Sequence[str]) -> Path | None:
-    """The run directory that `run=` names, if it is among the overrides. Raises UserError for an empty or a second."""
-    given = [text.partition("=")[2] for text in overrides if text.startswith(RUN)]
-    if len(given) > 1 or given == [""]:
+    """Return the run directory given by `run=`, or None. Raises UserError if it is empty or given twice."""
+    directories = [text.partition("=")[2] for text in overrides if text.startswith(RUN)]
+    if len(directories) > 1 or directories == [""]:
         raise UserError("run=: give one run directory, as in run=outputs/default/base")
-    return Path(given[0]) if given else None
+    return Path(directories[0]) if directories else None
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides without `run=` and `trust=`, which are no keys of a configuration."""
+    """Return the overrides without `run=` and `trust=`, which are not keys of the configuration."""
     return [text for text in overrides if not text.startswith((RUN, TRUST))]
 
 
 def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    """The saved configuration of a run with overrides on top, unchecked.
+    """Return the saved configuration of a run with overrides on top, unchecked.
 
-    A group (`schedule=wsd`) replaces the run's whole group, a key its value. Raises UserError where there is no run, or
-    its mechanism is from a module that `trust=` does not name, and ConfigError with every override that is wrong.
+    A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
+
+    Raises UserError if there is no run, or if its mechanism is from a module that `trust=` does not name. Raises
+    ConfigError with all invalid overrides.
     """
     trust = [
         name.strip()
@@ -79,25 +81,25 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
 
 
 def keeps_mechanism(run: Path, config: Config) -> bool:
-    """Whether a configuration that was taken from a run has the run's own connection and attention."""
+    """Return whether a configuration derived from a run has the connection and attention of that run."""
     saved = load_config(run).model
     return (saved.connection, saved.attention) == (config.model.connection, config.model.attention)
 
 
 def changes(run: Path, config: Config) -> dict[str, str]:
-    """The settings that make a configuration another run than the one it was taken from, each with both values."""
+    """Return the settings that make this a different run from the one it derives from, each with both values."""
     extending = {*LENGTHS} if config.resume == "extend" else set()
     differences = compare(asdict(load_config(run)), asdict(config))
     return {name: words for name, words in differences.items() if name not in CHANGEABLE | extending}
 
 
 def directory_of(run: Path, config: Config, overrides: Sequence[str]) -> str:
-    """Where a configuration that was taken from a run trains: in the run's directory, unless it is another run."""
+    """Return the run directory of a derived configuration: that of the original run, unless the result would differ."""
     if by_name(overrides).get("output_dir", "null") != "null":
         return str(config.output_dir)
     if not changes(run, config):
         return str(run)
-    # "." and ".." have a name only where they are resolved
+    # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
     name = run_name(own_overrides(overrides))
     return str(origin.parent / (name if origin.name == "base" else folder_name(f"{origin.name}__{name}")))
@@ -106,7 +108,7 @@ def directory_of(run: Path, config: Config, overrides: Sequence[str]) -> str:
 def _parsed(
     overrides: Sequence[str], config_dir: str | Path | None
 ) -> tuple[list[tuple[str, Override]], list[tuple[str, Override]], list[str]]:
-    """Of the overrides: those of groups, those of keys, and the mistakes."""
+    """Split the overrides into those of groups, those of keys, and error messages."""
     available = available_groups(config_dir)
     groups, values, errors = [], [], []
     for text in overrides:
@@ -148,7 +150,7 @@ def _set(raw: DictConfig, text: str, override: Override) -> list[str]:
 
 
 def _unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
-    """Where the value is an interpolation: why it cannot be resolved."""
+    """Return why the value cannot be resolved, if it is an invalid interpolation."""
     try:
         OmegaConf.select(raw, override.key_or_group)
     except OmegaConfBaseException as error:
@@ -157,5 +159,5 @@ def _unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
 
 
 def _names(named: Set[str], part: str) -> bool:
-    """Whether the overrides name the class of this part of the mechanism themselves, which they then may import."""
+    """Return whether the overrides themselves name the class of this part, which makes importing it safe."""
     return not named.isdisjoint(("model", f"model.{part}", f"model.{part}._target_"))

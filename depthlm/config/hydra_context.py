@@ -1,4 +1,4 @@
-"""Hydra's compose API over conf/."""
+"""Access to Hydra's compose API over conf/."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 @contextmanager
 def hydra_at_conf() -> Iterator[None]:
-    """Hydra's compose API over conf/. A caller's own Hydra application is set aside and restored untouched."""
+    """Initialize Hydra's compose API over conf/; the global Hydra state of the caller is restored on exit."""
     outer = Singleton._instances.pop(GlobalHydra, None)
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
@@ -31,6 +31,6 @@ def hydra_at_conf() -> Iterator[None]:
 
 
 def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    """What Hydra makes of the overrides, unchecked; inside `hydra_at_conf` only."""
+    """Return the configuration that Hydra composes, unchecked. Call it only inside `hydra_at_conf`."""
     search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
     return hydra.compose("config", [*open_names(overrides), *search])

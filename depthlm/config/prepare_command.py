@@ -1,4 +1,4 @@
-"""The command line that prepares what a configuration trains on."""
+"""The command line that prepares the data of a configuration."""
 
 import shlex
 from dataclasses import asdict
@@ -13,12 +13,12 @@ from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.locations import CONF, command
 
-# what preparing does not depend on
+# keys that do not affect the preparation
 _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
 
 
 def prepare_command(config: Config) -> str:
-    """The command that prepares `data=<name>`, with every setting that differs from that file's."""
+    """Return the command that prepares `data=<name>`, with every setting that differs from the file of that name."""
     name, config_dir = config.data.name, None
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
@@ -34,14 +34,14 @@ def prepare_command(config: Config) -> str:
 
 
 def given_config_dir(hydra: Any) -> str | None:
-    """The folder that `--config-dir` gave to a Hydra application, of its configuration below `hydra`."""
-    given = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return given[0] if given else None
+    """Return the folder given by `--config-dir`, from the `hydra` section of a Hydra application's configuration."""
+    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
+    return folders[0] if folders else None
 
 
-def _differing(prefix: str, found: dict[str, Any], defaults: Any) -> list[str]:
-    words = [shlex.quote(f"~{prefix}.{key}") for key in defaults or () if key not in found]
-    for key, value in found.items():
+def _differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
+    words = [shlex.quote(f"~{prefix}.{key}") for key in defaults or () if key not in values]
+    for key, value in values.items():
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if isinstance(value, dict):
             words += _differing(f"{prefix}.{key}", value, default)

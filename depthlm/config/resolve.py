@@ -1,4 +1,4 @@
-"""What a configuration leaves to be derived: counts, pairs, precision, vocabulary, run directory."""
+"""Derive the values that a configuration leaves open: counts, lengths, precision, vocabulary, run directory."""
 
 import functools
 import hashlib
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.budget import apply_budget
+from depthlm.config.renamed import use_new_keys
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Experiment
 from depthlm.config.schema.keys import keys
@@ -16,7 +17,7 @@ from depthlm.counts import parse_count
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.machine import environment
 
-# the user gives one of each group, and the default of the others steps back
+# mutually exclusive keys: when the user sets one, the defaults of the others become null
 ALTERNATIVES = (
     ("training.max_steps", "training.max_tokens", "training.max_epochs"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
@@ -24,7 +25,7 @@ ALTERNATIVES = (
 
 LENGTHS = ALTERNATIVES[0]
 
-# what does not change the result of a run: output, logging, checkpoints, stopping, the size of what is sent at once
+# keys that do not change the result of a run: output, logging, checkpoints, stopping, bucket sizes
 SILENT = {
     "output_dir", "resume", "memory", "dry_run", "experiment", "tracker", "training.checkpoint_every",
     "training.checkpoint_minutes", "training.keep_last", "training.keep_every", "training.async_checkpoint",
@@ -35,20 +36,21 @@ SILENT = {
     "deepspeed.overlap_comm",
 }  # fmt: skip
 
-# what may differ when a run goes on, and is told: rounding at most, and what to do with bad numbers
+# keys that may change when a run resumes, with a log line: they affect at most rounding or the non-finite policy
 CHANGEABLE = {
     "deterministic", "device", "kernels", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
-    "training.micro_batch_size", "training.activation_checkpointing", "training.compile", "training.on_bad_numbers",
+    "training.micro_batch_size", "training.activation_checkpointing", "training.compile", "training.on_nonfinite",
     "training.max_skipped", "training.on_spike", "training.spike_deviations", "training.spike_window",
 }  # fmt: skip
 
 
 def resolve(config: Config, given: set[str], overrides: Sequence[str], here: bool, saved: bool = False) -> None:
-    """Fill in, in place, what follows from the overrides, the tokenizer and the device.
+    """Fill in, in place, the values derived from the overrides, the tokenizer and the device.
 
-    given: the keys and groups named by the overrides. here: whether it is to run on this machine. saved: whether it is
-    the configuration of a run, which a budget has cut already.
+    given: the keys and groups that the overrides set. here: whether the run is for this machine. saved: whether this is
+    the configuration of an existing run, to which the budget is already applied.
     """
+    use_new_keys(config, given)
     for names in ALTERNATIVES:
         named = [name for name in names if name in given and _get(config, name) is not None]
         if len(named) == 1:
@@ -78,53 +80,53 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
         config.model.name = mechanism_name(config.model.name, overrides)
     if config.output_dir is None:
         config.output_dir = run_directory(overrides)
-    # what is compared with this run is none of its settings
+    # the other points of the experiment are not settings of this run
     config.experiment = Experiment(name=config.experiment.name if saved else experiment_of(overrides) or "")
 
 
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
-    """The keys that an experiment's points set to the value that the overrides have: no choice of the command line."""
+    """Return the keys whose override equals a value in the experiment's points, so not a choice of the user."""
     texts = by_name(overrides)
     theirs = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
     return {
         key
         for key, value in theirs
-        if key in texts and any(texts[key] == str(one) for one in (value if isinstance(value, list) else [value]))
+        if key in texts and any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
     }
 
 
 def by_name(overrides: Sequence[str]) -> dict[str, str]:
-    """What each key or group is set to, as it is spelt; the last one counts."""
+    """Return the text that each key or group is set to; the last override of a key wins."""
     return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
 
 
 def run_directory(overrides: Sequence[str]) -> str:
-    """Where a run goes that does not name its output_dir."""
+    """Return the default run directory, for a run without output_dir."""
     return str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
 
 
 def is_silent(name: str) -> bool:
-    """Whether a key (or group) does not change the result of a run."""
+    """Return whether a key or group does not affect the result of a run."""
     return name in SILENT or name.split(".")[0] in SILENT or name.split(".")[0].split("/")[0] == "hydra"
 
 
 def run_name(overrides: Sequence[str]) -> str:
-    """A folder name made from the overrides that change the result, whatever their order; `base` if there are none."""
+    """Return a folder name made from the sorted overrides that affect the result; `base` if there are none."""
     parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if not is_silent(name)]
     return folder_name("__".join(parts) or "base")
 
 
 def folder_name(text: str) -> str:
-    """A text as the name of a folder: of few characters, and not too long."""
+    """Return a text as a folder name, with unsafe characters replaced and its length limited."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
     if plain == text:
         return text
-    # a name that lost characters would clash with another's
+    # without the hash, two different texts could give the same name
     return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
-    """`mhc+depth_attention` for a pair; a preset of which a part was replaced says so: `dca,connection=mhc`."""
+    """Return the name of a mechanism: `mhc+depth_attention`, or `dca,connection=mhc` for a modified preset."""
     given = dict(override.split("=", 1) for override in overrides if override.startswith(("model/", "+model/")))
     parts = {name.rpartition("/")[2]: value for name, value in given.items()}
     if preset != "vanilla":
@@ -133,13 +135,13 @@ def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
 
 
 def experiment_of(overrides: Sequence[str]) -> str | None:
-    """The experiment among the overrides, if there is one."""
+    """Return the experiment given in the overrides, or None."""
     names = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == "experiment"]
     return names[-1] if names and names[-1] != "null" else None
 
 
 def tokenizer_exists(config: Config) -> bool:
-    """Whether data.tokenizer names one of ours, a file that is there, or a model of the hub."""
+    """Return whether data.tokenizer is bpe, bytes, an existing file, or a model of the hub."""
     name = config.data.tokenizer
     return name in ("bpe", "bytes") or Path(name).is_file() or is_on_hub(name)
 

@@ -1,4 +1,4 @@
-"""The configuration that a run directory holds, and how another one differs from it."""
+"""The saved configuration of a run directory, and its differences from another configuration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,36 +8,30 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from depthlm.config.renamed import use_new_names
 from depthlm.config.resolve import is_silent
 from depthlm.config.schema import Config, Model
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
-
-FILE = "config.yaml"
-# modules of mechanisms that older runs name, and where their classes are now
-MOVED = {"depthlm.model.connections.cross_attention.": "depthlm.model.connections.deep_cross_attention."}
+from depthlm.run_directory import RunDirectory
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
-    """The configuration of the run in a directory, as plain data. Raises UserError where it cannot be read."""
+    """Return the configuration saved in a run directory, as plain data. Raises UserError if it cannot be read."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(directory / FILE))
+        saved = OmegaConf.to_container(OmegaConf.load(RunDirectory(directory).config))
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
-    model = saved.get("model")
-    connection = model.get("connection") if isinstance(model, dict) else None
-    if isinstance(connection, dict) and isinstance(connection.get("_target_"), str):
-        for old, new in MOVED.items():
-            connection["_target_"] = connection["_target_"].replace(old, new)
+    use_new_names(saved)  # type: ignore[arg-type]
     return saved  # type: ignore[return-value]
 
 
 def load_config(directory: Path) -> Config:
-    """The resolved configuration of a run directory. Raises UserError where there is none."""
-    path = directory / FILE
+    """Return the resolved configuration saved in a run directory. Raises UserError if there is none."""
+    path = RunDirectory(directory).config
     if not path.is_file():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
@@ -50,14 +44,14 @@ def load_config(directory: Path) -> Config:
 
 
 def targets(model: Model) -> dict[str, str]:
-    """The classes that a mechanism is built of, by part."""
+    """Return the class of the connection and of the attention of a mechanism."""
     return {"connection": str(model.connection.get("_target_")), "attention": str(model.attention.get("_target_"))}
 
 
 def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) -> None:
-    """Raise UserError where a class of a saved configuration is neither depthlm's nor of a module in `trust`.
+    """Raise UserError if a class of a saved configuration is neither from depthlm nor from a module in `trust`.
 
-    Importing a module runs it, and who wrote the file may have named any. saved: as `targets` gives them.
+    Importing a module executes it, and the file may name any module. saved: the result of `targets`.
     """
     for part, target in saved.items():
         module = target.rpartition(".")[0]
@@ -66,7 +60,7 @@ def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) ->
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
-    """The keys that change the result and differ, and both values in words."""
+    """Return the keys that differ and affect the result, each with a description of both values."""
     differences: dict[str, str] = {}
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"

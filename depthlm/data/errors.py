@@ -1,4 +1,4 @@
-"""The one error of the data."""
+"""The error of the data package."""
 
 from depthlm.errors import UserError
 
@@ -6,7 +6,7 @@ from depthlm.errors import UserError
 class DataError(UserError):
     """Data that cannot be used.
 
-    what: what was wrong. where: the file, folder or key. remedy: what to do about it, a sentence.
+    what: what was wrong. where: the file, folder or key. remedy: what to do about it, as a sentence.
     """
 
     def __init__(self, what: str, where: object, remedy: str) -> None:

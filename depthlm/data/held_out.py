@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: a hash of their names decides, so that it never changes."""
+"""The choice of documents held out for validation: a hash of the name decides, so that it never changes."""
 
 import math
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from hashlib import blake2b
 
 
 def is_validation(name: str, fraction: float) -> bool:
-    """Whether the document of this name is held out: true for a share `fraction` of all names."""
+    """Return whether the document of this name is held out: true for a share `fraction` of all names."""
     return fraction >= 1 or (fraction > 0 and share(name) < fraction)
 
 
 def held_out_share(names: Iterable[str], fraction: float) -> float:
-    """The fraction, or what holds out one of the documents with these names where that would hold out none."""
+    """Return the fraction, raised where needed so that at least one document with these names is held out."""
     lowest = 1.0
     for name in names:
         lowest = min(lowest, share(name))
@@ -21,6 +21,6 @@ def held_out_share(names: Iterable[str], fraction: float) -> float:
 
 
 def share(name: str) -> float:
-    """A hash of the name, uniform in [0, 1)."""
-    # 53 bits are what a float holds: more could round up to 1.
+    """Return a hash of the name, uniform in [0, 1)."""
+    # A float holds 53 bits: more could round up to 1.
     return (int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 11) / 2**53

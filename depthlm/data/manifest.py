@@ -1,4 +1,4 @@
-"""The manifest of a folder of token files: what lies there and what it was made from."""
+"""The manifest of a folder of token files: what it contains and what it was made from."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ _REMEDY = f"Remove the folder and prepare it again: {_PREPARE} with the same ove
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its name in the folder, its tokens, and the sha256 of its bytes."""
+    """One file: its name in the folder, its number of tokens, and the sha256 of its bytes."""
 
     name: str
     tokens: int
@@ -28,9 +28,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """One split: its tokens (an end of text after each document included), documents, and UTF-8 bytes of text.
+    """One split: the numbers of its tokens (with an end of text after each document), documents and UTF-8 bytes.
 
-    unigram_entropy: of the split's distribution of tokens, in nats per token; null but for train.
+    unigram_entropy: of the split's distribution of tokens, in nats per token; null except for train.
     """
 
     tokens: int
@@ -42,11 +42,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a folder of token files; a folder is whole when it has one.
+    """The record of a folder of token files; a folder with a manifest is complete.
 
-    name: the corpus. source: the text as it was found. settings: what the bytes were made from. dtype: uint16 or
-    uint32, little-endian. vocab_size: ids are below it. tokenizer: the sha256 of tokenizer.json.
-    validation: keyed by the name of the set. left_out: how many documents were, by the reason.
+    name: the corpus. source: a description of the text. settings: what determined the bytes. dtype: uint16 or
+    uint32, little-endian. vocab_size: an exclusive upper bound of the ids. tokenizer: the sha256 of tokenizer.json.
+    validation: keyed by the name of the set. left_out: the number of skipped documents, keyed by the reason.
     """
 
     name: str
@@ -62,47 +62,47 @@ class Manifest:
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
-        """Whether the folder has a manifest."""
+        """Return whether the folder has a manifest."""
         return Path(folder, FILE_NAME).is_file()
 
     @classmethod
     def read(cls, folder: str | Path) -> "Manifest":
-        """The manifest of the folder. Raises DataError where there is none, or one of another version or kind."""
+        """Read the folder's manifest. Raises DataError where it is missing, invalid or of another version."""
         file = Path(folder, FILE_NAME)
         if not file.is_file():
             raise DataError("no token files", folder, f"Prepare them: {_PREPARE} with the same overrides.")
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found["version"] != VERSION:
-                raise DataError(f"token files of version {found['version']}, this is {VERSION}", file, _REMEDY)
-            found["train"] = _split(found["train"])
-            found["validation"] = {name: _split(split) for name, split in found["validation"].items()}
-            if found["dtype"] not in ("uint16", "uint32") or not isinstance(found["vocab_size"], int):
-                raise ValueError(f"dtype {found['dtype']!r}, vocab_size {found['vocab_size']!r}")
-            return cls(**found)
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record["version"] != VERSION:
+                raise DataError(f"token files of version {record['version']}; expected {VERSION}", file, _REMEDY)
+            record["train"] = _split(record["train"])
+            record["validation"] = {name: _split(split) for name, split in record["validation"].items()}
+            if record["dtype"] not in ("uint16", "uint32") or not isinstance(record["vocab_size"], int):
+                raise ValueError(f"dtype {record['dtype']!r}, vocab_size {record['vocab_size']!r}")
+            return cls(**record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"not a manifest of token files ({error!r})", file, _REMEDY) from error
 
     def write(self, folder: str | Path) -> Path:
-        """Write manifest.json into the folder; the file's path."""
+        """Write manifest.json into the folder and return the file's path."""
         file = Path(folder, FILE_NAME)
         replace_text(file, json.dumps(asdict(self), indent=2) + "\n")
         return file
 
     def digest(self) -> str:
-        """A digest of all tokens: the same for the same bytes, wherever they lie."""
+        """Return a digest of all tokens: the same for the same bytes, wherever they are stored."""
         shards = [shard.sha256 for split in self.splits().values() for shard in split.files]
         return hashlib.sha256(" ".join(shards).encode()).hexdigest()
 
     def splits(self) -> dict[str, Split]:
-        """All splits by the stem of their files: train, validation-<set>."""
+        """Return all splits, keyed by the stem of their files: train, validation-<set>."""
         return {"train": self.train} | {f"validation-{name}": split for name, split in self.validation.items()}
 
 
 def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None) -> None:
     """Read every file and compare its digest with the manifest's. Raises DataError for the first that differs.
 
-    show: called with the bytes of each file once it has been read.
+    show: called after each file with its number of bytes.
     """
     manifest = Manifest.read(folder)
     expected = {"tokenizer.json": manifest.tokenizer}
@@ -113,7 +113,7 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
             raise DataError("a token file is missing", file, _REMEDY)
         with open(file, "rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
-                raise DataError("not the bytes that the manifest lists", file, _REMEDY)
+                raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
             show(stream.tell())
 
 
@@ -125,13 +125,13 @@ def check_sizes(folder: str | Path, manifest: Manifest) -> None:
             file = Path(folder, shard.name)
             if not file.is_file():
                 raise DataError("a token file is missing", file, _REMEDY)
-            size, whole = file.stat().st_size, shard.tokens * item_bytes
-            if size != whole:
-                raise DataError(f"a token file of {size} bytes where the manifest says {whole}", file, _REMEDY)
+            size, expected = file.stat().st_size, shard.tokens * item_bytes
+            if size != expected:
+                raise DataError(f"a token file of {size} bytes where the manifest says {expected}", file, _REMEDY)
 
 
-def _split(found: dict[str, Any]) -> Split:
-    split = Split(**(found | {"files": tuple(Shard(**shard) for shard in found["files"])}))
+def _split(record: dict[str, Any]) -> Split:
+    split = Split(**(record | {"files": tuple(Shard(**shard) for shard in record["files"])}))
     counts = [split.tokens, split.documents, split.bytes, *(shard.tokens for shard in split.files)]
     names = [shard.name for shard in split.files]
     if not all(isinstance(count, int) for count in counts) or not all(isinstance(name, str) for name in names):

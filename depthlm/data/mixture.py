@@ -1,4 +1,4 @@
-"""Which source each sample of a mixture comes from: a pure function of the sample's number."""
+"""The source of each sample of a mixture, a pure function of the sample's number."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from depthlm.data.errors import DataError
 
-# The longest period: its order of sources is computed at once, in a second.
+# The longest period; computing its order of sources takes a second.
 LONGEST_PERIOD = 2**20
 
 
 class Schedule(NamedTuple):
-    """A period of samples; it repeats. counts: samples of each source in it, [k].
+    """A repeating period of samples. counts: number of samples of each source in a period, [k].
 
-    source: of each sample, [period]. place: how many of its source came before it in the period, [period].
+    source: index of each sample's source, [period]. place: number of earlier samples of its source in the period,
+    [period].
     """
 
     counts: NDArray[np.int64]
@@ -27,41 +28,42 @@ class Schedule(NamedTuple):
     place: NDArray[np.int64]
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each sample, and its number among the samples of that source; [any shape] of samples >= 0."""
+        """Return each sample's source, and its number within that source; numbers: [any shape] of samples >= 0."""
         periods, offsets = np.divmod(numbers, len(self.source))
         source = self.source[offsets]
         return source, periods * self.counts[source] + self.place[offsets]
 
     def seen(self, samples: int) -> NDArray[np.int64]:
-        """How many of the first so many samples come from each source, [k]."""
+        """Return how many of the first `samples` samples come from each source, [k]."""
         periods, rest = divmod(samples, len(self.source))
         return periods * self.counts + np.bincount(self.source[:rest], minlength=len(self.counts))
 
 
 def shares(weights: Sequence[float]) -> list[Fraction]:
-    """The share of each source in the tokens: its weight over the sum of all, exactly.
+    """Return the exact share of each source in the tokens: its weight divided by the sum of all weights.
 
-    A weight is what is written in decimals; shares that are simple fractions but for a float's last digits, as of 1/3,
-    are those fractions. Raises DataError where their common denominator is beyond LONGEST_PERIOD.
+    A weight has the decimal value as written. Shares that differ from simple fractions only by a float's rounding, such
+    as 1/3, become those fractions. Raises DataError where their common denominator exceeds LONGEST_PERIOD.
     """
     written = [Fraction(str(weight)) for weight in weights]
     exact = [weight / sum(written) for weight in written]
     simple = [share.limit_denominator(LONGEST_PERIOD) for share in exact]
     close = all(abs(a - b) < Fraction(1, 10**13) for a, b in zip(simple, exact, strict=True))
-    found = simple if close and sum(simple) == 1 else exact
-    if lcm(*(share.denominator for share in found)) > LONGEST_PERIOD:
+    fractions = simple if close and sum(simple) == 1 else exact
+    if lcm(*(share.denominator for share in fractions)) > LONGEST_PERIOD:
         rounded = ", ".join(str(max(1, round(share * 10**5))) for share in exact)
         what = f"weights {', '.join(map(str, weights))} have no common denominator up to {LONGEST_PERIOD:,}"
-        raise DataError(what, "data.sources.<name>.weight", f"Round them, as to {rounded}.")
-    return found
+        raise DataError(what, "data.sources.<name>.weight", f"Round them, for example to {rounded}.")
+    return fractions
 
 
 @lru_cache(maxsize=8)
 def schedule(weights: tuple[float, ...]) -> Schedule:
-    """An order of k sources in which each, in the first n samples of any n, is within 1 - 1/(2k-2) of its share of n.
+    """Return an order of k sources; for any n, each source's count in the first n samples is near its share of n.
 
-    Sample j of a source with share w may come once w n - j >= 1/(2k-2), and must by w n <= j + 1 - 1/(2k-2); of those
-    that may, the one that must first comes (Tijdeman 1980, the chairman assignment problem). n counts from 1.
+    The difference is at most 1 - 1/(2k-2). Sample j of a source with share w is released at the first n with
+    w n - j >= 1/(2k-2) and due at the last n with w n <= j + 1 - 1/(2k-2); among the released samples the one due
+    first is next (Tijdeman 1980, the chairman assignment problem). n counts from 1.
     """
     exact = shares(weights)
     period = lcm(*(share.denominator for share in exact))
@@ -73,7 +75,7 @@ def schedule(weights: tuple[float, ...]) -> Schedule:
         first, last = (j * d + 1) * period, ((j + 1) * d - 1) * period
         return -(-first // (counts[index] * d)), last // (counts[index] * d)
 
-    # the next sample of each source: those that may not come yet by when they may, the others by when they must
+    # the next sample of each source: unreleased ones ordered by release, released ones by due date
     resting = sorted((*window(index, 0), index, 0) for index in range(len(counts)))
     ready: list[tuple[int, int, int]] = []
     for n in range(1, period + 1):

@@ -8,10 +8,10 @@ _MASK = 2**64 - 1
 
 
 def permute(values: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """The place of each value, [any shape] of 0 .. n-1, in the permutation of 0 .. n-1 that belongs to the key.
+    """Return the position of each value, [any shape] of 0 .. n-1, in the permutation of 0 .. n-1 given by the key.
 
-    A Feistel network permutes the next power of four; what falls outside 0 .. n-1 is permuted again until it falls
-    inside, which keeps it a bijection and takes fewer than four turns on average.
+    A Feistel network permutes a range of the next power of four; a result outside 0 .. n-1 is permuted again until it
+    falls inside, which keeps the function a bijection and takes fewer than four iterations on average.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = [_mix_int(key + (turn + 1) * 0x9E3779B97F4A7C15) for turn in range(_ROUNDS)]
@@ -22,7 +22,7 @@ def permute(values: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
 
 
 def key_of(*numbers: int) -> int:
-    """A 64-bit key of non-negative integers, in their order."""
+    """Return a 64-bit key of non-negative integers; their order matters."""
     key = 0
     for number in numbers:
         key = _mix_int(key ^ _mix_int(number + 0x9E3779B97F4A7C15))
@@ -38,7 +38,7 @@ def _feistel(values: NDArray[np.uint64], half: int, keys: list[int]) -> NDArray[
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    # The finaliser of splitmix64; unsigned arrays wrap around, as it wants.
+    # The finaliser of splitmix64, which relies on unsigned integers wrapping around.
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

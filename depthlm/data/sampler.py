@@ -1,4 +1,4 @@
-"""Batches of training and of validation, each a pure function of its number."""
+"""Training and validation batches, each a pure function of its number."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -13,20 +13,20 @@ from depthlm.data.mixture import schedule
 from depthlm.data.permutation import key_of, permute
 from depthlm.data.token_files import TokenFiles
 
-# Target of a place that has none: torch's cross entropy leaves it out.
+# Target of a position that has none: torch's cross entropy ignores it.
 IGNORED = -100
 
 
 def sample_windows(seeds: tuple[int, ...], numbers: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
-    """The window of each sample of a source, [any shape] of its samples counted from 0.
+    """Return the window of each sample of a source; numbers, [any shape], count the source's samples from 0.
 
-    Each run of num_windows samples, an epoch, has every window once, in an order of its own.
+    Each run of num_windows samples is an epoch: it has every window once, in its own order.
     """
     epochs = numbers // num_windows
     windows = np.empty_like(numbers)
     for epoch in np.unique(epochs):
-        now = epochs == epoch
-        windows[now] = permute(numbers[now] % num_windows, num_windows, key_of(*seeds, int(epoch)))
+        in_epoch = epochs == epoch
+        windows[in_epoch] = permute(numbers[in_epoch] % num_windows, num_windows, key_of(*seeds, int(epoch)))
     return windows
 
 
@@ -34,13 +34,12 @@ class Batches(Dataset[torch.Tensor]):
     """This rank's share of each global batch: batches[step] is [accumulation, micro_batch, sequence_length + 1].
 
     Window w of a source is its tokens w*T to w*T + T, T = sequence_length: T inputs and the target of each, so that a
-    token is a target once in an epoch of its source. Of batch_size positions rank r of R holds r*B/R to (r+1)*B/R, so
-    the global batch is the same for any R and micro_batch (sequences of one forward pass; None: the rank's whole
-    share).
+    token is a target once in an epoch of its source. Of B = batch_size positions, rank r of R has r*B/R to (r+1)*B/R,
+    so the global batch is the same for any R and any micro_batch (sequences per forward pass; None: all of the rank).
 
     train: the tokens of each source. weights: the share of each in the samples, relative to the others; None: equal.
-    Raises DataError where a source's tokens are fewer than one window, or batch_size is no
-    multiple of ranks * micro_batch.
+    Raises DataError where a source has fewer tokens than one window, or batch_size is not a multiple of
+    ranks * micro_batch.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class Batches(Dataset[torch.Tensor]):
                 remedy = "Give more text, a larger data.fraction, or a smaller training.sequence_length."
                 raise DataError(what, tokens.folder, remedy)
         self.schedule = schedule(tuple((weights or {}).get(name, 1.0) for name in self.names))
-        # a source keeps its order when another joins the mixture; a corpus of one source has none to tell apart
+        # seeding by name lets a source keep its order when another joins the mixture; a single source needs no name
         self.seeds = [(seed, key_of(*name.encode())) if len(train) > 1 else (seed,) for name in self.names]
-        held = batch_size // ranks
-        self.positions = np.arange(rank * held, (rank + 1) * held)
+        per_rank = batch_size // ranks
+        self.positions = np.arange(rank * per_rank, (rank + 1) * per_rank)
 
     def __getitem__(self, step: int) -> torch.Tensor:
         length = self.sequence_length
@@ -82,9 +81,9 @@ class Batches(Dataset[torch.Tensor]):
     def samples(
         self, step: int, positions: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source, by its place in `names`, and the window of each sample of a step.
+        """Return the source, as an index into `names`, and the window of each sample of a step.
 
-        positions: of the samples in the global batch; None: those of this rank.
+        positions: the samples' positions in the global batch; None: those of this rank.
         """
         numbers = step * self.batch_size + (self.positions if positions is None else positions)
         sources, numbers = self.schedule.locate(numbers)
@@ -95,22 +94,22 @@ class Batches(Dataset[torch.Tensor]):
         return sources, windows
 
     def windows(self, step: int) -> dict[str, list[int]]:
-        """The windows in the global batch of a step, of each source that is in it, in their order."""
+        """Return the windows of each source that occurs in the global batch of a step, in order."""
         sources, windows = self.samples(step, np.arange(self.batch_size))
         return {self.names[source]: windows[sources == source].tolist() for source in np.unique(sources)}
 
     def seen(self, steps: int) -> dict[str, tuple[float, float]]:
-        """Of each source after so many steps: its share of the samples, and how often it has been gone through."""
+        """Return, for each source after `steps` steps, its share of the samples and its number of epochs."""
         samples = steps * self.batch_size
         counts = self.schedule.seen(samples).tolist()
-        found = zip(self.names, counts, self.num_windows, strict=True)
-        return {name: (count / max(samples, 1), count / windows) for name, count, windows in found}
+        rows = zip(self.names, counts, self.num_windows, strict=True)
+        return {name: (count / max(samples, 1), count / windows) for name, count, windows in rows}
 
 
 def loader(
     batches: Batches, first_step: int, last_step: int, *, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader[torch.Tensor]:
-    """The batches of steps first_step up to but without last_step, counted from 0, in order whatever the workers."""
+    """Return a loader of the batches of steps first_step to last_step - 1, from 0, in order for any num_workers."""
     steps = range(first_step, last_step)
     return DataLoader(
         batches,
@@ -123,7 +122,7 @@ def loader(
 
 
 def _ignore_signals(worker: int) -> None:
-    # schedulers signal the whole process group: the main process decides when its workers end
+    # schedulers signal the whole process group, but only the main process decides when its workers stop
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -139,11 +138,11 @@ def validation_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (inputs [b, T], targets [b, T]), b <= micro_batch, over the first max_tokens tokens, once, in order.
 
-    Every token but the first is a target once. The last window is filled up with inputs 0 and targets IGNORED.
-    Of several ranks each takes every ranks-th window. Each gets as many batches, since at ZeRO 3 all must go through
-    the model together: one that would have a batch less gets a last one without targets.
+    Every token but the first is a target once. The last window is padded with inputs 0 and targets IGNORED.
+    Each of several ranks takes every ranks-th window. All ranks get the same number of batches, since with ZeRO 3 they
+    must run the model together: a rank that would have one batch fewer gets a last batch without targets.
 
-    Raises DataError where there are not two tokens.
+    Raises DataError where there are fewer than two tokens.
     """
     total = min(len(tokens), max_tokens or len(tokens))
     if total < 2:
@@ -161,6 +160,6 @@ def validation_batches(
 
 def _window(tokens: TokenFiles, start: int, length: int, total: int) -> NDArray[np.int64]:
     window = np.full(length + 1, IGNORED, dtype=np.int64)
-    found = tokens.read(start, min(length + 1, total - start))
-    window[: len(found)] = found
+    content = tokens.read(start, min(length + 1, total - start))
+    window[: len(content)] = content
     return window

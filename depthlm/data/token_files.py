@@ -1,4 +1,4 @@
-"""Token files: written once in shards, then read from anywhere through the page cache."""
+"""Readers of token files, and the corpus of a configuration made of them."""
 
 import hashlib
 import math
@@ -24,16 +24,16 @@ from depthlm.data.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Files held open at once: a corpus may have thousands, and a process only so many descriptors.
+# Limit of open files: a corpus may have thousands of shards, and the number of file descriptors is limited.
 OPEN_FILES = 256
 
 
 class TokenFiles:
-    """One split as a sequence of tokens across its files; the first `limit` tokens where given.
+    """One split as a single sequence of tokens across its files, limited to the first `limit` tokens where given.
 
-    Read by position, not mapped: what was read once does not stay in the process's memory, and a file cut short
-    raises instead of killing the process. Files are opened at the first read, in each process anew, so the object can
-    be sent to a worker.
+    Files are read by position, not memory-mapped: what was read does not stay in the process's memory, and a
+    truncated file raises an error instead of killing the process. Each process opens the files at its first read, so
+    the object can be sent to a worker.
     """
 
     def __init__(self, folder: str | Path, shards: Sequence[Shard], dtype: str, limit: int | None = None) -> None:
@@ -45,9 +45,9 @@ class TokenFiles:
         return self._length
 
     def read(self, start: int, count: int) -> NDArray[np.int64]:
-        """Tokens start to start + count, [count].
+        """Return tokens start to start + count, [count].
 
-        Raises IndexError where they do not all exist, DataError where a file no longer has them.
+        Raises IndexError where they do not all exist, DataError where a file has become shorter.
         """
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens {start} to {start + count} of {len(self)} in {self.folder}")
@@ -58,10 +58,10 @@ class TokenFiles:
             shard = self.shards[index]
             offset = start + filled - (self._ends[index] - shard.tokens)
             wanted, size = min(count - filled, shard.tokens - offset), self.dtype.itemsize
-            found = os.pread(self._open(shard.name).fileno(), wanted * size, offset * size)
-            if len(found) != wanted * size:
-                raise DataError("a token file has become shorter", self.folder / shard.name, "Bring the file back.")
-            part = np.frombuffer(found, dtype=self.dtype)
+            content = os.pread(self._open(shard.name).fileno(), wanted * size, offset * size)
+            if len(content) != wanted * size:
+                raise DataError("a token file has become shorter", self.folder / shard.name, "Restore the file.")
+            part = np.frombuffer(content, dtype=self.dtype)
             tokens[filled : filled + len(part)] = part
             filled += len(part)
         return tokens
@@ -88,26 +88,26 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Training tokens of all sources."""
+        """Number of training tokens of all sources."""
         return sum(len(tokens) for tokens in self.train.values())
 
     def windows(self, sequence_length: int) -> int:
-        """Training sequences of this length, each with its target."""
+        """Return the number of training sequences of this length, each with its targets."""
         return sum((len(tokens) - 1) // sequence_length for tokens in self.train.values())
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Nats per token of the training tokens' distribution; null for a mixture, whose counts depend on the run."""
+        """Entropy of the training tokens in nats per token; null for a mixture, whose counts depend on the run."""
         return next(iter(self.manifests.values())).train.unigram_entropy if len(self.train) == 1 else None
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text a training token stands for."""
+        """Bytes of text per training token."""
         splits = [self.manifests[name].train for name in self.train]
         return sum(split.bytes for split in splits) / max(1, sum(split.tokens for split in splits))
 
     def digest(self) -> str:
-        """A digest of all tokens that are trained on: the same for the same bytes, wherever they lie."""
+        """Return a digest of all sources' tokens: the same for the same bytes, wherever they are stored."""
         digests = [self.manifests[name].digest() for name in self.train]
         return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -115,12 +115,12 @@ class Corpus:
 def open_corpus(data: "Data") -> Corpus:
     """Open the prepared token files of this configuration.
 
-    `train` is cut after each source's share of data.max_tokens, and to the first data.fraction of what is there.
-    Raises DataError where there are none, they are not what their manifest says, or sources differ in tokenizer.
+    `train` has each source's share of data.max_tokens, and of those the first data.fraction.
+    Raises DataError where token files are missing or differ from their manifest, or the sources' tokenizers differ.
     """
     sources, further = train_sources(data), validation_sources(data)
     if both := sorted(sources.keys() & further.keys()):
-        raise DataError("a validation set with the name of a source", ", ".join(both), "Rename it in data.validation.")
+        raise DataError("a validation set has the name of a source", ", ".join(both), "Rename it in data.validation.")
     folders, manifests, train, validation = {}, {}, {}, {}
     tokenizers: dict[str, Tokenizer] = {}
     for name, source in (sources | further).items():
@@ -130,7 +130,7 @@ def open_corpus(data: "Data") -> Corpus:
         check_sizes(folder, manifest)
         tokenizer = Tokenizer.load(folder)
         if tokenizer.fingerprint != manifest.tokenizer:
-            remedy = "Remove the folder and prepare it again: ids would mean other text."
+            remedy = "Remove the folder and prepare it again: the ids would decode to different text."
             raise DataError("tokenizer.json is not the one the tokens were made with", folder, remedy)
         tokenizers[tokenizer.fingerprint] = tokenizer
         if len(tokenizers) > 1:
@@ -141,7 +141,7 @@ def open_corpus(data: "Data") -> Corpus:
             tokens = manifest.train.tokens if limit is None else min(limit, manifest.train.tokens)
             limit = math.ceil(data.fraction * tokens)
             train[name] = TokenFiles(folder, manifest.train.files, manifest.dtype, limit)
-        # a folder has one set; at a path it may have been prepared under another name
+        # a folder holds one validation set; at a given path it may have been prepared under another name
         (held_out,) = manifest.validation.values()
         validation[name] = TokenFiles(folder, held_out.files, manifest.dtype)
     weights = {name: source.weight or 1.0 for name, source in sources.items()}

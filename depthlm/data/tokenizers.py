@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a byte-level BPE trained on the corpus, or a tokenizer.json."""
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or a tokenizer.json."""
 
 import hashlib
 import io
@@ -24,8 +24,8 @@ from depthlm.data.manifest import Manifest
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# The library warns when a process forks after its threads ran, as a loader of batches does; `prepare` turns
-# them on for itself alone.
+# The library warns when a process forks after the library has used threads, and data loaders fork; only `prepare`
+# turns its threads on.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 FILE_NAME = "tokenizer.json"
@@ -33,20 +33,20 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
-# Text that the BPE is trained on, for each token of its vocabulary and within bounds: more changes few merges and costs
-# time.
+# Bytes of text that the BPE is trained on, per token of its vocabulary, and their bounds: more text changes few merges
+# and takes longer.
 BYTES_PER_TOKEN, MIN_BPE_BYTES, MAX_BPE_BYTES = 2**12, 2**23, 2**25
 
 
-_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model of the hub."
+_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
 
 
 class Tokenizer:
-    """A tokenizer.json: special tokens are never made from text, and no token is added to it.
+    """A tokenizer.json; it never encodes text as special tokens and adds no tokens to a text.
 
     Attributes: text, the content of the file; fingerprint, its sha256; vocab_size, one above the largest id;
-    end_of_text, the id that follows each document. Raises DataError for a file that is no tokenizer, or has no end of
-    text.
+    end_of_text, the id that follows each document. Raises DataError for a file that is not a tokenizer or has no
+    end-of-text token.
     """
 
     def __init__(self, text: str, where: object = "tokenizer") -> None:
@@ -68,18 +68,18 @@ class Tokenizer:
         self.end_of_text = ends[0]
         self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        # a Unigram model has its special tokens as pieces, and finds them in text
-        spelt = zip(
+        # a Unigram model has its special tokens as pieces, and encodes text as them
+        encodings = zip(
             special,
             self._encoder.encode_batch_fast([f"a {token} b" for token in special], add_special_tokens=False),
             strict=True,
         )
-        found = [token for token, encoding in spelt if special[token] in encoding.ids]
-        self._special = re.compile("|".join(map(re.escape, found))) if found else None
+        encoded = [token for token, encoding in encodings if special[token] in encoding.ids]
+        self._special = re.compile("|".join(map(re.escape, encoded))) if encoded else None
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer of this file, or of the folder that holds a tokenizer.json."""
+        """Load the tokenizer of this file, or of the tokenizer.json in this folder."""
         file = Path(path, FILE_NAME) if Path(path).is_dir() else Path(path)
         try:
             return cls(file.read_bytes().decode("utf-8"), file)
@@ -88,42 +88,43 @@ class Tokenizer:
 
     @classmethod
     def from_hub(cls, name: str) -> "Tokenizer":
-        """The tokenizer of a model on the hub. Raises DataError where it cannot be had."""
+        """Load the tokenizer of a model on the hub. Raises DataError where it is not available."""
         from depthlm.data.corpora.hub import hub_tokenizer
 
         return cls(hub_tokenizer(name), name)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens: one that is spelt in a text is cut after its first letter."""
-        whole = list(texts)
+        """Return the ids of each text; a special token's name inside a text is encoded as ordinary text."""
+        uncut = list(texts)
         cut: dict[int, list[str]] = {}
         if self._special is not None:
             for number, text in enumerate(texts):
                 ends = [match.start() + 1 for match in self._special.finditer(text)]
                 if ends:
+                    # cut after its first character, no piece contains the special token
                     cut[number] = [text[a:b] for a, b in pairwise([0, *ends, len(text)])]
-                    whole[number] = ""
-        encoded = [encoding.ids for encoding in self._encoder.encode_batch_fast(whole, add_special_tokens=False)]
+                    uncut[number] = ""
+        encoded = [encoding.ids for encoding in self._encoder.encode_batch_fast(uncut, add_special_tokens=False)]
         for number, parts in cut.items():
             encodings = self._encoder.encode_batch_fast(parts, add_special_tokens=False)
             encoded[number] = [token for encoding in encodings for token in encoding.ids]
         return encoded
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text of these ids, special tokens by their names; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of these ids, with special tokens by name; bytes that are not UTF-8 become U+FFFD."""
         return self._encoder.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> Path:
-        """Write tokenizer.json into the folder; the file's path."""
+        """Write tokenizer.json into the folder and return the file's path."""
         file = Path(folder, FILE_NAME)
         file.write_text(self.text, encoding="utf-8", newline="")
         return file
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Byte b is token b; 256 is the end of text and 257 the padding."""
-    # A BPE without merges leaves each byte as it is. Its alphabet stands for byte b by this character: itself
-    # where it prints, else the next one above 255.
+    """Return the tokenizer in which byte b is token b, 256 the end of text and 257 the padding."""
+    # A BPE without merges keeps each byte as it is. The byte-level alphabet represents byte b by chr(b) where that is
+    # printable, else by the next character from 256 on.
     printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
     others = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -133,7 +134,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, id 0 the end of text; fewer where the text is short."""
+    """Train a byte-level BPE of at most `vocab_size` tokens (fewer for a short text); id 0 is the end of text."""
     encoder = _byte_level(models.BPE(), split_words=True)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -147,14 +148,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def sample_bytes(vocab_size: int) -> int:
-    """How much text a BPE of so many tokens is trained on."""
+    """Return how many bytes of text a BPE of this vocabulary is trained on."""
     return max(MIN_BPE_BYTES, min(MAX_BPE_BYTES, BYTES_PER_TOKEN * vocab_size))
 
 
 def sample(documents: Iterable[tuple[str, str]], wanted: int, total_bytes: int | None) -> Iterator[str]:
-    """About so many bytes of the documents' text, in pieces chosen by a hash of the name and place.
+    """Yield about `wanted` bytes of the documents' text, in pieces chosen by a hash of document name and piece number.
 
-    total_bytes: of the source; None where it is not known, and then the first bytes are taken.
+    total_bytes: of the source; None where it is unknown, in which case the first `wanted` bytes are taken.
     """
     kept = wanted / max(total_bytes, 1) if total_bytes is not None else 1.0
     taken = 0
@@ -168,21 +169,21 @@ def sample(documents: Iterable[tuple[str, str]], wanted: int, total_bytes: int |
 
 
 def is_on_hub(tokenizer: str) -> bool:
-    """Whether data.tokenizer names a model of the hub: owner/name, and no file or folder here."""
+    """Return whether data.tokenizer names a model on the hub: owner/name, and not a local file or folder."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", tokenizer)) and not (
         tokenizer.endswith(".json") or Path(tokenizer).exists() or Path(tokenizer).parent.exists()
     )
 
 
 def vocab_size(data: "Data") -> int:
-    """Number of tokens, known before anything is prepared; for `bpe` the most there can be.
+    """Return the number of tokens, without preparing anything; for `bpe` it is an upper bound.
 
-    Token files that lie at data.path say it themselves; for a tokenizer of the hub data.vocab_size does, and
-    preparing checks it. Raises DataError for a tokenizer that cannot be read.
+    Existing token files at data.path determine it; for a tokenizer on the hub data.vocab_size does, which preparing
+    checks. Raises DataError for a tokenizer that cannot be read.
     """
-    first = next(iter(train_sources(data).values())).path
-    if first and Manifest.exists(first):
-        return Manifest.read(first).vocab_size
+    folder = next(iter(train_sources(data).values())).path
+    if folder and Manifest.exists(folder):
+        return Manifest.read(folder).vocab_size
     if data.tokenizer == "bytes":
         return 258
     if data.tokenizer == "bpe" or is_on_hub(data.tokenizer):
@@ -191,7 +192,7 @@ def vocab_size(data: "Data") -> int:
 
 
 def padded_vocab_size(data: "Data") -> int:
-    """`vocab_size`, raised to a multiple of data.pad_vocab_multiple."""
+    """Return `vocab_size`, rounded up to a multiple of data.pad_vocab_multiple."""
     multiple = data.pad_vocab_multiple
     return -(-vocab_size(data) // multiple) * multiple
 
@@ -205,8 +206,8 @@ def _byte_level(model: models.Model, split_words: bool) -> Encoder:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Encode on all cores inside it."""
-    # The library reads this variable at each call, and keeps quiet at a later fork where it is set at all.
+    """Encode on all cores within this context."""
+    # The library reads this variable at each call; where it is set, the library does not warn at a later fork.
     before = os.environ["TOKENIZERS_PARALLELISM"]
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:

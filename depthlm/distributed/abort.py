@@ -1,4 +1,4 @@
-"""What a rank says of its own end, and how it ends when another one's demands it."""
+"""Report why a rank fails, and end this process when another rank has failed."""
 
 import logging
 import os
@@ -17,21 +17,21 @@ from depthlm.locations import PACKAGE
 
 log = logging.getLogger("depthlm")
 
-TELLING = 5.0
+LOG_SECONDS = 5.0
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this is how a rank notices that another one has gone."""
+    """Return whether an exception is only the consequence of another rank's end."""
     if isinstance(error, (DistError, Rank0Error)):
         return True
-    told = str(error)
+    message = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in told for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
+        text in message for text in ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL")
     )
 
 
 def last_words(error: BaseException, rank: int, names: dict[int, str]) -> FailureReport:
-    """What the others are told of an exception."""
+    """Return the failure report of an exception for the other ranks."""
     name = listed([rank], names)
     if isinstance(error, UserError):
         return FailureReport((rank,), f"{name}: {error}", code=2, raised=True)
@@ -42,29 +42,29 @@ def last_words(error: BaseException, rank: int, names: dict[int, str]) -> Failur
 
 
 def line_of(frame: FrameType | None) -> str:
-    """`all_reduce (distributed_c10d.py:2987) of measure (loop.py:180)`: the innermost call, and this package's."""
+    """Name the innermost call and this package's: `all_reduce (distributed_c10d.py:2987) of measure (loop.py:180)`."""
     if frame is None:
         return ""
-    ours: FrameType | None = frame
-    while ours is not None and not ours.f_code.co_filename.startswith(str(PACKAGE)):
-        ours = ours.f_back
-    frames = [frame] if ours is None or ours is frame else [frame, ours]
+    own: FrameType | None = frame
+    while own is not None and not own.f_code.co_filename.startswith(str(PACKAGE)):
+        own = own.f_back
+    frames = [frame] if own is None or own is frame else [frame, own]
     return " of ".join(f"{f.f_code.co_name} ({Path(f.f_code.co_filename).name}:{f.f_lineno})" for f in frames)
 
 
-def end(verdict: FailureReport, rank: int, main: int) -> None:
-    """Tell the verdict and end this process; the main thread may be inside an operation that nothing interrupts."""
-    # whoever holds the log's lock may be stuck too
-    teller = threading.Thread(target=_tell, args=(verdict, rank, main), daemon=True)
-    teller.start()
-    teller.join(TELLING)
-    os._exit(verdict.code)
+def end(report: FailureReport, rank: int, main: int) -> None:
+    """Log the failure report and end this process, even if the main thread is in an uninterruptible operation."""
+    # the thread that holds the lock of the log may be stuck too
+    log_thread = threading.Thread(target=_log_report, args=(report, rank, main), daemon=True)
+    log_thread.start()
+    log_thread.join(LOG_SECONDS)
+    os._exit(report.code)
 
 
-def _tell(verdict: FailureReport, rank: int, main: int) -> None:
+def _log_report(report: FailureReport, rank: int, main: int) -> None:
     frame = sys._current_frames().get(main)
-    log.error("%s; rank %d ends", verdict.text, rank)
-    if rank in verdict.ranks and frame is not None:
+    log.error("%s; rank %d ends", report.text, rank)
+    if rank in report.ranks and frame is not None:
         log.error("rank %d is at:\n%s", rank, "".join(traceback.format_stack(frame)).rstrip())
     for handler in log.handlers:
         handler.flush()

@@ -1,4 +1,4 @@
-"""What all ranks must decide alike; every function here is collective."""
+"""Decisions and values shared by all ranks; every function here is collective."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class Rank0Error(RuntimeError):
-    """What the first rank could not do, as the others raise it."""
+    """Raised on the other ranks when an action on rank 0 has failed."""
 
 
 def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Of each flag, whether any rank has it up."""
+    """Return for each flag whether any rank has set it."""
     if torch.distributed.get_world_size() == 1:
         return list(flags)
     raised = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -25,7 +25,7 @@ def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
 
 
 def smallest(value: int, device: torch.device) -> int:
-    """The smallest value of all ranks."""
+    """Return the smallest value of all ranks."""
     if torch.distributed.get_world_size() == 1:
         return value
     values = torch.tensor(value, dtype=torch.int64, device=device)
@@ -34,10 +34,10 @@ def smallest(value: int, device: torch.device) -> int:
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """What the action gives on the first rank, where alone it is done.
+    """Run an action on rank 0 only, and return its result on every rank.
 
-    Where it raises, all ranks do: UserError and OSError as such, with the same words, anything else as
-    Rank0Error.
+    If it raises, all ranks raise: UserError and OSError as such, with the same message, anything else as Rank0Error on
+    the other ranks.
     """
     outcome: list[tuple[T | None, type[Exception] | None, str]] = [(None, None, "")]
     failure: Exception | None = None
@@ -46,13 +46,13 @@ def on_rank_0(action: Callable[[], T]) -> T:
             outcome = [(action(), None, "")]
         except Exception as error:
             failure = error
-            alike = next((kind for kind in (UserError, OSError) if isinstance(error, kind)), Rank0Error)
-            outcome = [(None, alike, str(error))]
+            error_type = next((cls for cls in (UserError, OSError) if isinstance(error, cls)), Rank0Error)
+            outcome = [(None, error_type, str(error))]
     wait_for_first_rank()
     torch.distributed.broadcast_object_list(outcome)
     if failure is not None:
         raise failure
-    value, kind, text = outcome[0]
-    if kind is not None:
-        raise kind(text)
+    value, raised_type, message = outcome[0]
+    if raised_type is not None:
+        raise raised_type(message)
     return value  # type: ignore[return-value]

@@ -1,20 +1,20 @@
-"""Who is to blame when a run of several ranks stands still: pure judgement of their signs of life."""
+"""Find the ranks to blame when a run stalls: pure functions of the ranks' heartbeats."""
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-NAMED = 8
+MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One sign of life of a rank.
+    """One heartbeat of a rank.
 
-    count: a new one each time; step, turn, phase: the main thread's last mark, turn being the phases before it in the
-    step; still: seconds since that mark; where: the line of code it is at; limited: whether it may not be still for
-    ever; heard: it knows that the run, or the first rank, ends; left: it is through, and need
-    not be judged.
+    count: increases with every heartbeat; step, turn, phase: the main thread's last mark, turn being the number of
+    phases before it in the step; still: seconds since that mark; where: the line of code the main thread is at;
+    limited: whether the stall timeout applies; heard: the rank knows that the run, or rank 0, ends; left: the rank has
+    finished and is not checked any more.
     """
 
     count: int = 0
@@ -28,24 +28,24 @@ class Heartbeat:
     left: bool = False
 
     def packed(self) -> str:
-        """As text for the store."""
+        """Return this as text for the store."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def unpacked(text: str | bytes) -> "Heartbeat":
-        """The other way round."""
+        """Return the heartbeat from its text."""
         return Heartbeat(**json.loads(text))
 
     def place(self) -> str:
-        """The last mark in words."""
+        """Describe the last mark."""
         return f"step {self.step}, {self.phase}"
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why all end: the ranks to blame, what is told, and the exit code.
+    """Why all ranks end: the ranks to blame, the message, and the exit code.
 
-    raised: it is an exception, so that the others may raise the same by themselves within moments.
+    raised: the cause is an exception, which the other ranks may raise by themselves within moments.
     """
 
     ranks: tuple[int, ...]
@@ -54,86 +54,87 @@ class FailureReport:
     raised: bool = False
 
     def packed(self) -> str:
-        """As text for the store."""
+        """Return this as text for the store."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def unpacked(text: str | bytes) -> "FailureReport":
-        """The other way round."""
+        """Return the report from its text."""
         fields = json.loads(text)
         return FailureReport(**fields | {"ranks": tuple(fields["ranks"])})
 
 
 class AwakeClock:
-    """Seconds in which this process ran: the hours for which it was stopped itself are nobody else's silence."""
+    """Seconds in which this process ran: time for which it was stopped does not count as silence of other ranks."""
 
     def __init__(self, now: float, longest: float) -> None:
         self.before, self.longest, self.seconds = now, longest, 0.0
 
     def tick(self, now: float) -> float:
-        """The seconds so far; a gap between two ticks counts as `longest` at most."""
+        """Return the seconds so far; a gap between two ticks counts as at most `longest`."""
         self.seconds += min(max(0.0, now - self.before), self.longest)
         self.before = now
         return self.seconds
 
 
 class Listener:
-    """When each rank was last heard, by the listener's own clock."""
+    """The last heartbeat of each rank, and its time by the listener's own clock."""
 
     def __init__(self, ranks: Iterable[int], names: Mapping[int, str], now: float) -> None:
         self.names, self.last, self.since = names, {rank: Heartbeat() for rank in ranks}, dict.fromkeys(ranks, now)
 
-    def hear(self, rank: int, sign: Heartbeat, now: float) -> None:
-        """A sign as it stands in the store, new or not."""
-        if sign.count != self.last[rank].count:
+    def hear(self, rank: int, heartbeat: Heartbeat, now: float) -> None:
+        """Record a heartbeat as read from the store, new or not."""
+        if heartbeat.count != self.last[rank].count:
             self.since[rank] = now
-        self.last[rank] = sign
+        self.last[rank] = heartbeat
 
     def silent(self, limit: float, now: float) -> FailureReport | None:
-        """The ranks that have given no sign for so many seconds."""
-        blamed = [rank for rank, sign in self.last.items() if not sign.left and now - self.since[rank] > limit]
+        """Report the ranks that have sent no heartbeat for `limit` seconds; None if there are none."""
+        blamed = [rank for rank, beat in self.last.items() if not beat.left and now - self.since[rank] > limit]
         if not blamed:
             return None
         place = self.last[blamed[0]].place()
         verb = "has" if len(blamed) == 1 else "have"
-        silence = f"{verb} given no sign of life for {limit:g} s, the last in {place}"
+        silence = f"{verb} sent no heartbeat for {limit:g} s, the last one in {place}"
         return FailureReport(tuple(blamed), f"{listed(blamed, self.names)} {silence}")
 
 
-def stalled(signs: Mapping[int, Heartbeat], names: Mapping[int, str], limit: float) -> FailureReport | None:
-    """The ranks that hold up a run in which nobody has made a mark for so many seconds; None if one has.
+def stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str], limit: float) -> FailureReport | None:
+    """Report the ranks that hold up a run in which no rank has made a mark for `limit` seconds; None if one has.
 
-    To blame are those that are behind. Where all are at the same place, their lines of code are told.
+    The ranks that are behind the others are to blame. If all are at the same place, the report lists their code lines.
     """
-    here = {rank: sign for rank, sign in signs.items() if not sign.left}
-    if not here or any(sign.still <= limit or not sign.limited for sign in here.values()):
+    active = {rank: beat for rank, beat in heartbeats.items() if not beat.left}
+    if not active or any(beat.still <= limit or not beat.limited for beat in active.values()):
         return None
-    still = f"no progress for {min(sign.still for sign in here.values()):.0f} s"
-    first = min((sign.step, sign.turn) for sign in here.values())
-    blamed = [rank for rank, sign in here.items() if (sign.step, sign.turn) == first]
-    sign = here[blamed[0]]
-    if len(blamed) < len(here):
+    still = f"no progress for {min(beat.still for beat in active.values()):.0f} s"
+    earliest = min((beat.step, beat.turn) for beat in active.values())
+    blamed = [rank for rank, beat in active.items() if (beat.step, beat.turn) == earliest]
+    heartbeat = active[blamed[0]]
+    if len(blamed) < len(active):
         verb = "has" if len(blamed) == 1 else "have"
-        text = f"{listed(blamed, names)} {verb} made {still}, in {sign.place()}{_at(sign)}; the others wait"
+        place = f"{heartbeat.place()}{_location(heartbeat)}"
+        text = f"{listed(blamed, names)} {verb} made {still}, in {place}; the others wait"
         return FailureReport(tuple(blamed), text)
     lines: dict[str, list[int]] = {}
-    for rank, other in here.items():
+    for rank, other in active.items():
         lines.setdefault(other.where, []).append(rank)
     fewest_first = sorted(lines.items(), key=lambda item: len(item[1]))
-    told = "; ".join(f"{listed(ranks, names)} at {where or 'an unknown line'}" for where, ranks in fewest_first)
+    locations = "; ".join(f"{listed(ranks, names)} at {where or 'an unknown line'}" for where, ranks in fewest_first)
     return FailureReport(
-        tuple(blamed), f"all ranks have made {still} and wait at the same place, {sign.place()}: {told}"
+        tuple(blamed), f"all ranks have made {still} and wait at the same place, {heartbeat.place()}: {locations}"
     )
 
 
 def listed(ranks: Iterable[int], names: Mapping[int, str]) -> str:
-    """`rank 3 (host gpu-7, pid 1234)`, or several such, the first eight by name."""
+    """Name ranks as `rank 3 (host gpu-7, pid 1234)`; of many, only the first eight are named."""
     ranks = list(ranks)
-    told = [f"rank {rank} ({names[rank]})" for rank in ranks[:NAMED]]
-    if len(ranks) > NAMED:
-        told.append(f"{len(ranks) - NAMED} more")
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
+    named = [f"rank {rank} ({names[rank]})" for rank in ranks[:MAX_NAMED]]
+    if len(ranks) > MAX_NAMED:
+        named.append(f"{len(ranks) - MAX_NAMED} more")
+    return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
 
 
-def _at(sign: Heartbeat) -> str:
-    return f", at {sign.where}" if sign.where else ""
+def _location(heartbeat: Heartbeat) -> str:
+    return f", at {heartbeat.where}" if heartbeat.where else ""

@@ -1,11 +1,11 @@
-"""Signals that act at once, whatever the main thread is doing.
+"""Signal handling that acts at once, whatever the main thread is doing.
 
-Python calls a signal's handler in the main thread, between two bytecodes: inside one long operation (a matrix product,
-the training of a tokenizer) it waits for minutes. But at the moment of the signal it writes the signal's number to
-`signal.set_wakeup_fd`, and here a thread reads it from there.
+Python calls signal handlers in the main thread, between two bytecodes: during one long operation (a matrix product,
+the training of a tokenizer) a handler waits for minutes. But Python writes the signal's number to the file descriptor
+of `signal.set_wakeup_fd` immediately, and a thread of this module reads it from there.
 
-Commands import this module before all others, and until they have called `quiet_interrupts` Ctrl-C prints a traceback.
-So it imports only what takes no time: of `signal` the part in C, without the enums.
+Commands import this module before all others, and Ctrl-C prints a traceback until they have called `quiet_interrupts`.
+So this module imports only what loads fast: `_signal`, the C part of `signal`, without the enums.
 """
 
 import _signal
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 INTERRUPTED = 130
-# no signal has this number: it ends the thread
+# not a signal's number: it ends the thread
 END = 0
-# write ends of the pipes of this process, which a forked child must not write to
+# write ends of this process's pipes, to which a forked child must not write
 _pipes: set[int] = set()
-# of threads that fork: the signals that each has blocked otherwise
+# for each thread that is forking: its signal mask before the fork
 _masks: "dict[int, Iterable[int]]" = {}
 
 
 class on_signals:
-    """A block in which `react` is called with the number of each of these signals, in a thread of its own.
+    """A context manager that calls `react` with the number of each of these signals, in a thread of its own.
 
-    Blocks may be nested: the inner one gets the signals. In a forked child these signals end the child.
+    It can be nested: the innermost one receives the signals. In a forked child these signals end the child.
     Raises ValueError outside the main thread.
     """
 
@@ -43,19 +43,20 @@ class on_signals:
         os.set_blocking(self.writer, False)
         self.wakeup = _signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         _pipes.add(self.writer)
-        _thread.start_new_thread(self._read, ())
+        # a signal that arrives before the thread runs waits in the pipe
         self.handlers = {number: _signal.signal(number, self._handle) for number in self.numbers}
+        _thread.start_new_thread(self._read, ())
 
     def __exit__(self, *raised: object) -> None:
         for number, handler in self.handlers.items():
-            # None: a handler that was not set by Python
+            # None: the previous handler was not set by Python
             _signal.signal(number, _signal.SIG_DFL if handler is None else handler)
         _signal.set_wakeup_fd(self.wakeup)
         _pipes.discard(self.writer)
         os.write(self.writer, bytes([END]))
 
     def _handle(self, number: int, frame: "FrameType | None") -> None:
-        # the thread has the number already; a forked child has no such thread
+        # the thread reads the number from the pipe; a forked child has no such thread
         if os.getpid() != self.process:
             os._exit(128 + number)
 
@@ -68,9 +69,9 @@ class on_signals:
 
 
 def quiet_interrupts(command: str, note: str = "") -> None:
-    """From here on Ctrl-C prints one line and ends this process with 130, at once and without a traceback.
+    """Make Ctrl-C print one line and end this process with code 130, at once and without a traceback.
 
-    note: what the user should know then. A rank other than 0 prints nothing.
+    note: added to that line. Ranks other than 0 print nothing.
     """
 
     def leave(_: int) -> None:
@@ -78,17 +79,17 @@ def quiet_interrupts(command: str, note: str = "") -> None:
             say(f"{command}: interrupted{note and f'; {note}'}")
         end_process(INTERRUPTED)
 
-    # the end of the process ends the block
+    # never exited: the end of the process ends it
     on_signals((_signal.SIGINT,), leave).__enter__()
 
 
 def say(line: str) -> None:
-    """Write one line to stderr, past Python's buffers: the main thread may hold their locks."""
+    """Write one line to stderr without Python's buffers, whose locks the main thread may hold."""
     _write(2, f"{os.isatty(2) * chr(10)}{line}\n")
 
 
 def end_process(code: int) -> "NoReturn":
-    """End this process without waiting for anything, and show the cursor, which a progress bar hides."""
+    """End this process without waiting for anything, and show the cursor that a progress bar has hidden."""
     for stream in (1, 2):
         if os.isatty(stream):
             _write(stream, "\x1b[?25h")
@@ -99,7 +100,7 @@ def _write(stream: int, text: str) -> None:
     from select import select
 
     try:
-        # to write to a stopped terminal or a full pipe would take for ever
+        # writing to a stopped terminal or a full pipe would block forever
         if select([], [stream], [], 0.5)[1]:
             os.write(stream, text.encode())
     except OSError:
@@ -107,7 +108,7 @@ def _write(stream: int, text: str) -> None:
 
 
 def _before_fork() -> None:
-    # a signal that reaches the child while it still has the pipe would be the parent's
+    # while the child still has the pipe, a signal to it would reach the parent
     _masks[_thread.get_ident()] = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
 
 

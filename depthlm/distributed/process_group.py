@@ -1,4 +1,4 @@
-"""Joining the other ranks and parting from them: rendezvous, process group, this rank's device."""
+"""Joining and leaving the process group: rendezvous, process group, this rank's device."""
 
 import logging
 import os
@@ -24,10 +24,10 @@ _waits = 0
 def start_distributed(
     ranks: Ranks, timeout: timedelta = OPERATION, arrival: timedelta = ARRIVAL, device_choice: str = "auto"
 ) -> torch.device:
-    """Join the process group (once a process), choose this rank's device, and log what was found.
+    """Join the process group (once per process), choose this rank's device, and log both.
 
-    timeout: for one collective operation; arrival: for all ranks to come; device_choice: as the key `device`.
-    Raises UserError where ranks would share a GPU, or do not meet.
+    timeout: for one collective operation; arrival: for all ranks to arrive; device_choice: as the key `device`.
+    Raises UserError if ranks would share a GPU, or do not meet.
     """
     device = torch.device("cpu")
     if environment.device_type(device_choice) == "cpu":
@@ -35,12 +35,12 @@ def start_distributed(
     else:
         device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
         torch.cuda.set_device(device)
-    # DeepSpeed looks for these even where the group exists, and for mpi4py where they are missing
+    # DeepSpeed reads these variables even if the group exists, and imports mpi4py if they are missing
     tell_deepspeed(ranks, device.index or 0)
     log.info("%s", found(ranks, f"{device} of {socket.gethostname()}"))
     if not torch.distributed.is_initialized():
         global _store
-        # a rank alone opens no port, so any number of runs can start on one machine at once
+        # a single rank opens no port, so any number of runs can start on one machine at once
         _store = HashStore() if ranks.world_size == 1 else PrefixStore("depthlm", rendezvous(ranks, arrival))
         torch.distributed.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
@@ -53,31 +53,31 @@ def start_distributed(
 
 
 def rendezvous(ranks: Ranks, arrival: timedelta) -> Store:
-    """The store that all ranks have come to. Raises UserError where they do not, in words."""
+    """Return the store at which all ranks have met. Raises UserError if they do not meet."""
     where = f"{ranks.address}:{ranks.port}"
     try:
         socket.getaddrinfo(ranks.address, ranks.port)
     except OSError as error:
         raise UserError(
-            f"the ranks are to meet at {where}, a name that {socket.gethostname()} cannot resolve ({error}): export "
-            "MASTER_ADDR, the name or address of the first rank's node as the others reach it"
+            f"the ranks should meet at {where}, a name that {socket.gethostname()} cannot resolve ({error}): export "
+            "MASTER_ADDR, the name or address at which the other nodes reach the node of rank 0"
         ) from None
     try:
         store, _, _ = next(torch.distributed.rendezvous("env://", ranks.rank, ranks.world_size, timeout=arrival))
     except DistError as error:
-        told = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"the {ranks.world_size} ranks did not meet at {where} within {arrival.total_seconds():.0f} s ({told}): "
-            "look whether each of them has started, whether the first one's node is reachable there, and whether "
-            "the port is free (MASTER_PORT gives another)"
+            f"the {ranks.world_size} ranks did not meet at {where} within {arrival.total_seconds():.0f} s ({reason}): "
+            "check whether each of them has started, whether the node of rank 0 is reachable there, and whether "
+            "the port is free (set another one with MASTER_PORT)"
         ) from None
     return store
 
 
 def wait_for_first_rank() -> None:
-    """Return on the others once the first rank has come here, after hours if need be; it does not wait. Collective.
+    """Wait until rank 0 has reached this call, for hours if necessary; rank 0 does not wait. Collective.
 
-    In a collective operation they could wait no longer than its timeout.
+    A collective operation could wait no longer than its timeout.
     """
     global _waits
     _waits += 1
@@ -93,9 +93,9 @@ def wait_for_first_rank() -> None:
 
 
 def leave_distributed(together: bool = True) -> None:
-    """Part from the other ranks: gloo's threads abort a process that ends without it.
+    """Leave the process group: gloo's threads abort a process that ends without this call.
 
-    together: wait for the others first. A rank alone keeps its group for the next run of the same process.
+    together: wait for the other ranks first. A single rank keeps its group for the next run of the same process.
     """
     if torch.distributed.get_world_size() > 1:
         if together:

@@ -1,4 +1,4 @@
-"""A first signal asks the run to stop after the step, or ends it if no step has begun; a second one ends it at once."""
+"""Stopping a run: a first signal stops it after the step (at once before the first step), a second one at once."""
 
 import os
 import signal
@@ -10,24 +10,24 @@ from typing import NoReturn
 from depthlm.distributed.interrupts import INTERRUPTED, end_process, on_signals, say
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# by this one submitit learns that its job is to be preempted, or is out of time
+# SLURM sends submitit this signal when the job is preempted or its time runs out
 PREEMPTED = signal.SIGUSR2
 STOPPED = 75
 
-# tells the other ranks why this one ends
+# reports to the other ranks why this one ends
 Report = Callable[[BaseException], None]
 
 
 class StopRequest:
-    """Whether a signal has come to this rank: its name. Called in the thread that receives the signals.
+    """The name of the signal that this rank has received, if any. Called in the thread that receives the signals.
 
-    training: set by the loop. Before, nothing is lost by ending at once.
+    training: set by the training loop. Before that, the process can end at once without losing anything.
     """
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.name: str | None = None
-        # submitit requeues the job where the run returns, so there it is not ended
+        # submitit requeues the job when the run returns, so the process must not end before
         self.training = _requeued()
 
     def __call__(self, number: int) -> None:
@@ -45,7 +45,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal(report: Report) -> Iterator[StopRequest]:
-    """Watch for the signals while the block runs, in which the run directory is this run's."""
+    """Handle signals as requests to stop the run while the block runs."""
     request = StopRequest(report)
     with on_signals(_watched() + ((PREEMPTED,) if _requeued() else ()), request):
         yield request
@@ -53,8 +53,8 @@ def stop_on_signal(report: Report) -> Iterator[StopRequest]:
 
 @contextmanager
 def end_on_signal(report: Report) -> Iterator[None]:
-    """While the block runs, a signal ends the process at once: nothing is lost. Ctrl-C is the user's, the others are a
-    scheduler's, which is to start the run again."""
+    """End the process at once on a signal while the block runs, since nothing is lost. The exit code is 130 for Ctrl-C,
+    and 75 for the other signals: a scheduler sends those and should start the run again."""
 
     def end(number: int) -> None:
         name = signal.Signals(number).name
@@ -71,7 +71,7 @@ def end_on_signal(report: Report) -> Iterator[None]:
 
 
 def hand_back() -> None:
-    """Let submitit requeue the job, where it runs this process: the run has been stopped, and everything is saved."""
+    """Let submitit requeue the job of this process, if it runs under submitit; the stopped run has saved its state."""
     if _requeued():
         signal.raise_signal(PREEMPTED)
 
@@ -83,7 +83,7 @@ def _end(report: Report, code: int, line: str) -> NoReturn:
 
 
 def _watched() -> tuple[int, ...]:
-    # under nohup the end of the terminal is not to end the run
+    # under nohup, closing the terminal must not end the run
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return WATCHED if nohup else (*WATCHED, signal.SIGHUP)
 
@@ -93,7 +93,7 @@ def _requeued() -> bool:
 
 
 def _leave_terminal() -> None:
-    """Let output go nowhere if its terminal is gone: to write there would raise an error before the run is saved."""
+    """Redirect output to /dev/null if its terminal is gone: writing would raise an error before the run is saved."""
     for stream in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):

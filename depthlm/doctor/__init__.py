@@ -1,1 +1,1 @@
-"""`python -m depthlm doctor`: what a run would meet on this machine, and what is wrong with it."""
+"""`python -m depthlm doctor`: check whether a run would start on this machine."""

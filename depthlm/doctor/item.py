@@ -1,4 +1,4 @@
-"""A line of what `doctor` prints."""
+"""One line of the output of `doctor`."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,10 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that was looked at. state: a run starts with a warning, and does not with a problem. remedy: what to
-    do about either."""
+    """The result of one check.
+
+    state: a run starts despite a warning, but not with a problem. remedy: what to do about a warning or a problem.
+    """
 
     name: str
     value: str
@@ -17,5 +19,5 @@ class Item:
 
 
 def gibibytes(count: float) -> str:
-    """`12.3 GiB`."""
+    """Format a number of bytes as `12.3 GiB`."""
     return f"{count / 2**30:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What one does with a trained model: measure it, and let it write."""
+"""Evaluation of trained models: losses, tasks and text generation."""
 
 from depthlm.evaluation.diagnostics import diagnose
 from depthlm.evaluation.generation import generate, stream

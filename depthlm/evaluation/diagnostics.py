@@ -1,4 +1,4 @@
-"""What a mechanism tells of its work inside a decoder."""
+"""Diagnostics of a mechanism inside a decoder."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from depthlm.model.connections.connection import Stream
 
 @torch.no_grad()
 def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
-    """The largest value, over tokens and sublayers, of all that `Connection.diagnostics` names."""
+    """Return the maximum over tokens and sublayers of each value of `Connection.diagnostics`."""
     if all(type(connection).diagnostics is Connection.diagnostics for connection in model.connections):
         return {}
     largest: dict[str, Tensor] = {}

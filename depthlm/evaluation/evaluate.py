@@ -1,4 +1,4 @@
-"""`python -m depthlm evaluate`: the losses of a run, or its accuracies, into evaluation.json and W&B."""
+"""The command `python -m depthlm evaluate`: write the losses or accuracies of a run to evaluation.json and W&B."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,36 +18,37 @@ from depthlm.fields import key
 from depthlm.files import replace_text
 from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import DEVICES, usable_device
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.trackers import start_tracker
-
-EVALUATION = "evaluation.json"
 
 
 @dataclass
 class Evaluate:
-    """What `evaluate` takes."""
+    """The arguments of `evaluate`."""
 
-    run: str = key(doc="run directory; its newest whole checkpoint is evaluated")
+    run: str = key(doc="run directory; its newest valid checkpoint is evaluated")
     tasks: Optional[list[str]] = key(
         None,
-        "paper (Depth-Attention's eight), moda (MoDA's ten), tasks of lm-eval, or YAML files of tasks; null: losses",
+        "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, or YAML files of tasks; null: losses",
     )
-    shots: Optional[list[int]] = key(None, "examples before a question; null: the paper's (0,5 and 0), else 0")
+    shots: Optional[list[int]] = key(
+        None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
+    )
     sets: Optional[list[str]] = key(None, "folders of token files to measure on; null: the run's validation sets")
     datasets: Optional[str] = key(
         None, "folder with the tasks' datasets, each under its name on the hub; null: the hub"
     )
-    batch_size: int = key(16, "sequences at a time; changes no result", minimum=1)
-    limit: Optional[int] = key(None, "only the first questions of each task, to try it out", minimum=1)
-    precision: str = key("fp32", "number format of the computation", choices=("fp32", "bf16"))
-    device: str = key("auto", "auto: the GPU, or the CPU where there is none", choices=DEVICES)
-    trust: Optional[list[str]] = key(None, "modules that the run's own mechanism may come from")
+    batch_size: int = key(16, "sequences per batch; does not affect the results", minimum=1)
+    limit: Optional[int] = key(None, "use only the first questions of each task, for a quick try", minimum=1)
+    precision: str = key("fp32", "dtype of the computation", choices=("fp32", "bf16"))
+    device: str = key("auto", "auto: the GPU if there is one, else the CPU", choices=DEVICES)
+    trust: Optional[list[str]] = key(None, "modules that may define the run's own mechanism")
 
 
 def evaluate(arguments: Evaluate) -> dict[str, Any]:
-    """Measure, print, and write evaluation.json; what it holds then.
+    """Evaluate a run, print the results and add them to evaluation.json. Returns the new content of evaluation.json.
 
-    Raises UserError for a run without a checkpoint, missing token files or datasets, another tokenizer's tokens.
+    Raises UserError for a run without a checkpoint, missing token files or datasets, or tokens of another tokenizer.
     """
     directory = Path(arguments.run)
     _check(arguments)
@@ -59,59 +60,60 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
         tokenizer = Tokenizer.load(directory)
         sets = run_sets(config) if arguments.sets is None else folder_sets(arguments.sets, tokenizer)
-        found: dict[str, Any] = measure_sets(
+        results: dict[str, Any] = measure_sets(
             model, sets, config.training.sequence_length, arguments.batch_size, autocast
         )
     else:
         from depthlm.evaluation.harness import run_tasks
 
         datasets = None if arguments.datasets is None else Path(arguments.datasets)
-        found = run_tasks(
+        results = run_tasks(
             model, config, directory, arguments.tasks, arguments.shots, arguments.batch_size, arguments.limit,
             datasets, arguments.precision,
         )  # fmt: skip
-    _show(found)
+    _show(results)
     if arguments.limit is not None:
-        # a part of the questions is not the task's score
-        stdout_console().print(f"limit={arguments.limit}: a try, not written to {EVALUATION}", markup=False)
-        return found
-    return _keep(directory, config, manifest, found)
+        # a score on a part of the questions is not the task's score
+        name = RunDirectory(directory).evaluation.name
+        stdout_console().print(f"limit={arguments.limit}: results are not written to {name}", markup=False)
+        return results
+    return _record(directory, config, manifest, results)
 
 
 def _check(arguments: Evaluate) -> None:
-    """Raises UserError for keys that do not go together."""
+    """Raise UserError for keys that cannot be combined."""
     if arguments.tasks is None:
-        idle = [name for name in ("shots", "datasets", "limit") if getattr(arguments, name) is not None]
-        if idle:
-            raise UserError(f"{idle[0]}=: goes with tasks=")
+        unused = [name for name in ("shots", "datasets", "limit") if getattr(arguments, name) is not None]
+        if unused:
+            raise UserError(f"{unused[0]}=: has an effect only with tasks=; give tasks=, or leave it out")
     elif arguments.sets is not None:
-        raise UserError("sets=: losses are measured on them, tasks have their own data; give sets= or tasks=")
+        raise UserError("sets=: only losses are measured on sets, and tasks have their own data; give sets= or tasks=")
     if min(arguments.shots or [0]) < 0:
         raise UserError(f"shots={','.join(map(str, arguments.shots or []))}: must be at least 0")
 
 
-def _keep(directory: Path, config: Config, manifest: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Add to evaluation.json, in which all numbers are of one checkpoint, and to the run's W&B."""
-    path = directory / EVALUATION
+def _record(directory: Path, config: Config, manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """Add results to evaluation.json and to the run's W&B summary. Results of another checkpoint are dropped."""
+    path = RunDirectory(directory).evaluation
     try:
         before = json.loads(path.read_text())
     except (OSError, ValueError):
         before = {}
     kept = before if isinstance(before, dict) and before.get("step") == manifest["step"] else {}
-    told = {"step": manifest["step"]} | kept | found
+    recorded = {"step": manifest["step"]} | kept | results
     try:
-        replace_text(path, json.dumps(told, indent=1) + "\n")
+        replace_text(path, json.dumps(recorded, indent=1) + "\n")
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error}); the numbers are above") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror or error}); the results are above") from None
     if config.tracker.name != "none" and manifest.get("wandb_id"):
         tracker = start_tracker(config.tracker, directory, directory.name, asdict(config), manifest["wandb_id"])
-        tracker.close(told)
+        tracker.close(recorded)
     stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
-    return told
+    return recorded
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(results: dict[str, Any]) -> None:
     table = Table("", "", box=box.SIMPLE, show_header=False)
-    for name, value in found.items():
+    for name, value in results.items():
         table.add_row(name, "-" if value is None else f"{value:.4f}", end_section=name.endswith("average"))
     stdout_console().print(table)

@@ -1,4 +1,4 @@
-"""Text from a decoder, one token at a time.
+"""Generate text with a decoder, one token at a time.
 
 Shapes: b batch, t tokens, v vocabulary.
 """
@@ -13,9 +13,9 @@ from depthlm.model.decoder import Decoder
 
 
 def generate(model: Decoder, tokens_bt: Tensor, max_new_tokens: int, **settings: Any) -> Tensor:
-    """The prompt and what follows it, tokens_bt of t + max_new_tokens tokens, or fewer if every row has ended.
+    """Return the prompt and its continuation, up to t + max_new_tokens tokens; fewer if every row has ended.
 
-    settings: those of `stream`, whose errors are raised here too.
+    settings: those of `stream`. Raises the errors of `stream`.
     """
     return torch.cat([tokens_bt, *stream(model, tokens_bt, max_new_tokens, **settings)], dim=1)
 
@@ -33,13 +33,14 @@ def stream(
     eos: int | None = None,
     padding_b: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """The tokens after the prompt as they come, [b, 1] each, until every row has ended; tensors of inference mode.
+    """Yield the tokens after the prompt one by one, [b, 1] each, until every row has ended, as inference tensors.
 
-    temperature: 0 takes the most likely token; else logits are divided by it and sampled from.
-    top_k, top_p: sample only from the k most likely, or from the fewest whose probabilities reach p (arXiv 1904.09751).
-    generator: on the device of the tokens. eos: a row ends after this token, and is filled up with it.
-    padding_b: how many tokens on the left of each row are none of its prompt, which is then continued as it is alone.
-    Raises: ValueError for an empty prompt, a negative temperature, top_k below 1 or top_p outside (0, 1].
+    temperature: 0 takes the most likely token; else the logits are divided by it before sampling.
+    top_k, top_p: sample only from the k most likely tokens, or from the fewest whose probabilities reach p
+        (arXiv 1904.09751).
+    generator: on the device of the tokens. eos: a row ends after this token and is then filled with it.
+    padding_b: number of padding tokens on the left of each row; they do not affect the continuation.
+    Raises ValueError for an empty prompt, a negative temperature, top_k below 1 or top_p outside (0, 1].
     """
     start = tokens_bt.shape[1]
     if start == 0 or (padding_b is not None and bool((padding_b >= start).any())):
@@ -48,14 +49,14 @@ def stream(
         raise ValueError(f"temperature {temperature} >= 0, top_k {top_k} >= 1 and 0 < top_p {top_p} <= 1 must hold")
     cache = model.make_cache(start + max_new_tokens) if use_cache else None
     ended_b1 = torch.zeros_like(tokens_bt[:, :1], dtype=torch.bool)
-    given_bt = tokens_bt
+    input_bt = tokens_bt
     for _ in range(max_new_tokens):
         ends_bt = None
         if padding_b is not None and (cache is None or cache.length == 0):
-            ends_bt = torch.arange(given_bt.shape[1], device=given_bt.device) < padding_b[:, None]
+            ends_bt = torch.arange(input_bt.shape[1], device=input_bt.device) < padding_b[:, None]
             if model.end_of_text is not None:
-                ends_bt = ends_bt | (given_bt == model.end_of_text)
-        hidden_btd = model.hidden(given_bt, cache, ends_bt=ends_bt)
+                ends_bt = ends_bt | (input_bt == model.end_of_text)
+        hidden_btd = model.hidden(input_bt, cache, ends_bt=ends_bt)
         new_b1 = _choose(model.logits(hidden_btd[:, -1:])[:, 0].float(), temperature, top_k, top_p, generator)
         if eos is not None:
             new_b1 = new_b1.masked_fill(ended_b1, eos)
@@ -63,7 +64,7 @@ def stream(
         yield new_b1
         if eos is not None and bool(ended_b1.all()):
             return
-        given_bt = new_b1 if use_cache else torch.cat((given_bt, new_b1), dim=1)
+        input_bt = new_b1 if use_cache else torch.cat((input_bt, new_b1), dim=1)
 
 
 def _choose(

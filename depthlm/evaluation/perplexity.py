@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte on a whole validation set."""
+"""Loss, perplexity and bits per byte on a complete validation set."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from depthlm.model import Decoder
 
 
 class TotalLoss(NamedTuple):
-    """Sums over a validation set. nats: negative log-likelihood. tokens: how many targets."""
+    """Sums over a validation set. nats: negative log-likelihood. tokens: number of targets."""
 
     nats: float
     tokens: int
@@ -22,13 +22,16 @@ class TotalLoss(NamedTuple):
         return self.nats / self.tokens
 
     def bits_per_byte(self, text_bytes: float) -> float:
-        """Of the text that the targets stand for, so that tokenizers compare (the Pile, arXiv 2101.00027, 3.1)."""
+        """Return the loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
+
+        text_bytes: bytes of the text that the targets encode.
+        """
         return self.nats / math.log(2) / text_bytes
 
 
 @torch.no_grad()
 def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:
-    """The negative log-likelihood of (inputs [b, T], targets [b, T]), all ranks together; the sum is in float64."""
+    """Return the negative log-likelihood of batches (inputs [b, T], targets [b, T]), summed over ranks in float64."""
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -42,5 +45,5 @@ def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats per token; None where there is none, or a float cannot hold it."""
+    """Return exp of a loss in nats per token; None if the loss is None or the result would overflow."""
     return math.exp(loss) if loss is not None and loss < 700 else None

@@ -1,11 +1,11 @@
-"""The tasks of the papers: which of the harness's they are, and which of its metrics the paper's accuracy is."""
+"""The papers' task suites: the harness's name of each task, and the metric that is the paper's accuracy."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks of the harness by the name in evaluation.json, each with its metric; `average` is over all of them."""
+    """Tasks of the harness by their name in evaluation.json, each with its metric. `average` is over all tasks."""
 
     tasks: dict[str, tuple[str, str]]
     shots: list[int] = field(default_factory=lambda: [0])
@@ -26,7 +26,7 @@ SUITES = {
         },
         [0, 5],
     ),
-    # MoDA (arXiv 2603.15619), section 4.3; it names no metric, so as OLMo's own evaluation has them
+    # MoDA (arXiv 2603.15619), section 4.3; it names no metrics, so these are those of OLMo's own evaluation
     "moda": Suite(
         {
             "piqa": ("piqa", "acc_norm"),

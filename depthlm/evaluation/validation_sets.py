@@ -1,4 +1,4 @@
-"""Every validation set of a run, whole, as numbers by the names of evaluation.json."""
+"""Measure losses on complete validation sets, named as in evaluation.json."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from depthlm.model import Decoder
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A set of texts as tokens. bytes: of the text."""
+    """A tokenized validation set. bytes: size of its text."""
 
     name: str
     tokens: TokenFiles
@@ -24,7 +24,7 @@ class ValidationSet:
 
 
 def run_sets(config: Config) -> list[ValidationSet]:
-    """The sets that a run validates on. Raises DataError where their token files are not there."""
+    """Return the validation sets of a run. Raises DataError if their token files do not exist."""
     corpus = open_corpus(config.data)
     return [
         ValidationSet(name, tokens, sum(split.bytes for split in corpus.manifests[name].validation.values()))
@@ -33,18 +33,18 @@ def run_sets(config: Config) -> list[ValidationSet]:
 
 
 def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[ValidationSet]:
-    """The sets of folders of token files, named by their folders.
+    """Return the validation sets of folders of token files, named after the folders.
 
-    Raises DataError for a folder made with another tokenizer than the run's, or two of one name.
+    Raises DataError for a folder that was prepared with another tokenizer than the run's, or two folders of one name.
     """
     sets: list[ValidationSet] = []
     for folder in map(Path, folders):
         manifest = Manifest.read(folder)
         if manifest.tokenizer != tokenizer.fingerprint:
             remedy = "Prepare it with the run's: data.tokenizer=<run directory>/tokenizer.json."
-            raise DataError("made with another tokenizer than the run's: its ids mean other text", folder, remedy)
+            raise DataError("prepared with another tokenizer than the run's: its ids mean other text", folder, remedy)
         if any(one.name == folder.name for one in sets):
-            raise DataError("two folders of this name", folder, "Rename one: numbers are kept by the folder's name.")
+            raise DataError("two folders of this name", folder, "Rename one: results are named after the folder.")
         (split,) = manifest.validation.values()
         sets.append(ValidationSet(folder.name, TokenFiles(folder, split.files, manifest.dtype), split.bytes))
     return sets
@@ -53,14 +53,13 @@ def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[Validation
 def measure_sets(
     model: Decoder, sets: Iterable[ValidationSet], sequence_length: int, batch_size: int, autocast: torch.autocast
 ) -> dict[str, float | None]:
-    """`validation/<set>/loss` in nats per token, `.../perplexity` and `.../bits_per_byte`, each set's targets once;
-    None where it is not finite.
+    """Return `validation/<set>/loss` in nats per token, `.../perplexity` and `.../bits_per_byte`; None if not finite.
 
-    Windows of sequence_length follow each other without overlap, the last one shorter; every token but the first is a
-    target, and the bytes are those of all of them.
+    A set is split into consecutive windows of sequence_length, the last one shorter. Every token except the first is a
+    target exactly once, and the bytes are those of all targets.
     """
     device = next(model.parameters()).device
-    found: dict[str, float | None] = {}
+    losses: dict[str, float | None] = {}
     for one in sets:
         windows = -(-(len(one.tokens) - 1) // sequence_length)
         batches: Iterator = validation_batches(one.tokens, sequence_length, batch_size)
@@ -70,7 +69,7 @@ def measure_sets(
         with autocast:
             total = total_loss(model, shown, device)
         finite = math.isfinite(total.nats)
-        found[f"validation/{one.name}/loss"] = total.mean if finite else None
-        found[f"validation/{one.name}/perplexity"] = perplexity(total.mean) if finite else None
-        found[f"validation/{one.name}/bits_per_byte"] = total.bits_per_byte(one.bytes) if finite else None
-    return found
+        losses[f"validation/{one.name}/loss"] = total.mean if finite else None
+        losses[f"validation/{one.name}/perplexity"] = perplexity(total.mean) if finite else None
+        losses[f"validation/{one.name}/bits_per_byte"] = total.bits_per_byte(one.bytes) if finite else None
+    return losses

@@ -1,6 +1,6 @@
-"""Hugging Face: runs as folders that transformers loads, and folders of transformers as the start of a run.
+"""Hugging Face: export runs as folders that transformers loads, and start runs from such folders.
 
-Only what needs transformers imports it, which comes with the extra `evaluation`.
+transformers comes with the extra `evaluation` and is imported only by the code that needs it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> "Export":
-    """Write a run, its newest whole checkpoint, as a folder that AutoModelForCausalLM loads. See `folder.export`."""
+    """Export the newest valid checkpoint of a run as a folder that AutoModelForCausalLM loads. See `folder.export`."""
     _check_transformers()
     from depthlm.hugging_face.folder import export as write
 
@@ -28,7 +28,7 @@ def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> "Expor
 
 
 def as_causal_lm(model: "Decoder", config: "Config") -> "PreTrainedModel":
-    """A decoder, as `depthlm.load` gives it, for code that expects a model of transformers. Weights are shared."""
+    """Wrap a decoder, as returned by `depthlm.load`, for code that expects a transformers model. Shares the weights."""
     _check_transformers()
     from depthlm.hugging_face.causal_lm import CausalLM
     from depthlm.hugging_face.folder import causal_lm_config
@@ -39,7 +39,7 @@ def as_causal_lm(model: "Decoder", config: "Config") -> "PreTrainedModel":
 def as_tokenizer(
     tokenizer: "Tokenizer | PreTrainedTokenizerFast | str | Path", max_length: int | None = None
 ) -> "PreTrainedTokenizerFast":
-    """The tokenizer of a run directory, of a file, or a given one. See `tokenizer.as_tokenizer`."""
+    """Return the tokenizer of a run directory or file for transformers. See `tokenizer.as_tokenizer`."""
     _check_transformers()
     from depthlm.hugging_face.tokenizer import as_tokenizer as wrap
 

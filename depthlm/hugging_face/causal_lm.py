@@ -1,4 +1,4 @@
-"""A decoder as transformers sees one: `forward` and `generate`, with transformers' own cache.
+"""A decoder with the interface of transformers: `forward` and `generate`, with transformers' own cache.
 
 Shapes: b batch, t new tokens, s tokens in the cache and new, k key/value heads, e head size, v vocabulary.
 """
@@ -24,11 +24,11 @@ UNSUPPORTED = ("position_ids", "inputs_embeds", "output_attentions", "output_hid
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):
-    """The decoder of a configuration, or a given one.
+    """Wraps a decoder, which is built from the configuration if none is given.
 
     input_ids, attention_mask -> decoder -> logits_btv
 
-    connection_class, attention_class: a subclass names those of its mechanism.
+    connection_class, attention_class: set by a subclass to the classes of its mechanism.
     """
 
     config_class = DepthLMConfig
@@ -63,12 +63,12 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """logits_btv, with labels also the mean loss of the next token, in nats (-100: does not count).
+        """Return logits_btv and, with labels, the mean loss of the next token in nats (a label of -100 is ignored).
 
-        attention_mask: [b, s], 0 where a token is padding, which may stand before or after a row's tokens; a row is
-            then computed as if it were alone. None: no padding.
-        logits_to_keep: of how many of the last tokens, or of which, logits are wanted; 0: of all.
-        kwargs: for the loss, as num_items_in_batch. Raises ValueError for what a decoder does not take.
+        attention_mask: [b, s], 0 for padding, which may be before or after a row's tokens and does not affect their
+            logits. None: no padding.
+        logits_to_keep: compute the logits of only this many last tokens, or of these tokens; 0: of all.
+        kwargs: for the loss, such as num_items_in_batch. Raises ValueError for unsupported arguments.
         """
         for name in UNSUPPORTED:
             value = kwargs.pop(name, None)
@@ -89,9 +89,9 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return output if wanted else output.to_tuple()
 
     def ends(self, tokens_bt: Tensor, mask_bs: Tensor | None, cache: "KeysAndValues | None") -> Tensor | None:
-        """ends_bt of `Decoder.forward`; None where a row is one document.
+        """Return ends_bt of `Decoder.forward`; None if each row is one document.
 
-        Where documents of the cached tokens matter too, the cache is told where the newest of them begins.
+        If the cached tokens contain several documents, this also sets where the newest of them begins in the cache.
         """
         start = 0 if cache is None else cache.length
         ends_bs = padding(mask_bs, start + tokens_bt.shape[1])
@@ -108,20 +108,20 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return ends_bs[:, start:]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding; a tied head reads its matrix."""
+        """Return the embedding, whose matrix a tied head also uses."""
         return self.decoder.embedding
 
     def get_output_embeddings(self) -> None:
-        """None: a tied head owns no matrix, so nothing is to be tied."""
+        """Return None: a tied head owns no matrix, so transformers has nothing to tie."""
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: the constructor has done it."""
+        """Do nothing, since the constructor has initialized the weights."""
 
 
 class KeysAndValues:
-    """What a decoder asks of a cache, with a cache of transformers, which also reorders and crops it.
+    """The cache interface of a decoder, on top of a cache of transformers, which can also be reordered and cropped.
 
-    length: tokens held before this forward pass. document_b1: as of `KVCache`.
+    length: tokens in the cache before this forward pass. document_b1: as in `KVCache`.
     """
 
     def __init__(self, held: Cache) -> None:
@@ -130,17 +130,17 @@ class KeysAndValues:
         self.document_b1: Tensor | None = None
 
     def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the new tokens to a slot; returns all of its keys and values, k_bkse and v_bkse."""
+        """Append the new tokens to a slot, and return all of its keys and values, k_bkse and v_bkse."""
         end = self.length + k_bkte.shape[2]
         k, v = self.held.update(k_bkte, v_bkte, slot)
-        # a cache of fixed size gives what is still empty, too
+        # a cache of fixed size also returns the empty positions
         return k[:, :, :end], v[:, :, :end]
 
     def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
-        """Nothing: transformers counts by the first slot, and documents are found anew at each pass."""
+        """Do nothing: transformers counts the tokens of the first slot, and `ends` finds the documents in each pass."""
 
     def ends_of_text(self, ends_bt: Tensor, slot: int) -> Tensor:
-        """ends_bs of all tokens so far. They lie in a slot of their own, so that beams take theirs along."""
+        """Return ends_bs of all tokens so far. They have their own cache slot, so beam search reorders them too."""
         if len(self.held.layers) == slot:
             self.held.layers.append(DynamicLayer())
         ends_b1t1 = ends_bt[:, None, :, None]
@@ -148,13 +148,13 @@ class KeysAndValues:
 
 
 def padding(mask_bs: Tensor | None, length: int) -> Tensor | None:
-    """Whether a token is padding; None where none is. Raises ValueError for a mask that tells something else."""
+    """Return which tokens are padding; None if none is. Raises ValueError for any mask that is not a padding mask."""
     if mask_bs is None or bool(mask_bs.all()):
         return None
     if mask_bs.dim() != 2 or mask_bs.shape[1] != length:
         raise ValueError(
-            f"attention_mask {list(mask_bs.shape)}: must be [batch, {length}], of the cached tokens and the new; "
-            "one of four dimensions comes with a static cache, which a depthlm model does not take"
+            f"attention_mask {list(mask_bs.shape)}: must be [batch, {length}], for the cached and the new tokens; "
+            "a mask with four dimensions comes from a static cache, which a depthlm model does not support"
         )
     real_bs = mask_bs != 0
     begins_bs = real_bs[:, 1:] & ~real_bs[:, :-1]

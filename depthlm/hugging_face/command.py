@@ -1,4 +1,4 @@
-"""`python -m depthlm export`: a run as a folder of Hugging Face, and how to load it."""
+"""The command `python -m depthlm export`: export a run as a Hugging Face folder, and print how to load it."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -9,15 +9,15 @@ from depthlm.hugging_face import export
 
 @dataclass
 class ExportArguments:
-    """What `export` takes."""
+    """The arguments of `export`."""
 
-    run: str = key(doc="run directory; its newest whole checkpoint is exported")
-    to: str = key(doc="the folder to write; an earlier export there is replaced")
-    trust: Optional[list[str]] = key(None, "modules that the run's own mechanism comes from; they are copied along")
+    run: str = key(doc="run directory; its newest valid checkpoint is exported")
+    to: str = key(doc="the folder to write; replaces an earlier export in it")
+    trust: Optional[list[str]] = key(None, "modules that define the run's own mechanism; they are copied too")
 
 
 def export_run(arguments: ExportArguments) -> None:
-    """Export, and print what was written and how it is loaded. Raises UserError."""
+    """Export a run, and print the written files and the code that loads them. Raises UserError."""
     written = export(arguments.run, arguments.to, arguments.trust or ())
     print(f"{written.folder}: {written.model_type}, {written.parameters:,} parameters")
     for name, size in written.files.items():

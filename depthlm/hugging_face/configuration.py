@@ -1,4 +1,4 @@
-"""What transformers knows of a decoder: the config.json of an export."""
+"""The configuration of a decoder in transformers: the config.json of an export."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from transformers import PretrainedConfig
 
 
 class DepthLMConfig(PretrainedConfig):
-    """Size, backbone and depth mechanism of a decoder, and what tools expect of any model, which follows from them.
+    """Size, backbone and depth mechanism of a decoder, and the standard fields that tools expect, derived from them.
 
     size, backbone: the fields of `Size` and `Backbone`. loops: passes through the layers.
-    mechanism: its name. connection, attention: the settings of the two classes, which the modelling code names.
-    end_of_text: the token that ends a document, where attention stays inside a document; else None.
-    max_position_embeddings: tokens of a sequence in training; positions are computed, so more are possible.
+    mechanism: its name. connection, attention: the settings of the two classes that the modeling code names.
+    end_of_text: the token that ends a document, if attention is limited to one document; else None.
+    max_position_embeddings: sequence length of training; longer sequences are possible, since positions are computed.
     """
 
     model_type = "depthlm"
@@ -33,9 +33,9 @@ class DepthLMConfig(PretrainedConfig):
         self.size, self.backbone, self.loops = size or {}, backbone or {}, loops
         self.mechanism, self.connection, self.attention = mechanism, connection or {}, attention or {}
         self.end_of_text, self.max_position_embeddings, self.use_cache = end_of_text, max_position_embeddings, use_cache
-        # transformers makes one without arguments, too
+        # transformers also calls the constructor without arguments
         if size:
-            # a cache has a layer for each time that one is passed through
+            # a cache has one layer for each pass through a layer
             kwargs["num_hidden_layers"] = loops * size["num_layers"]
             kwargs |= {key: size[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
             kwargs |= {"num_attention_heads": size["num_heads"], "num_key_value_heads": size["num_kv_heads"]}

@@ -1,10 +1,10 @@
-"""A run as a folder of Hugging Face.
+"""Export a run as a Hugging Face folder.
 
-config.json, generation_config.json       what transformers reads first
+config.json, generation_config.json       the configuration for transformers
 model.safetensors                         the weights, in fp32
 tokenizer.json, tokenizer_config.json     the run's tokenizer
-*.py                                      the code of a decoder that transformers does not know
-depthlm.json                              what it was made from, and its files
+*.py                                      the decoder's code, if transformers does not have the model
+depthlm.json                              the exported run, and the files of the export
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 
 
 class Export(NamedTuple):
-    """What was written: the folder, its files with their bytes, the parameters, and the type of the model.
+    """An export: its folder, the size of each file in bytes, the number of parameters, and the type of the model.
 
-    native: whether transformers knows that type by itself.
+    native: whether the model type is part of transformers.
     """
 
     folder: Path
@@ -48,14 +48,14 @@ class Export(NamedTuple):
 
 
 def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> Export:
-    """Write the newest whole checkpoint of a run directory as a folder that AutoModelForCausalLM loads.
+    """Write the newest valid checkpoint of a run directory as a folder that AutoModelForCausalLM loads.
 
-    Vanilla on a backbone of transformers becomes a Qwen3 or OLMo2 folder; for anything else the code lies in it too,
-    and loading needs `trust_remote_code=True`. The folder appears at once, and replaces an earlier export whole.
+    A vanilla model on a backbone of transformers becomes a Qwen3 or OLMo2 folder. Any other export includes its code,
+    and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.
 
-    trust: modules whose mechanisms may be built and copied along, as of `depthlm.load`.
-    Raises UserError for a run without a checkpoint, a folder that holds or would lose other files or cannot be written,
-    and a mechanism that cannot be copied.
+    trust: modules whose mechanisms may be built and copied, as in `depthlm.load`.
+    Raises UserError for a run without a checkpoint, a folder that contains other files or cannot be written, and a
+    mechanism that cannot be copied.
     """
     folder = Path(to)
     check_folder(folder)
@@ -80,7 +80,7 @@ def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> Export
 
 
 def causal_lm_config(model: Decoder, config: Config) -> DepthLMConfig:
-    """The configuration of a decoder for transformers."""
+    """Return the transformers configuration of a decoder."""
     connection, attention = (
         {key: value for key, value in settings.items() if not key.startswith("_")}
         for settings in (config.model.connection, config.model.attention)
@@ -100,21 +100,21 @@ def causal_lm_config(model: Decoder, config: Config) -> DepthLMConfig:
 def write_config(
     model: Decoder, config: Config, tokenizer: PreTrainedTokenizerFast, native: str | None, folder: Path
 ) -> None:
-    """config.json and generation_config.json."""
+    """Write config.json and generation_config.json."""
     if native is None:
         settings = causal_lm_config(model, config).to_diff_dict()
         settings |= {"architectures": ["DepthLMForCausalLM"], "auto_map": auto_map()}
     else:
         settings = native_config(native, model.size, model.backbone, config.training.sequence_length)
     end = tokenizer.eos_token_id
-    # no padding here: the row of its embedding would get no gradient, and it may be the end of text
+    # no padding token: transformers gives its embedding no gradient, and it may be the end of text
     settings |= {"eos_token_id": end, "pad_token_id": None, "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json, which names the class as every version of transformers does."""
+    """Write tokenizer.json, and tokenizer_config.json with a class name that every version of transformers knows."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -122,7 +122,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
-    """model.safetensors, under the names of the class that loads it."""
+    """Write model.safetensors, with the parameter names of the class that loads it."""
     weights = {
         f"decoder.{name}" if native is None else their_name(native, name): tensor.detach()
         .to(torch.float32)
@@ -134,34 +134,36 @@ def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UserError where a folder cannot be made or replaced without losing what no export wrote."""
+    """Raise UserError if a folder cannot be created, or contains files that no export wrote."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"to={folder}: {existing} is no folder that this user may write to")
-    there = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
-    if not there:
+        raise UserError(f"to={folder}: {existing} is not a folder that this user may write to")
+    existing_files = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+    if not existing_files:
         return
     try:
         written = {*json.loads((folder / ABOUT).read_text())["files"], ABOUT}
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"to={folder}: it holds files, and no export ({sorted(there)[0]}); give a new folder") from None
-    if foreign := sorted(there - written):
-        raise UserError(f"to={folder}: {foreign[0]} is not of the export there, and would be lost; move it, or give a "
-                        "new folder")  # fmt: skip
+        raise UserError(
+            f"to={folder}: the folder has files ({sorted(existing_files)[0]}), but no export; give a new folder"
+        ) from None
+    if foreign := sorted(existing_files - written):
+        raise UserError(f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
+                        "it, or give a new folder")  # fmt: skip
 
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """A new folder beside this one, which takes its place once all is written. Raises OSError."""
+    """Yield a staging folder, which replaces `folder` when the context exits without an error. Raises OSError."""
     folder = folder.absolute()
-    held = folder.with_name(f".{folder.name}.partial")
-    # of an export that was killed
-    shutil.rmtree(held, ignore_errors=True)
-    new = held / "new"
+    staging = folder.with_name(f".{folder.name}.partial")
+    # may remain from an export that was killed
+    shutil.rmtree(staging, ignore_errors=True)
+    new = staging / "new"
     new.mkdir(parents=True)
     try:
         yield new
-        old = held / "old"
+        old = staging / "old"
         if folder.exists():
             os.replace(folder, old)
         try:
@@ -171,4 +173,4 @@ def replaced(folder: Path) -> Iterator[Path]:
                 os.replace(old, folder)
             raise
     finally:
-        shutil.rmtree(held, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Decoders that transformers knows as its own: Qwen3 and OLMo2. Names of weights and settings, both ways."""
+"""Decoders that are part of transformers: Qwen3 and OLMo2. Converts names of weights and settings both ways."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
 
-# fields of a backbone that both classes have as settings, with what they take where a config.json leaves them out
+# backbone fields that both classes have as settings, with the defaults for a config.json that lacks them
 FREE = {"norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
 KEYS = {"norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "attention_bias": "attention_bias"}
 FIXED = {"norm": "rmsnorm", "mlp": "swiglu", "position": "rope", "mlp_bias": False, "head_bias": False}
@@ -25,7 +25,7 @@ SHAPE = {
 
 
 class Native(NamedTuple):
-    """A class of transformers: its name, what every backbone of it has, its defaults, and its names of our norms."""
+    """A transformers class: its name, the fixed backbone fields, the defaults of others, and its names of our norms."""
 
     architecture: str
     backbone: dict[str, Any]
@@ -50,7 +50,7 @@ NATIVE = {
 
 
 def native_type(model: Decoder) -> str | None:
-    """The model_type of transformers that computes what this decoder does; None where there is none."""
+    """Return the model_type of transformers that is equivalent to this decoder; None if there is none."""
     plain = all(type(connection) is Residual for connection in model.connections) and all(
         type(layer.attention) is SelfAttention for layer in model.layers
     )
@@ -65,7 +65,7 @@ def native_type(model: Decoder) -> str | None:
 
 
 def native_config(model_type: str, size: Size, backbone: Backbone, max_length: int) -> dict[str, Any]:
-    """The config.json of such a decoder. rope_theta stands twice, for transformers 5 and for what came before."""
+    """Return the config.json of such a decoder. It has rope_theta twice, for transformers 5 and earlier versions."""
     theta = backbone.rope_theta
     return {
         "architectures": [NATIVE[model_type].architecture],
@@ -82,9 +82,9 @@ def native_config(model_type: str, size: Size, backbone: Backbone, max_length: i
 
 
 def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """size, backbone and model of a config.json of Qwen3 or OLMo2, and what of it no decoder of ours computes.
+    """Return size, backbone and model of a Qwen3 or OLMo2 config.json, and the features that depthlm does not support.
 
-    Raises KeyError where a width or count is missing.
+    Raises KeyError if a width or count is missing.
     """
     native = NATIVE[config["model_type"]]
     rope = config.get("rope_parameters") or {}
@@ -108,17 +108,17 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
 
 
 def our_name(model_type: str, name: str) -> str:
-    """Our name of one of their weights."""
+    """Return our name of one of their weights."""
     return _renamed(name, {theirs: ours for ours, theirs in _names(model_type).items()})
 
 
 def their_name(model_type: str, name: str) -> str:
-    """Their name of one of our weights."""
+    """Return their name of one of our weights."""
     return _renamed(name, _names(model_type))
 
 
 def _names(model_type: str) -> dict[str, str]:
-    """Ours to theirs, each the beginning of a name or, with a dot before it, the part after the layer's number."""
+    """Map our names to theirs. A key is the start of a name or, if it starts with a dot, the part after the layer."""
     norms = {f".{ours}.": f".{theirs}." for ours, theirs in NATIVE[model_type].norms.items()}
     return {
         "embedding.": "model.embed_tokens.",

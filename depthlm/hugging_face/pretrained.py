@@ -1,6 +1,6 @@
-"""A folder of Hugging Face as the start of a run: what its weights mean, and the weights under our names.
+"""Start a run from a Hugging Face folder: read its settings, and load its weights under our names.
 
-Needs no transformers, and unpickles nothing.
+This needs no transformers and unpickles nothing.
 """
 
 import json
@@ -27,9 +27,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Pretrained(NamedTuple):
-    """A folder, its model_type, its files of weights, and {"size", "backbone", "model"} as a run's config has them.
+    """A Hugging Face folder with its model_type, weight files and settings.
 
-    A part holds the keys alone that give weights their meaning. beyond: what no decoder of ours computes.
+    settings: {"size", "backbone", "model"} as in a run's configuration, with only the keys that determine what the
+    weights compute. beyond: features that depthlm does not support.
     """
 
     folder: Path
@@ -40,58 +41,59 @@ class Pretrained(NamedTuple):
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether it is such a folder, and no run directory."""
+    """Return whether this is a Hugging Face folder and not a run directory."""
     return (folder / CONFIG).is_file()
 
 
 def read_pretrained(folder: Path) -> Pretrained:
-    """What config.json and the list of files say. Raises UserError for what cannot be the start of a run."""
+    """Read the settings and the list of files of a folder. Raises UserError for one that cannot initialize a run."""
     try:
         config = json.loads((folder / CONFIG).read_text())
         model_type = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"import_from={folder}: {CONFIG} is not that of a model ({error!r})") from None
+        raise UserError(f"init_from={folder}: {CONFIG} is not the configuration of a model ({error!r})") from None
     if model_type not in (*NATIVE, "depthlm"):
-        raise UserError(f"import_from={folder}: model_type {model_type}; allowed: {', '.join(NATIVE)}, depthlm")
+        raise UserError(f"init_from={folder}: model_type {model_type}; allowed: {', '.join(NATIVE)}, depthlm")
     try:
         settings, beyond = _own_settings(config) if model_type == "depthlm" else our_settings(config)
     except (KeyError, TypeError) as error:
-        raise UserError(f"import_from={folder}: {CONFIG} lacks {error}") from None
+        raise UserError(f"init_from={folder}: {CONFIG} lacks {error}") from None
     if config.get("quantization_config"):
         beyond.append("quantized weights")
     return Pretrained(folder, model_type, _weight_files(folder), settings, beyond)
 
 
 def differences(source: Pretrained, config: "Config") -> list[str]:
-    """Where these weights would compute something else in the model of a configuration, each with its key; none: [].
+    """Return errors for all settings with which these weights would compute something else; [] if there are none.
 
-    Another mechanism is no difference: import_from gives a trained decoder one. The last line has the overrides.
+    Each error names its key, and the last one lists the overrides that fix them. Another mechanism is no error, since
+    init_from can add a mechanism to a trained decoder.
     """
-    errors = [f"import_from={source.folder}: {what} of its weights is not supported" for what in source.beyond]
-    mending = []
+    errors = [f"init_from={source.folder}: it has {feature}, which is not supported" for feature in source.beyond]
+    fixes = []
     for part, theirs in source.settings.items():
         ours = getattr(config, part)
         if part == "model" and theirs["name"] != ours.name:
             continue
-        for key, value, given in _pairs(theirs, ours):
-            if value != given:
-                errors.append(f"{part}.{key}={shown(given)}: the weights have {shown(value)}")
-                mending.append(f"{part}.{key}={shown(value)}")
+        for key, value, our_value in _pairs(theirs, ours):
+            if value != our_value:
+                errors.append(f"{part}.{key}={shown(our_value)}: the weights have {shown(value)}")
+                fixes.append(f"{part}.{key}={shown(value)}")
     wanted = source.settings["size"]["vocab_size"]
     if vocab_size(config.data) > wanted:
         own = source.folder / TOKENIZER
-        mending.append(f"data.tokenizer={own if own.is_file() else '<its tokenizer.json>'}")
+        fixes.append(f"data.tokenizer={own if own.is_file() else '<its tokenizer.json>'}")
     elif padded_vocab_size(config.data) > wanted:
-        mending.append("data.pad_vocab_multiple=1")
+        fixes.append("data.pad_vocab_multiple=1")
     return (
-        [*errors, f"import_from={source.folder}: to go on with its weights, give {' '.join(mending)}"] if errors else []
+        [*errors, f"init_from={source.folder}: to start from these weights, give {' '.join(fixes)}"] if errors else []
     )
 
 
 def check_tokens(source: Pretrained, run: Path) -> None:
-    """Raises UserError where a token of this run directory's tokenizer has another id, or none, in the folder's.
+    """Raise UserError if a token of this run directory's tokenizer has another id, or none, in the folder's tokenizer.
 
-    Where either has no tokenizer.json, there is nothing to compare.
+    Nothing is compared if either folder has no tokenizer.json.
     """
     files = run / TOKENIZER, source.folder / TOKENIZER
     if not all(file.is_file() for file in files):
@@ -99,28 +101,28 @@ def check_tokens(source: Pretrained, run: Path) -> None:
     try:
         ours, theirs = (Encoder.from_file(str(file)).get_vocab() for file in files)
     except Exception as error:  # the library raises no narrower type
-        raise UserError(f"import_from={source.folder}: {TOKENIZER} is no tokenizer ({error})") from None
+        raise UserError(f"init_from={source.folder}: {TOKENIZER} is not a valid tokenizer ({error})") from None
     token = next((token for token, number in ours.items() if theirs.get(token) != number), None)
     if token is not None:
         raise UserError(
-            f"import_from={source.folder}: its tokenizer is another: {token!r} is {theirs.get(token, 'none')} there "
-            f"and {ours[token]} here; give data.tokenizer={files[1]}"
+            f"init_from={source.folder}: its tokenizer differs from the run's: {token!r} has id "
+            f"{theirs.get(token, 'none')} in the folder and {ours[token]} in the run; give data.tokenizer={files[1]}"
         )
 
 
 def load_weights(source: Pretrained, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """The weights under our names, in the types of the files. Raises UserError where a file cannot be read."""
+    """Return the weights under our names, in the dtypes of the files. Raises UserError if a file cannot be read."""
     weights = {}
     for file in source.files:
         try:
             loaded = load_file(file, device=str(device))
         except (OSError, SafetensorError) as error:
-            raise UserError(f"import_from={source.folder}: {file.name} cannot be read ({error})") from None
+            raise UserError(f"init_from={source.folder}: {file.name} cannot be read ({error})") from None
         for name, tensor in loaded.items():
             own = source.model_type == "depthlm"
             weights[name.removeprefix("decoder.") if own else our_name(source.model_type, name)] = tensor
     if source.settings["backbone"]["tie_embeddings"]:
-        # some checkpoints have the one matrix twice
+        # some checkpoints contain the tied matrix twice
         weights.pop("head.weight", None)
     return weights
 
@@ -133,15 +135,15 @@ def _own_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]],
 
 
 def _pairs(theirs: Mapping[str, Any], ours: Any) -> list[tuple[str, Any, Any]]:
-    """(key, their value, our value) of what can be told apart, settings of a mechanism one by one."""
+    """Return (key, their value, our value) of all comparable settings, with one item per setting of a mechanism."""
     pairs = []
     for key, value in theirs.items():
-        # another version's export may have what this one does not know
-        given: Any = getattr(ours, key, None)
+        # an export of another version may have settings that this version does not have
+        own: Any = getattr(ours, key, None)
         if isinstance(value, dict):
-            pairs += [(f"{key}.{name}", one, given[name]) for name, one in value.items() if name in (given or {})]
+            pairs += [(f"{key}.{name}", one, own[name]) for name, one in value.items() if name in (own or {})]
         else:
-            pairs.append((key, value, given))
+            pairs.append((key, value, own))
     return pairs
 
 
@@ -150,15 +152,15 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             names = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"import_from={folder}: {INDEX} cannot be read ({error!r})") from None
+            raise UserError(f"init_from={folder}: {INDEX} cannot be read ({error!r})") from None
     else:
         names = [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing and any(folder.glob("*.bin")):
         raise UserError(
-            f"import_from={folder}: its weights are pickled (*.bin), which is code and never loaded; in transformers, "
-            "from_pretrained and then save_pretrained to a new folder makes safetensors of them"
+            f"init_from={folder}: its weights are pickled (*.bin), which can contain code and is never loaded; convert "
+            "them to safetensors with transformers, by from_pretrained and then save_pretrained to a new folder"
         )
     if missing:
-        raise UserError(f"import_from={folder}: {missing[0]} is missing")
+        raise UserError(f"init_from={folder}: {missing[0]} is missing")
     return [folder / name for name in names]

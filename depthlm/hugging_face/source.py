@@ -1,6 +1,6 @@
-"""The code of an export: the modules of a decoder, in one flat folder that needs PyTorch and transformers alone.
+"""Export the code of a decoder: its modules, in one flat folder that needs only PyTorch and transformers.
 
-transformers copies, of a folder, the files that a chain of `from .<file> import ...` leads to.
+The folder is flat because transformers copies only the files that a chain of `from .<file> import ...` leads to.
 """
 
 import ast
@@ -15,12 +15,12 @@ from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.model import Decoder
 
 MODELING = "modeling_depthlm"
-# what is where transformers is
+# packages that are available wherever transformers is
 THERE = ("torch", "transformers", "numpy", "safetensors", "tokenizers", *sys.stdlib_module_names)
 
 
 def auto_map() -> dict[str, str]:
-    """Where transformers finds the classes, for config.json."""
+    """Return where transformers finds the classes, for config.json."""
     return {
         "AutoConfig": f"{flat_name(DepthLMConfig.__module__)}.{DepthLMConfig.__name__}",
         "AutoModelForCausalLM": f"{MODELING}.DepthLMForCausalLM",
@@ -28,9 +28,9 @@ def auto_map() -> dict[str, str]:
 
 
 def write_code(model: Decoder, folder: Path) -> None:
-    """Write the modules of this decoder and the one that names its mechanism.
+    """Write the modules of this decoder, and the module that names the classes of its mechanism.
 
-    Raises UserError where a module of the mechanism needs what is not where transformers is.
+    Raises UserError if a module of the mechanism needs a package that is not available wherever transformers is.
     """
     connection, attention = type(model.connections[0]), type(model.layers[0].attention)
     sources = collect([DepthLMConfig.__module__, CausalLM.__module__, connection.__module__, attention.__module__])
@@ -48,7 +48,7 @@ def write_code(model: Decoder, folder: Path) -> None:
 
 
 def collect(modules: Iterable[str]) -> dict[str, str]:
-    """The text of these modules and of all that they import of depthlm, or from their own packages, flattened."""
+    """Return the flattened text of these modules and of all that they import from depthlm or their own packages."""
     waiting, texts = list(modules), {}
     own = {name.partition(".")[0] for name in waiting}
     while waiting:
@@ -60,14 +60,14 @@ def collect(modules: Iterable[str]) -> dict[str, str]:
 
 
 def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
-    """The text of a module with its imports of own packages made relative to a flat folder, and those modules."""
+    """Return a module's text, with imports from its own packages adapted to a flat folder, and the imported modules."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise UserError(f"{module}: no file of Python code, so an export cannot take it along")
+        raise UserError(f"{module}: not a file of Python code, so an export cannot include it")
     file = Path(spec.origin)
     text = file.read_text(encoding="utf-8")
     tree, lines, needed = ast.parse(text), text.splitlines(keepends=True), []
-    # transformers does not ask for what is imported inside a `try`
+    # transformers does not require packages that are imported inside a `try`
     optional = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.Try) for node in ast.walk(outer)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -96,12 +96,12 @@ def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
 
 
 def flat_name(module: str) -> str:
-    """The name of a module's file in an export: depthlm_model_layers of depthlm.model.layers."""
+    """Return the name of a module's file in an export: depthlm_model_layers for depthlm.model.layers."""
     return module.replace(".", "_")
 
 
 def _is_own(name: str, own: set[str]) -> bool:
-    """Whether a module is depthlm's, or its reader's: of a mechanism's package, or of a folder without packages."""
+    """Return whether a module is part of depthlm or of the user's code: a mechanism's package, or a local module."""
     top = name.partition(".")[0]
     if top in own or top in THERE:
         return top in own
@@ -111,11 +111,11 @@ def _is_own(name: str, own: set[str]) -> bool:
 
 def _check_there(name: str, file: Path, node: ast.stmt) -> None:
     if name.partition(".")[0] not in THERE:
-        raise _refusal(file, node, f"import of {name}", "an export may need PyTorch, transformers and NumPy alone")
+        raise _refusal(file, node, f"import of {name}", "an export may only need PyTorch, transformers and NumPy")
 
 
 def _refusal(file: Path, node: ast.stmt, what: str, remedy: str) -> UserError:
-    return UserError(f"{file}:{node.lineno}: {what}: an export cannot take it along; {remedy}")
+    return UserError(f"{file}:{node.lineno}: {what}: an export cannot include this; {remedy}")
 
 
 def _is_module(name: str) -> bool:

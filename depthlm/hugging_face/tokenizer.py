@@ -1,4 +1,4 @@
-"""The tokenizer of a run as transformers sees one."""
+"""The tokenizer of a run with the interface of transformers."""
 
 from pathlib import Path
 
@@ -12,13 +12,13 @@ from depthlm.data.tokenizers import PADDING
 def as_tokenizer(
     tokenizer: Tokenizer | PreTrainedTokenizerFast | str | Path, max_length: int | None = None
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of a run directory, of a file, or a given one: it gives the ids that the run was trained on.
+    """Return the tokenizer of a run directory or file for transformers, with the same ids as in training.
 
-    Text that is spelt like a special token is text, and no token is added at the beginning or the end. Rows are padded
-    on the left, for generation, with the padding token or, where there is none, the end of text.
+    Text that is spelled like a special token is encoded as text, and no token is added at the beginning or the end.
+    Rows are padded on the left, for generation, with the padding token or, if there is none, with the end of text.
 
-    max_length: tokens of a sequence in training, of which longer texts are warned.
-    Raises DataError for a file that is no tokenizer, or has no end of text.
+    tokenizer: a tokenizer of transformers is returned as it is. max_length: sequence length of training; transformers
+    warns about longer texts. Raises DataError for a file that is no tokenizer or has no end of text.
     """
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         return tokenizer

@@ -1,4 +1,4 @@
-"""Looking inside a trained run: what its mechanism does along depth, as pictures and as the arrays behind them."""
+"""Inspection of a trained run: pictures and arrays of what its mechanism does over depth."""
 
 from depthlm.inspect.collect import collect
 from depthlm.inspect.command import Inspect, inspect_run

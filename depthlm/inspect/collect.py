@@ -1,4 +1,4 @@
-"""Which mechanisms have pictures, and how a decoder is shown tokens to make them."""
+"""The pictures of each mechanism, and the forward passes that collect their data."""
 
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ from depthlm.model.connections.hyper_connections import HyperConnections, Manifo
 from depthlm.model.connections.laurel import Laurel
 from depthlm.model.connections.residual import Residual
 
-# of the class itself: one that inherits from it may compute something else
+# keyed by the exact class, because a subclass may compute something else
 COLLECTORS: dict[type, type[Collector]] = {
     DepthAttention: DepthAttentionWeights,
     Moda: DepthProbabilities,
@@ -40,27 +40,27 @@ WITHOUT_WEIGHTS = (SelfAttention, Residual)
 
 @torch.no_grad()
 def collect(model: Decoder, windows: Iterable[Tensor]) -> tuple[list[Picture], list[str]]:
-    """The pictures of a decoder's mechanism over windows, tokens_bt each; and, in words, what has no picture."""
+    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and messages about missing pictures."""
     parts = {"attention": type(model.layers[0].attention), "connection": type(model.connections[0])}
-    collectors = [COLLECTORS[kind](model) for kind in parts.values() if kind in COLLECTORS]
+    collectors = [COLLECTORS[cls](model) for cls in parts.values() if cls in COLLECTORS]
     observer = Several(collectors)
     device = next(model.parameters()).device
     for tokens_bt in windows if collectors else ():
         model.hidden(tokens_bt.to(device), observer=observer)
-    unknown = [
-        f"there is no picture of the {part} {kind.__module__}.{kind.__qualname__}: only depthlm's own have one"
-        for part, kind in parts.items()
-        if kind not in COLLECTORS and kind not in WITHOUT_WEIGHTS
+    messages = [
+        f"there is no picture of the {part} {cls.__module__}.{cls.__qualname__}: only depthlm's own mechanisms have one"
+        for part, cls in parts.items()
+        if cls not in COLLECTORS and cls not in WITHOUT_WEIGHTS
     ]
     pictures = [picture for collector in collectors for picture in collector.pictures()]
-    if not pictures and not unknown:
+    if not pictures and not messages:
         settings = "" if type(model.connections[0]) is Residual else ", with these settings,"
-        unknown.append(f"this mechanism{settings} has no weights over depth to draw")
-    return pictures, unknown
+        messages.append(f"this mechanism{settings} has no weights over depth to draw")
+    return pictures, messages
 
 
 class Several(Observer):
-    """Shows each of several observers the same."""
+    """Passes every call on to several observers."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self.observers = list(observers)

@@ -1,4 +1,4 @@
-"""`python -m depthlm inspect`: from a run directory to pictures and the arrays behind them."""
+"""`python -m depthlm inspect`: write pictures of a run and the arrays that they show."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,65 +22,68 @@ from depthlm.inspect.picture import Picture
 from depthlm.loading import load
 from depthlm.machine import environment
 from depthlm.report.figures.style import save
+from depthlm.run_directory import RunDirectory
 
 ARRAYS = "arrays.npz"
-# tokens of one forward pass: the attention maps of more need gigabytes
+# tokens per forward pass: the attention maps of more tokens need gigabytes
 PASS = 2048
 
 
 @dataclass
 class Inspect:
-    """What `inspect` takes."""
+    """The arguments of `inspect`."""
 
-    run: str = key(doc="run directory; its newest whole checkpoint is looked into")
-    to: Optional[str] = key(None, "folder of the pictures; null: inspect/ in the run directory")
-    tokens: Any = key(8192, "at most so many tokens of the first validation set", minimum=1, count=True)
-    text: Optional[str] = key(None, "text of your own instead of the validation set")
-    device: str = key("auto", "auto: the GPU, or the CPU where there is none", choices=environment.DEVICES)
-    trust: Optional[list[str]] = key(None, "modules that the run's own mechanism may come from")
+    run: str = key(doc="run directory; its newest complete checkpoint is inspected")
+    to: Optional[str] = key(None, "folder for the pictures; null: inspect/ in the run directory")
+    tokens: Any = key(8192, "maximum number of tokens of the first validation set", minimum=1, count=True)
+    text: Optional[str] = key(None, "your own text, instead of the validation set")
+    device: str = key("auto", "auto: the GPU, or the CPU if there is none", choices=environment.DEVICES)
+    trust: Optional[list[str]] = key(None, "modules from which the run's own mechanism may be imported")
 
 
 def inspect_run(arguments: Inspect) -> Path:
-    """Write the pictures of a run, and say which; the folder they lie in.
+    """Write the pictures of a run, print their names, and return their folder.
 
-    Raises UserError for a directory without a run or whole checkpoint, tokens that are not there, or a folder that
+    Raises UserError for a directory without a run or a complete checkpoint, for missing tokens, or for a folder that
     cannot be written to.
     """
     directory = Path(arguments.run)
     model, config = load(directory, device=environment.usable_device(arguments.device), trust=arguments.trust or ())
     tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
-    folder = Path(arguments.to) if arguments.to is not None else directory / "inspect"
+    folder = Path(arguments.to) if arguments.to is not None else RunDirectory(directory).inspection
     length = config.training.sequence_length
     with writable(folder):
-        # before minutes of work
+        # fail before the forward passes, which may take minutes
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    pictures, told = collect(model, windows(tokens, length))
+    pictures, messages = collect(model, windows(tokens, length))
     if (blocks := block_picture(directory)) is not None:
         pictures.append(blocks)
     else:
-        told.append("training.log_blocks_every was not set, so there is no picture of outputs over training")
+        messages.append("training.log_blocks_every was not set, so there is no picture of outputs over training")
     with writable(folder):
         write(folder, pictures)
-    _show(folder, pictures, [f"{len(tokens):,} tokens of {source}, in windows of {min(length, len(tokens)):,}", *told])
+    _show(
+        folder, pictures, [f"{len(tokens):,} tokens of {source}, in windows of {min(length, len(tokens)):,}", *messages]
+    )
     return folder
 
 
 def read_tokens(directory: Path, config: Config, text: str | None, most: int) -> tuple[Tensor, str]:
-    """The tokens that a run's model is to be shown, at most so many, and where they are from, in words.
+    """Return at most `most` tokens for a run's model, and a description of their source.
 
-    Raises UserError where there are none.
+    Raises UserError if there are none.
     """
     if text is not None:
-        (found,) = Tokenizer.load(directory).encode_batch([text])
-        if not found:
-            raise UserError("text=: it has no tokens; give some text, or leave it out for the validation set")
-        return torch.tensor(found[:most]), "the text given"
+        (text_tokens,) = Tokenizer.load(directory).encode_batch([text])
+        if not text_tokens:
+            raise UserError("text=: it has no tokens; give some text, or omit text= to use the validation set")
+        return torch.tensor(text_tokens[:most]), "the given text"
     try:
         name, tokens = next(iter(open_corpus(config.data).validation.items()))
     except DataError as error:
-        raise UserError(f"{error} Or give text of your own: text=...") from None
-    # whole windows, where there is one
+        raise UserError(f"{error} Or give your own text: text=...") from None
+    # only full windows, if there is at least one
     length = config.training.sequence_length
     count = min(len(tokens), most)
     count = count // length * length or count
@@ -90,36 +93,36 @@ def read_tokens(directory: Path, config: Config, text: str | None, most: int) ->
 
 
 def windows(tokens: Tensor, length: int) -> list[Tensor]:
-    """The tokens as tokens_bt of at most PASS tokens, in windows of a length, the last one what is left."""
-    whole = len(tokens) // length * length
-    found = list(tokens[:whole].view(-1, length).split(max(1, PASS // length)))
-    return [part for part in (*found, tokens[None, whole:]) if part.numel()]
+    """Split tokens into tokens_bt of at most PASS tokens, in windows of `length`. The last window may be shorter."""
+    full = len(tokens) // length * length
+    batches = list(tokens[:full].view(-1, length).split(max(1, PASS // length)))
+    return [part for part in (*batches, tokens[None, full:]) if part.numel()]
 
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Raises UserError where writing to the folder fails inside."""
+    """Raise UserError instead of an OSError from writing to the folder."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"{folder}: cannot be written to ({reason}); give another folder as to=...") from None
+        raise UserError(f"{folder}: cannot be written to ({reason}); choose another folder with to=...") from None
 
 
 def write(folder: Path, pictures: Sequence[Picture]) -> None:
-    """Write each picture, and all arrays. Raises OSError."""
+    """Write all pictures and arrays. Raises OSError."""
     for picture in pictures:
         save(picture.draw(), folder / f"{picture.name}.png")
     arrays: dict[str, Any] = {name: array for picture in pictures for name, array in picture.arrays.items()}
     np.savez_compressed(folder / ARRAYS, **arrays)
 
 
-def _show(folder: Path, pictures: Sequence[Picture], told: Sequence[str]) -> None:
+def _show(folder: Path, pictures: Sequence[Picture], messages: Sequence[str]) -> None:
     console = stdout_console()
-    lines = [*told, f"{folder}:"]
-    wide = max(len(f"{picture.name}.png") for picture in pictures) if pictures else 0
-    lines += [f"  {picture.name + '.png':{wide}}  {picture.about}" for picture in pictures]
-    lines.append(f"  {ARRAYS:{wide}}  the arrays behind them:")
+    lines = [*messages, f"{folder}:"]
+    width = max(len(f"{picture.name}.png") for picture in pictures) if pictures else 0
+    lines += [f"  {picture.name + '.png':{width}}  {picture.about}" for picture in pictures]
+    lines.append(f"  {ARRAYS:{width}}  the arrays that they show:")
     lines += [f"    {name} {list(array.shape)}" for picture in pictures for name, array in picture.arrays.items()]
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

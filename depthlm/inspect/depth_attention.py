@@ -1,4 +1,4 @@
-"""How much of its value a layer takes from which layer (Depth-Attention, arXiv 2606.05014, Figure 3)."""
+"""The weights with which a layer mixes the values of earlier layers (Depth-Attention, arXiv 2606.05014, Figure 3)."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from depthlm.model.attention.self_attention import AttentionContext, DepthKV, Se
 
 
 class DepthAttentionWeights(Collector):
-    """alpha of each layer over its sources and itself."""
+    """Collects alpha of each layer over its sources and itself."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model)
@@ -43,7 +43,7 @@ class DepthAttentionWeights(Collector):
         for layer, sources in self.sources.items():
             heads[layer, sources] = self.mean(layer)
         weights = heads.mean(-1)
-        about = "how much of its value a layer takes from which layer (Figure 3 of arXiv 2606.05014)"
+        about = "the weight of each source in the value of each layer (Figure 3 of arXiv 2606.05014)"
         draw = partial(
             draw_grids,
             [Grid("", weights)],

@@ -1,4 +1,4 @@
-"""How the pictures look: grids of weights, curves over depth, small matrices."""
+"""Drawing functions: grids of weights, curves over depth, small matrices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ import numpy as np
 from depthlm.inspect.picture import Array
 from depthlm.report.figures.style import DASHES, MARKERS, grid, log_ticks, subplots
 
-# Okabe and Ito's
+# from the palette of Okabe and Ito
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 NOTHING = "#DADADA"
-# with more rows or columns than this, numbers in the cells are too small to read
+# with more rows or columns, numbers in the cells are too small to read
 NUMBERED = 12
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A panel of cells, [row, column]; nan where there is nothing.
+    """A panel of cells, [row, column]. Cells that are nan are empty.
 
-    first_row: the number of the first row. last_row: what the last row is called instead of its number.
+    first_row: the number of the first row. last_row: a label for the last row instead of its number.
     """
 
     title: str
@@ -30,7 +30,7 @@ class Grid:
 
 
 def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, values: str, below: bool = False) -> Any:
-    """Panels beside, or below, each other, with one scale of colours. rows, columns, values: what they are."""
+    """Draw panels side by side, or below each other, with one colour scale. rows, columns, values: axis labels."""
     height, width = (max(grid.values.shape[axis] for grid in grids) for axis in (0, 1))
     wide = 1.0 + max(2.2, width * np.clip(5.5 / width, 0.075, 0.5))
     high = 0.8 + max(0.7, height * np.clip(5.0 / height, 0.105, 0.4))
@@ -39,7 +39,7 @@ def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, value
     norm, colours = scale([grid.values for grid in grids])
     for place, panel in zip(axes.flat, grids, strict=True):
         image = draw_grid(place, panel, norm, colours)
-        # so that the rows of all panels are level
+        # align the rows of all panels
         place.set_ylim(height - 0.5, -0.5)
     for place in axes[:, 0]:
         place.set_ylabel(rows)
@@ -51,9 +51,9 @@ def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, value
 
 
 def scale(values: Sequence[Array]) -> tuple[Any, Any]:
-    """Colours from 0 up to the largest value, or around 0 where there are signs.
+    """Return a norm and a colour map from 0 to the largest value, or symmetric around 0 if there are negative values.
 
-    A row of one cell does not count: a single source has all the weight, and would make the others look alike.
+    Rows with one cell are ignored: a single source has all the weight, which would hide differences in other rows.
     """
     import matplotlib
     from matplotlib.colors import Normalize
@@ -67,7 +67,7 @@ def scale(values: Sequence[Array]) -> tuple[Any, Any]:
 
 
 def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
-    """One panel; the image, for a bar of colours."""
+    """Draw one panel. Return the image, for a colour bar."""
     height, width = panel.values.shape
     image = axes.imshow(panel.values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     axes.set_title(panel.title, fontsize="medium")
@@ -97,12 +97,12 @@ def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
 
 
 def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y: str) -> Any:
-    """Curves over depth, a panel for each group of them."""
+    """Draw curves over depth, with one panel per group."""
     figure, axes = subplots(len(panels), 5.2 * len(panels) + 0.6, 3.8, sharey=True)
     every = np.concatenate([values for curves in panels.values() for values in curves.values()])
     for place, (name, curves) in zip(axes[0], panels.items(), strict=True):
         for number, (label, values) in enumerate(curves.items()):
-            # where there are many, markers hide the line
+            # many markers would hide the line
             marker = MARKERS[number] if len(values) <= 40 else ""
             place.plot(values, color=HUES[number], ls=DASHES[number], marker=marker, ms=3.5, lw=1.5, label=label)
         place.set_title(name, fontsize="medium")
@@ -112,7 +112,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y
         axes[0, 0].set_yscale("log")
         log_ticks(axes[0, 0].yaxis, (every.min(), every.max()))
     elif np.ptp(every) < 0.1:
-        # else rounding would fill the picture
+        # without a margin, the axis would magnify rounding errors
         axes[0, 0].set_ylim(every.min() - 0.1, every.max() + 0.1)
     axes[0, 0].set_ylabel(y)
     axes[0, -1].legend(frameon=False)
@@ -122,9 +122,9 @@ def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y
 
 
 def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str) -> Any:
-    """Square matrices with their numbers; beside each row and below each column its sum. Each has its own colours.
+    """Draw square matrices with their numbers and with the sum of each row and column.
 
-    A product of many may be larger by any factor.
+    Each matrix has its own colour scale, since a product of many matrices may be larger by any factor.
     """
     size = len(rows[0][0][1])
     side = 0.8 + 0.34 * size
@@ -140,14 +140,14 @@ def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str) -> An
 
 
 def number_text(value: float) -> str:
-    """A number of at most five characters and a sign."""
+    """Format a number with at most five characters and a sign."""
     if abs(value) < 100:
         return f"{round(value, 2) + 0.0:.2f}"  # no minus before 0.00
     return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
 def ink(colour: tuple[float, ...]) -> str:
-    """Black or white, whichever is read on this colour."""
+    """Return black or white, whichever is legible on this colour."""
     red, green, blue, *_ = colour
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 

@@ -1,4 +1,4 @@
-"""The maps of hyper-connections (arXiv 2409.19606) and mHC (2512.24880), and what they do to a signal over depth."""
+"""The maps of hyper-connections (arXiv 2409.19606) and mHC (2512.24880), and the gain of their products over depth."""
 
 from functools import partial
 from typing import Any
@@ -12,15 +12,15 @@ from depthlm.model import Decoder
 from depthlm.model.connections.connection import Connection, Stream
 from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
 
-# matrices in a picture, of all sublayers those at even distances
+# matrices per picture, from evenly spaced sublayers
 SHOWN = 6
 
 
 class MixingMaps(Collector):
-    """H_pre, H_post and H_res of each sublayer, and the products of H_res from it to the last.
+    """Collects H_pre, H_post and H_res of each sublayer, and the products of H_res from each sublayer to the last.
 
-    The gain is what mHC's paper measures: the largest absolute row sum, of the signal forward, and column sum, of the
-    gradient backward; of each token, and then the mean.
+    The gain is that of the mHC paper: the largest absolute row sum for the forward signal, and the largest absolute
+    column sum for the backward gradient. It is computed per token and then averaged.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -78,7 +78,7 @@ class MixingMaps(Collector):
 
 
 def _gains(map_btij: torch.Tensor) -> torch.Tensor:
-    """[forward, backward], means over tokens."""
+    """Return the mean gains over tokens, [forward, backward]."""
     sizes = map_btij.abs()
     return torch.stack([sizes.sum(-1).amax(-1).mean(), sizes.sum(-2).amax(-1).mean()])
 

@@ -1,4 +1,4 @@
-"""Weights over depth that are parameters alone: DenseFormer (arXiv 2402.02622), LAuReL (2411.07501)."""
+"""Weights over depth that are parameters: DenseFormer (arXiv 2402.02622) and LAuReL (2411.07501)."""
 
 from functools import partial
 
@@ -11,14 +11,14 @@ from depthlm.model.connections.laurel import Laurel
 
 
 class Averages(Collector):
-    """a of DenseFormer: [block i - 1, source j], nan where block i reads no X_j."""
+    """The weights a of DenseFormer: [block i - 1, source j], nan where the average after block i does not read X_j."""
 
     def pictures(self) -> list[Picture]:
         a = np.full((self.depth, self.depth + 1), np.nan)
         for connection in self.model.connections:
             if isinstance(connection, DenseFormer) and connection.sources is not None:
                 a[connection.spec.layer, connection.sources] = connection.a.cpu()
-        about = "the average that follows each block, over the blocks up to it"
+        about = "the weights of the average after each block, over all blocks up to it"
         draw = partial(
             draw_grids,
             [Grid("", a, first_row=1)],
@@ -31,7 +31,7 @@ class Averages(Collector):
 
 
 class LaurelWeights(Collector):
-    """alpha and beta (rw), or gamma (pa), of each sublayer; lr has no such weights."""
+    """alpha and beta (rw) or gamma (pa) of each sublayer. lr has no such weights."""
 
     def pictures(self) -> list[Picture]:
         sublayers = [c for c in self.model.connections if isinstance(c, Laurel) and c.spec.kind != "final"]

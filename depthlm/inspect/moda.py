@@ -1,4 +1,4 @@
-"""What a query of MoDA attends to, over the sequence and over depth (arXiv 2603.15619, the attention maps)."""
+"""The attention of MoDA over the sequence and over depth (arXiv 2603.15619, the attention maps)."""
 
 from functools import partial
 
@@ -13,12 +13,12 @@ from depthlm.model import Decoder, SublayerSpec
 from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 
-# in the picture of the maps: layers and heads at even distances, as in the paper, and the first tokens
+# in the picture of the maps: evenly spaced layers and heads, as in the paper, and the first tokens
 LAYERS, HEADS, TOKENS = 4, 4, 256
 
 
 class DepthProbabilities(Collector):
-    """The one softmax over [sequence, depth]: maps of the first window, and of all tokens the mean of each entry."""
+    """Collects the softmax over [sequence, depth]: maps of the first window, and the mean of each entry over tokens."""
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model)
@@ -40,7 +40,7 @@ class DepthProbabilities(Collector):
         t = q_bhte.shape[2]
         before = [(layer, kind) for layer in range(spec.layer) for kind in attention.entry_kinds]
         self.entries[spec.layer] = before[len(before) - len(depth) :]
-        for row in range(len(q_bhte)):  # one at a time: the scores of many heads are large
+        for row in range(len(q_bhte)):  # one sequence at a time, since the scores of many heads are large
             keys = [entry[0][row : row + 1] for entry in depth]
             mask = past.mask_b1ts[row : row + 1] if past.mask_b1ts is not None else None
             p_htx = probabilities(q_bhte[row : row + 1], k_bkte[row : row + 1], keys, mask)[0]
@@ -67,5 +67,5 @@ class DepthProbabilities(Collector):
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """So many numbers below count, at even distances, the first and the last among them."""
+    """Return `wanted` evenly spaced numbers below `count`, including the first and the last one."""
     return sorted({round(number) for number in np.linspace(0, count - 1, wanted)})

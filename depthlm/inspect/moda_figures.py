@@ -1,4 +1,4 @@
-"""How MoDA's attention is drawn."""
+"""Drawing functions for the attention of MoDA."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,18 +9,18 @@ from depthlm.inspect.figures import HUES, NOTHING, Grid, draw_grid, scale
 from depthlm.inspect.picture import Array
 from depthlm.report.figures.style import grid, subplots
 
-# of the width of the sequence: how wide the depth entries, few beside the tokens, are drawn, and how far from it
+# the width of the depth entries and the gap before them, as fractions of the width of the sequence
 WIDE, GAP = 0.35, 0.04
 
 
 def draw_maps(maps: Mapping[int, Array], entries: Mapping[int, Sequence[tuple[int, str]]], heads: Sequence[int]) -> Any:
-    """A column for each layer, a row for each head: queries by [sequence | depth], a dashed line between the two."""
+    """Draw queries by [sequence | depth], separated by a dashed line: one column per layer, one row per head."""
     import matplotlib
     from matplotlib.colors import PowerNorm
 
     figure, axes = subplots(len(maps), 2.9 * len(maps) + 1.1, 2.4 * len(heads) + 0.9, rows=len(heads))
     colours = matplotlib.colormaps["viridis_r"].with_extremes(bad=NOTHING)
-    # most probabilities are small, and should be seen
+    # makes small probabilities visible
     norm = PowerNorm(0.35, 0, 1)
     for column, (layer, values) in enumerate(maps.items()):
         for row, head in enumerate(heads):
@@ -53,7 +53,7 @@ def draw_maps(maps: Mapping[int, Array], entries: Mapping[int, Sequence[tuple[in
 
 
 def draw_depth_share(share: Array) -> Any:
-    """Of [layer, source layer, attention or MLP entry]: the sums as bars, and each entry as a cell."""
+    """Draw share [layer, source layer, attention or MLP entry]: its sums as bars, and each entry as a cell."""
     kinds = [
         (number, name) for number, name in enumerate(("attention", "MLP")) if np.isfinite(share[..., number]).any()
     ]
@@ -82,5 +82,5 @@ def draw_depth_share(share: Array) -> Any:
 
 
 def _depth_label(entries: Sequence[tuple[int, str]]) -> str:
-    first, last = entries[0][0], entries[-1][0]
-    return f"depth: layer {first}" if first == last else f"depth: {first} to {last}"
+    lowest, highest = entries[0][0], entries[-1][0]
+    return f"depth: layer {lowest}" if lowest == highest else f"depth: {lowest} to {highest}"

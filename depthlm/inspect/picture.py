@@ -1,4 +1,4 @@
-"""What is collected while a decoder is shown tokens, and what comes of it: a picture and the arrays behind it."""
+"""Base classes: a collector of values during forward passes, and a picture with its arrays."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -16,7 +16,7 @@ Array = NDArray[np.floating]
 
 @dataclass(frozen=True)
 class Picture:
-    """One PNG. about: what it shows, in a line. arrays: by their names in arrays.npz. draw: makes the figure."""
+    """One PNG. about: its content in one line. arrays: keyed by name in arrays.npz. draw: returns the figure."""
 
     name: str
     about: str
@@ -25,7 +25,7 @@ class Picture:
 
 
 class Collector(Observer):
-    """Collects what a mechanism does, as means over all tokens that the decoder is shown; `pictures` then draws it."""
+    """Collects values of a mechanism as means over all tokens of the forward passes. `pictures` returns the result."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -34,27 +34,27 @@ class Collector(Observer):
         self.tokens: Counter[Hashable] = Counter()
 
     def add(self, name: Hashable, value: Tensor, tokens: int) -> None:
-        """Count a value that is the mean over so many tokens."""
+        """Add a value that is the mean over `tokens` tokens."""
         self.sums[name] = self.sums.get(name, 0.0) + tokens * value.double().cpu().numpy()
         self.tokens[name] += tokens
 
     def mean(self, name: Hashable) -> Array:
-        """The mean over all tokens."""
+        """Return the mean over all tokens."""
         return self.sums[name] / self.tokens[name]
 
     def pictures(self) -> list[Picture]:
-        """What there is to see. Every collector defines it."""
+        """Return the pictures. Every subclass must define it."""
         raise NotImplementedError
 
 
 def over_tokens(weights: Tensor) -> Tensor:
-    """The mean of [n, b, t, ...] over b and t; [n], which holds for all tokens, as it is."""
+    """Return the mean of [n, b, t, ...] over b and t. Weights [n], the same for all tokens, are returned unchanged."""
     return weights if weights.ndim == 1 else weights.mean((1, 2))
 
 
 def stacked(rows: list[Array], width: int) -> Array:
-    """Rows of different lengths as one array, nan behind their ends: [row, width]."""
-    found = np.full((len(rows), width), np.nan)
+    """Return rows of different lengths as one array [row, width], padded with nan."""
+    padded = np.full((len(rows), width), np.nan)
     for number, row in enumerate(rows):
-        found[number, : len(row)] = row
-    return found
+        padded[number, : len(row)] = row
+    return padded

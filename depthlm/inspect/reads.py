@@ -1,4 +1,4 @@
-"""What each sublayer reads: Attention Residuals (arXiv 2603.15031, Figure 7), DeepCrossAttention (2502.06785, 10)."""
+"""Weights of reads: Attention Residuals (arXiv 2603.15031, Figure 7), DeepCrossAttention (2502.06785, Figure 10)."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from depthlm.model.connections.deep_cross_attention import GRN
 
 
 class AttentionResidualWeights(Collector):
-    """alpha of each read over its sources."""
+    """Collects alpha of each read over its sources."""
 
     def read(self, connection: Connection, stream: Stream) -> None:
         assert isinstance(connection, AttentionResiduals | AttentionResidualsRecency)
@@ -27,12 +27,13 @@ class AttentionResidualWeights(Collector):
             "attention_residuals_mlp": alpha[1::2],
             "attention_residuals_final": alpha[-1],
         }
-        first = self.model.connections[0]
-        assert isinstance(first, AttentionResiduals | AttentionResidualsRecency)
-        if isinstance(first, AttentionResidualsRecency):
+        connection = self.model.connections[0]
+        assert isinstance(connection, AttentionResiduals | AttentionResidualsRecency)
+        if isinstance(connection, AttentionResidualsRecency):
             then = "then snapshots; last the running sum"
         else:
-            then = "then sublayer outputs" if first.block_size == 1 else f"then blocks of {first.block_size} sublayers"
+            size = connection.block_size
+            then = "then sublayer outputs" if size == 1 else f"then blocks of {size} sublayers"
         draw = partial(
             draw_grids,
             [
@@ -44,28 +45,28 @@ class AttentionResidualWeights(Collector):
             columns=f"source (0: embedding, {then})",
             values="weight, mean over tokens",
         )
-        about = "what each sublayer reads, before attention and MLP apart (Figure 7 of arXiv 2603.15031)"
+        about = "what each sublayer reads, attention and MLP in separate panels (Figure 7 of arXiv 2603.15031)"
         return [Picture("attention_residuals", about, arrays, draw)]
 
 
 class StackWeights(Collector):
-    """b of each read of GRN and DeepCrossAttention, and with a gate what a token's weights come to.
+    """Collects b of each read of GRN and DeepCrossAttention, and with a gate the weights of the tokens.
 
-    Where a source is the sum of older blocks, its weight is that of each of them.
+    If a source is the sum of older blocks, each of these blocks has its weight.
     """
 
     def read(self, connection: Connection, stream: Stream) -> None:
         assert isinstance(connection, GRN)
         if connection.spec.kind == "mlp" or connection.version < 3:
             return
-        found: list[list[torch.Tensor]] = [[] for _ in range(connection.num_inputs)]
-        for i, weights in enumerate(found):
+        by_input: list[list[torch.Tensor]] = [[] for _ in range(connection.num_inputs)]
+        for i, weights in enumerate(by_input):
             for b_d, score_bt in zip(connection.b[i], connection.scores(stream, i), strict=True):
                 if connection.gate == "relu_of_sum":
                     weights.append((b_d + score_bt[..., None]).relu().mean())
                 else:
                     weights.append(b_d.mean() + score_bt.relu().mean())
-        means = torch.stack([torch.stack(weights) for weights in found])
+        means = torch.stack([torch.stack(weights) for weights in by_input])
         self.add(connection.spec.layer, means, stream[0][..., 0].numel())
 
     def pictures(self) -> list[Picture]:
@@ -74,19 +75,19 @@ class StackWeights(Collector):
         means = [values.double().mean(-1).cpu().numpy() for values in b]
         deviations = [values.double().std(-1, correction=0).cpu().numpy() for values in b]
         name = "dca" if reads[0].separate_qkv else "grn"
-        about = "learned biases b of each block over the blocks before (Figure 10 of arXiv 2502.06785)"
-        found = [self._picture(reads, means, f"{name}_b", about, "b, mean over the hidden size")]
+        about = "learned biases b of each block over earlier blocks (Figure 10 of arXiv 2502.06785)"
+        pictures = [self._picture(reads, means, f"{name}_b", about, "b, mean over the hidden size")]
         if reads[0].version > 1:
-            found[0].arrays.update(_by_input(reads, deviations, f"{name}_b_deviation"))
+            pictures[0].arrays.update(_by_input(reads, deviations, f"{name}_b_deviation"))
         if reads[0].version == 3:
-            about = "what the gate makes of them: the weight of each block before, mean over tokens"
+            about = "the gated weights of each block over earlier blocks, mean over tokens"
             weights = [self.mean(read.spec.layer) for read in reads]
-            found.append(
+            pictures.append(
                 self._picture(reads, weights, f"{name}_weights", about, "weight, mean over tokens and the hidden size")
             )
-        return found
+        return pictures
 
-    def _picture(self, reads: list[GRN], values: list[Array], name: str, about: str, what: str) -> Picture:
+    def _picture(self, reads: list[GRN], values: list[Array], name: str, about: str, label: str) -> Picture:
         arrays = _by_input(reads, values, name)
         rows, final = arrays[name], arrays[f"{name}_final"]
         titles = ["q", "k", "v"] if len(rows) == 3 else ["input"]
@@ -98,13 +99,16 @@ class StackWeights(Collector):
             title="DeepCrossAttention" if len(rows) == 3 else "Generalised residual network",
             rows="layer",
             columns="source (0: embedding, j: output of block j)",
-            values=what,
+            values=label,
         )
         return Picture(name, about, arrays, draw)
 
 
 def _by_input(reads: list[GRN], values: list[Array], name: str) -> dict[str, Array]:
-    """[input, layer, source] and of the final read [source], a sum of blocks spread over these; nan: no source."""
+    """Return arrays [input, layer, source], nan where there is no source, and [source] of the final read.
+
+    A sum of blocks is expanded to its blocks.
+    """
     depth = len(reads) - 1
     spread = [value[:, _columns(read)] for read, value in zip(reads, values, strict=True)]
     by_input = [stacked([value[i] for value in spread[:-1]], depth + 1) for i in range(len(spread[0]))]
@@ -112,7 +116,7 @@ def _by_input(reads: list[GRN], values: list[Array], name: str) -> dict[str, Arr
 
 
 def _columns(read: GRN) -> list[int]:
-    """For the embedding and each block before, which source of the read holds it."""
+    """Return the index of the source that contains the embedding, and that of each earlier block."""
     blocks = read.spec.layer + 1
     summed = blocks - read.num_sources
     return [0, *([1] * summed), *range(1, read.num_sources)] if summed else list(range(blocks))

@@ -1,4 +1,4 @@
-"""Operators over depth, forward and backward by hand: the history of a stream is read where it lies, never stacked."""
+"""Operators over depth with hand-written backward passes. They read the tensors of a stream without copying them."""
 
-# what `kernels=` may be
+# the allowed values of `kernels=`
 CHOICES = ("auto", "triton", "torch")

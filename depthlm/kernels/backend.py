@@ -1,4 +1,4 @@
-"""Which code an operator runs: the PyTorch that defines it, or the Triton kernels that must equal it."""
+"""The choice between the PyTorch reference of an operator and its Triton kernels."""
 
 import importlib.util
 import logging
@@ -22,11 +22,11 @@ _choice: ContextVar[str] = ContextVar("kernels", default="auto")
 
 
 class using:
-    """Inside, operators take Triton kernels ("triton"), PyTorch ("torch"), or Triton on a GPU where it can ("auto").
+    """A context in which operators run in Triton ("triton"), in PyTorch ("torch"), or as the machine allows ("auto").
 
-    May be entered again and again, as recomputation for a second backward pass does. A decoder enters its own choice,
-    `Decoder.kernels`.
-    Raises: ValueError for another choice.
+    "auto" runs Triton kernels on a GPU, and PyTorch where they cannot run. The context may be entered repeatedly, which
+    the recomputation for a second backward pass does. A decoder enters its own choice, `Decoder.kernels`.
+    Raises: ValueError for any other choice.
     """
 
     def __init__(self, choice: str):
@@ -43,24 +43,26 @@ class using:
 
 
 def chosen() -> str:
-    """The choice that holds here. A backward pass runs outside, and asks for that of its forward pass."""
+    """Return the current choice. A backward pass runs outside the context, so it stores that of its forward pass."""
     return _choice.get()
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on the CPU: correct, and slow beyond any use but tests."""
+    """Return whether Triton kernels run in Triton's interpreter on the CPU, which is fast enough only for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def gpu_capability() -> tuple[int, int]:
-    """The compute capability of this machine's GPU. Without one, as where the memory of another machine is estimated,
-    that of an H100."""
+    """Return the compute capability of this machine's GPU.
+
+    Without a GPU, for example when the memory of another machine is estimated, it is that of an H100.
+    """
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
 
 @cache
 def missing(device: str) -> str | None:
-    """What Triton kernels lack on this kind of device; None: nothing."""
+    """Return why Triton kernels cannot run on this type of device, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device == "cpu" and interpreted():
@@ -68,19 +70,20 @@ def missing(device: str) -> str | None:
     if device == "cuda" and gpu_capability() < (8, 0):
         return "Triton needs a GPU of compute capability 8.0 or newer"
     if device == "cuda":
-        # nothing is launched where there is no GPU
+        # without a GPU, nothing is launched
         return launch_lacks() if torch.cuda.is_available() else None
     return f"Triton runs on a GPU, not on {device} (for tests: TRITON_INTERPRET=1)"
 
 
 def launch_lacks() -> str | None:
-    """What Triton lacks to compile its launcher, which it does at its first launch on a GPU, and what to install.
+    """Return why Triton cannot compile its launcher and what to install, or None.
 
-    As triton/runtime/build.py and triton/backends/nvidia/driver.py of Triton 3.7.1 look for it.
+    Triton compiles it at the first launch on a GPU. The checks are those of triton/runtime/build.py and
+    triton/backends/nvidia/driver.py in Triton 3.7.1.
     """
     compiler = os.environ.get("CC")
     if compiler is not None and shutil.which(compiler) is None:
-        return f"CC={compiler} is no program, and Triton compiles its launcher with it; export CC=<a C compiler>"
+        return f"CC={compiler} is not a program, but Triton compiles its launcher with it; export CC=<a C compiler>"
     if compiler is None and not (shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler for its launcher; install gcc (Debian, Ubuntu: apt install gcc)"
     if not Path(python_headers(), "Python.h").is_file():
@@ -89,14 +92,14 @@ def launch_lacks() -> str | None:
             f"(Debian, Ubuntu: apt install python3.{sys.version_info.minor}-dev), or use conda's Python"
         )
     if not _finds_driver():
-        return "Triton does not find the driver's libcuda.so.1; export TRITON_LIBCUDA_PATH=<the folder that it is in>"
+        return "Triton does not find the driver's libcuda.so.1; export TRITON_LIBCUDA_PATH=<the folder that has it>"
     return None
 
 
 def python_headers() -> str:
-    """The folder in which Triton looks for Python.h."""
+    """Return the folder in which Triton looks for Python.h."""
     scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme names a folder that need not exist
+    # the folder of Debian's own scheme may not exist
     return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
 
 
@@ -112,10 +115,11 @@ def _finds_driver() -> bool:
 
 
 def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = None) -> bool:
-    """Whether the Triton kernels of an operator take these tensors.
+    """Return whether to run the Triton kernels of an operator on these tensors.
 
-    unsupported: why they cannot, of this shape. With kernels=auto one line per reason says that PyTorch is taken.
-    Raises: ValueError with kernels=triton where they cannot.
+    unsupported: why the kernels do not support these shapes; None: they do. With kernels=auto, each reason to run
+    PyTorch instead is logged once.
+    Raises: ValueError with kernels=triton if the kernels cannot run.
     """
     choice = _choice.get()
     tensors = list(tensors)
@@ -127,8 +131,8 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
         _say_once("the operators over depth run", lack)
         return False
     reason = lack or unsupported
-    if reason is None and (kinds := {x.dtype for x in tensors if x.dtype not in FUSED_TYPES}):
-        reason = f"{', '.join(map(str, kinds))} is not fp32, fp16 or bf16"
+    if reason is None and (dtypes := {x.dtype for x in tensors if x.dtype not in FUSED_TYPES}):
+        reason = f"{', '.join(map(str, dtypes))} is not fp32, fp16 or bf16"
     if reason is not None and choice == "triton":
         raise ValueError(f"kernels=triton: {operator}: {reason}; allowed: kernels=torch, or auto")
     if reason is not None:
@@ -142,10 +146,10 @@ def _say_once(what: str, reason: str) -> None:
 
 
 def expect(operator: str, like: Tensor, **arguments: tuple[Tensor, Sequence[int]]) -> None:
-    """The check at an operator's door: each argument (tensor, wanted shape) has that shape, a type that Triton kernels
-    compute with, and the device of `like`.
+    """Check the arguments of a Triton operator, each a pair (tensor, expected shape).
 
-    Raises: ValueError for a shape or a device, TypeError for a type.
+    Each must have that shape, a dtype of FUSED_TYPES, and the device of `like`.
+    Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     for name, (tensor, shape) in arguments.items():
         if tuple(tensor.shape) != tuple(shape):

@@ -1,4 +1,4 @@
-"""How an operator with a backward pass of its own is called, what it is registered as, and how it divides its work."""
+"""Helpers of operators with hand-written backward passes: calls, names for registration, and chunks of work."""
 
 import re
 from collections.abc import Iterator
@@ -9,30 +9,32 @@ from torch import Tensor
 
 
 class NoContext:
-    """What a forward pass saves is dropped."""
+    """A context for a forward pass without a backward pass. It saves nothing."""
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Nothing is saved."""
+        """Do nothing."""
 
 
 def operator_name(module: str, name: str) -> str:
-    """Of a registered operator of a module: copies of this code, as exports are, have operators of their own."""
+    """Return the name to register an operator under. It contains the module, so that exported copies do not collide."""
     return f"{re.sub(r'[^0-9A-Za-z_]', '_', module.rpartition('.')[0] or module)}::{name}"
 
 
 def call(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """The operator's result; without a gradient its forward pass alone: `apply` is a good part of a decoded token."""
+    """Call an operator. Without gradients this skips `apply`, whose overhead is noticeable when decoding a token."""
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(NoContext(), *arguments)
 
 
 def parts(rows: int, step: int, x: Tensor) -> Iterator[slice]:
-    """The rows that are worked on at a time. Where x is on meta the first `step` only: each part takes the same memory,
-    which is all that can be asked there."""
+    """Yield slices of `step` rows. If x is on the meta device, yield only the first one.
+
+    A meta run only measures memory, and every slice needs the same.
+    """
     return (slice(i, i + step) for i in range(0, min(rows, step) if x.is_meta else rows, step))
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:
-    """The tensors that are not None."""
+    """Return the tensors that are not None."""
     return [x for x in tensors if x is not None]

@@ -1,8 +1,8 @@
 """Reductions over the sources of a read: scores of each source, and their weighted sums.
 
 Shapes: n sources, p positions (batch and tokens, or batch, tokens and heads), d width. Sources are a sequence of n
-tensors x_pd, which may differ in type (a decoder under autocast has an fp32 embedding and 16-bit outputs); a sum has
-the widest of their types.
+tensors x_pd. Their dtypes may differ: a decoder under autocast has an fp32 embedding and 16-bit outputs. A sum has the
+widest of their dtypes.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from depthlm.kernels.dtypes import EXACT, upcast
 
 
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """sum_j weights[j] * sources[j] as y_pd.
+    """Return sum_j weights[j] * sources[j] as y_pd.
 
-    weights: [n], or [n, d] for each dimension, or [n, p] for each position.
+    weights: [n], or [n, d] (one per dimension), or [n, p] (one per position).
     """
     return call(WeightedSum, weights, *sources)
 
 
 def source_scores(query: Tensor, sources: Sequence[Tensor], eps: float | None) -> Tensor:
-    """score_np in fp32 or better: query . sources[j], or query . sources[j] / rms(sources[j]) with an eps.
+    """Return score_np in fp32 or better: query . sources[j], divided by rms(sources[j]) if eps is not None.
 
-    query: [d], or [n, d] for each source, or [p, d] for each position.
+    query: [d], or [n, d] (one per source), or [p, d] (one per position).
     """
     return call(SourceScores, query, eps, *sources)
 
@@ -76,7 +76,7 @@ class SourceScores(torch.autograd.Function):
             positions = tuple(range(sources[0].ndim - 1))
             grads = [_sum(x, s[..., None], positions) for x, s in zip(sources, scaled_np, strict=True)]
             grad_query = torch.stack(grads) if per_source else sum(grads[1:], grads[0])
-        # d rms(x) is along x itself
+        # the gradient of rms(x) is parallel to x
         along_np = None if scale_np is None else -scaled_np * score_np * scale_np / sources[0].shape[-1]
         grads = []
         for j, (x, q) in enumerate(zip(sources, queries, strict=True)):
@@ -88,15 +88,15 @@ class SourceScores(torch.autograd.Function):
 
 
 def _sum_of_products(weights: Any, sources: Sequence[Tensor]) -> Tensor:
-    kind = reduce(torch.promote_types, (x.dtype for x in sources))
+    dtype = reduce(torch.promote_types, (x.dtype for x in sources))
     total = None
     for w, x in zip(weights, sources, strict=True):
         if total is None:
-            total = x.to(torch.promote_types(kind, torch.float32)) * w
+            total = x.to(torch.promote_types(dtype, torch.float32)) * w
         else:
             total.addcmul_(x, w)
     assert total is not None
-    return total.to(kind)
+    return total.to(dtype)
 
 
 def _broadcast(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
@@ -112,11 +112,11 @@ def _per_source(query: Tensor, sources: Sequence[Tensor]) -> bool:
 
 
 def _sum(x: Tensor, y: Tensor, dims: tuple[int, ...]) -> Tensor:
-    # the product is exact already where one factor is
+    # PyTorch promotes the product if one factor is in fp32 or fp64
     exact = x.dtype in EXACT or y.dtype in EXACT
     return ((x if exact else upcast(x)) * y).sum(dims)
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    kind = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dim=-1, dtype=kind).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square_().div_(x.shape[-1]).add_(eps).rsqrt_()

@@ -1,7 +1,7 @@
-"""A norm with a backward pass written out, fewer passes over memory than PyTorch's in eager mode, and the product of a
-matrix and one row.
+"""An RMSNorm and a linear function that are faster on a CPU than those of PyTorch.
 
-Where torch.compile traces, on a GPU and without a gradient PyTorch's own norm is as fast or faster, and is used.
+The norm has a hand-written backward pass with fewer passes over memory than PyTorch's in eager mode. Under
+torch.compile, on a GPU and without gradients, PyTorch's norm is at least as fast and is used instead.
 
 Shapes: d width of a norm.
 """
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from depthlm.kernels.dtypes import no_autocast, upcast
 
-# weights of which a product with one row, of their size, stays in a CPU's cache
+# largest weight for which the elementwise product with one row stays in a CPU's cache
 FEW = 2**21
 
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in fp32 or better, in the type of x (arXiv 1910.07467)."""
+    """Return x / rms(x) * weight over the last dimension, in fp32 or better, as the dtype of x (arXiv 1910.07467)."""
     if x.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return RMSNorm.apply(x, weight_d, eps)
     return F.rms_norm(x, weight_d.shape, weight_d.to(x.dtype), eps)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b. A single row on a CPU, as in decoding, waits for memory alone, which BLAS reads at half its speed."""
+    """Return x W^T + b. One row on a CPU, as in decoding, is memory-bound, and BLAS reaches half of the bandwidth."""
     if (
         x.is_cpu
         and x.dtype == weight.dtype == torch.float32
@@ -55,7 +55,7 @@ class RMSNorm(torch.autograd.Function):
         y = upcast(x) * scale
         grad_weight = (grad * y).flatten(0, -2).sum(0).to(weight_d.dtype)
         grad_y = grad * upcast(weight_d)
-        # autocast would round this product, where a backward pass runs inside it
+        # if the backward pass runs inside autocast, it would round this product
         with no_autocast(x):
             mean = torch.linalg.vecdot(grad_y, y).div_(-x.shape[-1])[..., None]
         grad_x = grad_y.addcmul_(y, mean).mul_(scale)

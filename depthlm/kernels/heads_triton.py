@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Tensors of heads, and tuples of them, as Triton kernels take them.
+"""Helpers that prepare tensors of heads, and lists of tensors, for Triton kernels.
 
 Shapes: b batch, t tokens, h heads, e head size.
 """
@@ -14,22 +14,22 @@ except ImportError as error:
 
 
 def rows_of_heads(x_bhte: torch.Tensor) -> torch.Tensor:
-    """x_bthe, contiguous: as projections give it, so mostly no copy."""
+    """Return x_bthe, contiguous. This is the layout of a projection, so usually nothing is copied."""
     return x_bhte.transpose(1, 2).contiguous()
 
 
 def empty_heads(x_bhte: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """As a kernel's result that lies as x_bthe."""
+    """Return an empty tensor of the shape of x_bhte whose memory layout is that of x_bthe."""
     b, h, t, e = x_bhte.shape
     return x_bhte.new_empty(b, t, h, e, dtype=dtype).transpose(1, 2)
 
 
 def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """To a power of two, by repeating the last, so that one compilation serves several numbers of tensors."""
+    """Repeat the last tensor up to a power of two, so that fewer lengths need a compilation of the kernel."""
     return (*tensors, *tensors[-1:] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
 
 
 @triton.jit
 def load_fp32(ptr, at, inside):
-    """In fp32, 0 outside."""
+    """Load values as fp32, with 0 outside of the mask."""
     return tl.load(ptr + at, inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What this process runs on: device, cores, versions."""
+"""The device, CPU cores and software versions of this process."""
 
 import importlib.metadata
 import json
@@ -17,19 +17,19 @@ from depthlm.machine.gpu import probe, unusable
 if TYPE_CHECKING:
     from depthlm.distributed.launchers import Ranks
 
-# what a configuration or a command may ask for
+# allowed values of `device` in a configuration or a command
 DEVICES = ("auto", "cpu", "cuda")
 
 
 def device_type(choice: str = "auto") -> str:
-    """`cuda` or `cpu`: of `auto`, the GPU where torch can use one."""
+    """Return `cuda` or `cpu`; `auto` is the GPU if torch can use one."""
     import torch
 
     return "cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def device_error(choice: str) -> str | None:
-    """Why the device of this choice cannot be used here, or a GPU would stay idle; None where all is well."""
+    """Return why the chosen device cannot be used, or why a GPU would stay idle; None if neither is the case."""
     if choice == "cpu" or device_type() == "cuda":
         return None
     if reason := unusable(probe()):
@@ -40,14 +40,14 @@ def device_error(choice: str) -> str | None:
 
 
 def usable_device(choice: str) -> str:
-    """`cuda` or `cpu`. Raises UserError where the choice cannot be used, or a GPU would stay idle."""
+    """Return `cuda` or `cpu`. Raises UserError if the choice cannot be used or a GPU would stay idle."""
     if error := device_error(choice):
         raise UserError(error)
     return device_type(choice)
 
 
 def device_name(device: str) -> str:
-    """The name of the GPU (`cuda`), or of the processor (`cpu`)."""
+    """Return the name of the GPU (`cuda`) or of the processor (`cpu`)."""
     import torch
 
     if device == "cuda":
@@ -60,20 +60,20 @@ def device_name(device: str) -> str:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(ranks: "Ranks") -> int:
-    """CPU threads for this rank: all its cores where srun bound it to some, else its share of the node's."""
+    """Return the CPU threads of this rank: all its cores if srun bound it to some, else its share of the node's."""
     bound = ranks.launcher == "srun" and cores() < (os.cpu_count() or 1)
     return cores() if bound else max(1, cores() // ranks.local_world_size)
 
 
 def fast_precision(device: str) -> str:
-    """bf16 where the device (`cuda` or `cpu`) multiplies it faster than fp32, else fp32.
+    """Return `bf16` if the device (`cuda` or `cpu`) multiplies it faster than fp32, else `fp32`.
 
-    Without units for it, bf16 can be 45 times slower.
+    Without hardware support, bf16 can be 45 times slower.
     """
     import torch
 
@@ -84,7 +84,7 @@ def fast_precision(device: str) -> str:
 
 
 def describe(here: "Ranks", device: str) -> dict[str, Any]:
-    """What `environment.json` records: versions, git commit, command, device (`cuda` or `cpu`)."""
+    """Return the content of `environment.json`: versions, git commit, command, device (`cuda` or `cpu`)."""
     packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
     versions: dict[str, str | None] = {"depthlm": depthlm.__version__}
     for package in packages:
@@ -109,9 +109,9 @@ def describe(here: "Ranks", device: str) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of this checkout and whether files differ from it; None outside a checkout.
+    """Return the commit of this checkout and whether files differ from it; None outside a checkout.
 
-    In a copy that was submitted to a cluster, what its git.json says.
+    A copy that was submitted to a cluster has this information in its git.json.
     """
     if (REPOSITORY / "git.json").is_file():
         return json.loads((REPOSITORY / "git.json").read_text())

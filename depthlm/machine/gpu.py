@@ -1,4 +1,4 @@
-"""The NVIDIA GPU that a machine has and torch cannot use: why, and what to do."""
+"""Diagnose why torch cannot use an NVIDIA GPU that the machine has."""
 
 import ctypes
 import os
@@ -15,12 +15,12 @@ NO_DEVICE = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a machine says of its NVIDIA GPUs.
+    """The state of a machine's NVIDIA GPUs.
 
     devices: those that this process may open. driver: version of the kernel module. driver_cuda: newest CUDA
-    (major, minor) that the driver's library supports; None: no such library. torch, torch_cuda: version of torch, and
-    of the CUDA it is built for; None: it is built for the CPU. failure: why CUDA does not start, in torch's words.
-    visible: CUDA_VISIBLE_DEVICES; None: not set.
+    (major, minor) that the driver's library supports; None: there is no such library. torch: version of torch.
+    torch_cuda: CUDA version that torch is built for; None: it is built for the CPU. failure: torch's message why CUDA
+    does not start. visible: CUDA_VISIBLE_DEVICES; None: not set.
     """
 
     devices: tuple[str, ...]
@@ -33,37 +33,39 @@ class Gpu:
 
 
 def unusable(gpu: Gpu) -> str | None:
-    """Why torch does not use the GPU that is there, and what to do; None where it does, or is not to: no device, or
-    hidden by the user."""
+    """Return why torch does not use the machine's GPU, and the remedy.
+
+    None if torch uses it, if there is no GPU, or if the user hid it.
+    """
     hidden = gpu.visible is not None and gpu.visible.split(",")[0].strip() in NO_DEVICE
     if not gpu.devices or hidden or gpu.failure is None:
         return None
-    there = f"this machine has an NVIDIA GPU ({gpu.devices[0]})"
+    has_gpu = f"this machine has an NVIDIA GPU ({gpu.devices[0]})"
     driver = f"its driver{f' {gpu.driver}' if gpu.driver else ''}"
     supported = "" if gpu.driver_cuda is None else f"{gpu.driver_cuda[0]}.{gpu.driver_cuda[1]}"
     if gpu.torch_cuda is None:
-        which = f"one for CUDA {supported} or older" if supported else "one with CUDA"
-        cpu_build = f"torch {gpu.torch} is built for the CPU alone"
-        return f"{there}, but {cpu_build}; install {which} (pytorch.org), or give device=cpu"
+        build = f"a build for CUDA {supported} or older" if supported else "a build with CUDA"
+        cpu_build = f"torch {gpu.torch} is built for the CPU only"
+        return f"{has_gpu}, but {cpu_build}; install {build} (pytorch.org), or give device=cpu"
     if gpu.driver_cuda is None:
         return (
-            f"{there}, but the library of {driver}, libcuda.so.1, is not found; install it (a container gets it "
-            "by --gpus or --nv), or give device=cpu"
+            f"{has_gpu}, but libcuda.so.1, the library of {driver}, was not found; install it (in a container, use "
+            "--gpus or --nv), or give device=cpu"
         )
     major = gpu.torch_cuda.partition(".")[0]
     # within a major version, older drivers run newer CUDA
     if gpu.driver_cuda[0] < int(major):
         return (
-            f"{there}, but {driver} supports CUDA up to {supported}, and torch {gpu.torch} is built for CUDA "
+            f"{has_gpu}, but {driver} supports CUDA up to {supported}, and torch {gpu.torch} is built for CUDA "
             f"{gpu.torch_cuda}; update the driver to one for CUDA {major}, install a torch build for CUDA {supported} "
             "or older (pytorch.org), or give device=cpu"
         )
     shown = "" if gpu.visible is None else f" with CUDA_VISIBLE_DEVICES={gpu.visible}"
-    return f"{there}, but CUDA does not start{shown} ({gpu.failure}); see whether nvidia-smi works, or give device=cpu"
+    return f"{has_gpu}, but CUDA does not start{shown} ({gpu.failure}); check that nvidia-smi works, or give device=cpu"
 
 
 def probe(environment: Mapping[str, str] = os.environ) -> Gpu:
-    """What this machine says."""
+    """Examine the GPUs of this machine."""
     import torch
 
     return Gpu(
@@ -78,20 +80,20 @@ def probe(environment: Mapping[str, str] = os.environ) -> Gpu:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's kernel module, as `535.104.05`; None where there is none."""
+    """Return the version of NVIDIA's kernel module, such as `535.104.05`; None if there is none."""
     try:
-        found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", file.read_text())
+        match = re.search(r"Module.*?\s(\d+(?:\.\d+)+)\s", file.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _devices() -> tuple[str, ...]:
-    # a job of a scheduler may see files of devices that it was not given
+    # a scheduler's job may see the files of devices that it may not open
     files = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK))
     if files or not (Path("/dev/dxg").exists() and shutil.which("nvidia-smi")):
         return tuple(files)
-    # Windows' Linux has no such files
+    # WSL has no such files
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

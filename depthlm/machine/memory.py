@@ -1,4 +1,4 @@
-"""How much memory a rank may use: of its GPU, or of the machine and of the limits set on this process."""
+"""The memory that a rank may use: that of its GPU, or the machine's within the limits of this process."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,10 @@ import torch
 
 
 def available_memory(device: torch.device, local_ranks: int) -> int:
-    """Bytes for one rank, in use or not: of its GPU; of a CPU, the smaller of RAM and cgroup limit, divided by the
-    ranks of the node."""
+    """Return the memory for one rank in bytes, used or not.
+
+    On a GPU, all of its memory. On a CPU, the smaller of RAM and cgroup limit, divided by the ranks of the node.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -17,14 +19,14 @@ def available_memory(device: torch.device, local_ranks: int) -> int:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
-    """The memory limits of this process' control groups and of those above them, of version 1 and 2, in bytes.
+    """Yield the memory limits of this process's control groups (version 1 and 2) and of their parents, in bytes.
 
-    root: where the file systems proc and sys are mounted.
+    root: the directory in which the file systems proc and sys are mounted.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return  # no Linux
+        return  # not Linux
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -38,7 +40,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
             for part in Path(path).parts[1:]:
                 folders.append(f"{folders[-1]}/{part}")
             for folder in folders:
-                # in a container, the path may be one that only the host has
+                # in a container, the path may exist only on the host
                 try:
                     text = (root / folder / name).read_text().strip()
                 except OSError:
@@ -48,7 +50,7 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
 
 
 def process_bytes() -> int:
-    """What this process takes of RAM now; 0 where the system does not say."""
+    """Return the RAM that this process uses, in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -1,4 +1,4 @@
-"""Decoders and their depth mechanisms: plain PyTorch, which knows nothing of configuration or training."""
+"""Decoders and their depth mechanisms, in plain PyTorch, independent of configuration and training."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The key/value cache of generation: a standard decoder's, one slot per attention.
+"""The key/value cache of generation, with one slot per attention, as in a standard decoder.
 
 Shapes: b batch, k key/value heads, t new tokens, s all tokens so far, e head size.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """What a decoder asks of a cache: that of `KVCache`, or another that holds the same."""
+    """The interface of a cache, for `KVCache` and other implementations."""
 
     length: int
     document_b1: Tensor | None
@@ -21,53 +21,54 @@ class Cache(Protocol):
 
 
 class KVCache:
-    """Keys and values of all tokens so far, in `slots` slots (layers, or loops x layers).
+    """Keys and values of all tokens so far, in `slots` slots (loops x layers).
 
-    `length` is the number of tokens held, so the position of the next one. It moves once per forward pass, by
-    `advance`, after every slot has been updated; `document_b1` is the position at which the document of the next token
-    begins, None where documents are not told apart. Room for `max_length` tokens is made at once and doubled when full.
+    `length` is the number of cached tokens, and so the index of the next one. `advance` increases it once per forward
+    pass, after every slot has been updated. `document_b1` is the sequence index at which the document of the next token
+    begins, or None if each sequence is one document. `max_length` is the initial capacity in tokens; it doubles when
+    full.
     """
 
     def __init__(self, slots: int, max_length: int = 256):
         self.length = 0
         self.document_b1: Tensor | None = None
         self.max_length = max_length
-        self._held: list[tuple[Tensor, Tensor] | None] = [None] * slots
+        self._slots: list[tuple[Tensor, Tensor] | None] = [None] * slots
 
     def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the new tokens to a slot; returns all of its keys and values, k_bkse and v_bkse."""
+        """Append the new tokens to a slot; return all of its keys and values, k_bkse and v_bkse."""
         end = self.length + k_bkte.shape[2]
-        held = self._held[slot]
-        if held is None or end > held[0].shape[2]:
-            held = self._grow(held, end, k_bkte, v_bkte)
-            self._held[slot] = held
-        for store, new in zip(held, (k_bkte, v_bkte), strict=True):
+        pair = self._slots[slot]
+        if pair is None or end > pair[0].shape[2]:
+            pair = self._grow(pair, end, k_bkte, v_bkte)
+            self._slots[slot] = pair
+        for store, new in zip(pair, (k_bkte, v_bkte), strict=True):
             store[:, :, self.length : end] = new
-        return held[0][:, :, :end], held[1][:, :, :end]
+        return pair[0][:, :, :end], pair[1][:, :, :end]
 
     def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
-        """Counts the tokens that every slot has just been given."""
+        """Count tokens that were appended to every slot."""
         self.length += tokens
         self.document_b1 = document_b1
 
     def bytes(self) -> int:
-        """Memory of the tokens held, in bytes."""
-        pairs = [pair for pair in self._held if pair is not None]
+        """Return the memory of the cached tokens, in bytes."""
+        pairs = [pair for pair in self._slots if pair is not None]
         return sum(t[:, :, : self.length].numel() * t.element_size() for pair in pairs for t in pair)
 
-    def _grow(self, held: tuple[Tensor, Tensor] | None, end: int, *new: Tensor) -> tuple[Tensor, Tensor]:
+    def _grow(self, pair: tuple[Tensor, Tensor] | None, end: int, *new: Tensor) -> tuple[Tensor, Tensor]:
         while self.max_length < end:
             self.max_length *= 2
         stores = []
         for i, tensor in enumerate(new):
             batch, heads, _, width = tensor.shape
             store = tensor.new_zeros(batch, heads, self.max_length, width)
-            if held is not None:
-                store[:, :, : self.length] = held[i][:, :, : self.length]
+            if pair is not None:
+                store[:, :, : self.length] = pair[i][:, :, : self.length]
             stores.append(store)
         return stores[0], stores[1]
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """mask_ts, true where query i, the last `queries` of `keys` tokens, may see key j."""
+    """Return mask_ts, true where a query may attend to a key. The queries are the last ones of the keys' tokens."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -25,9 +25,9 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Loss(NamedTuple):
-    """Sums over the targets that count, so that a batch may be summed over micro-batches and ranks.
+    """Sums over all targets that are not -100; micro-batches and ranks add them up.
 
-    nll: -log p(target), in nats. z: logsumexp(logits)^2. tokens: how many targets count.
+    nll: -log p(target), in nats. z: logsumexp(logits)^2. tokens: the number of these targets.
     """
 
     nll: Tensor
@@ -36,16 +36,16 @@ class Loss(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A decoder language model whose layers reach across depth.
+    """A decoder language model with a depth mechanism.
 
     tokens_bt -> embedding -> open -> [layer] * L * loops -> close -> final_norm -> head -> logits_btv
 
     connection, attention: factories, called with (spec, size, backbone).
-    loops: passes through the same layers; each pass has connections of its own.
+    loops: the number of passes through the same layers. Each pass has its own connections.
     activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
-    kernels: which code the operators over depth run: auto, triton or torch (`depthlm.kernels.backend`).
-    end_of_text: the token that ends a document. Attention then stays inside a document, and positions count from its
-        beginning, so that its logits are those of the document alone. None: a sequence is one document.
+    kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.kernels.backend`).
+    end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
+        at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Decoder(nn.Module):
         self.embedding = Embedding(size, backbone)
         specs.append(SublayerSpec(depth, "final", depth))
         connections = [connection(spec, size, backbone) for spec in specs]
-        for one in connections:
-            one.link(connections)
+        for each in connections:
+            each.link(connections)
         inputs = [c.num_inputs for c in connections]
         layers = [
             Layer(
@@ -92,12 +92,12 @@ class Decoder(nn.Module):
         observer: Observer = UNOBSERVED,
         ends_bt: Tensor | None = None,
     ) -> Tensor | Loss:
-        """logits_btv; with targets (-100: does not count), the sums of the loss instead.
+        """Return logits_btv, or with targets the summed loss. Targets of -100 are ignored.
 
-        cache: keys and values of the tokens before these; it is extended by these.
-        observer: is shown what each sublayer works on.
-        ends_bt: whether a document ends with a token, as a prompt's padding on the left does; None: where the token is
-            end_of_text.
+        cache: keys and values of the preceding tokens. Those of the new tokens are appended.
+        observer: receives the inputs and outputs of each sublayer.
+        ends_bt: true where a token is the last of its document, such as the last padding token to the left of a prompt;
+            None: the tokens equal to end_of_text.
         """
         hidden_btd = self.hidden(tokens_bt, cache, observer, ends_bt)
         if targets_bt is None:
@@ -111,21 +111,21 @@ class Decoder(nn.Module):
         observer: Observer = UNOBSERVED,
         ends_bt: Tensor | None = None,
     ) -> Tensor:
-        """hidden_btd before the final norm."""
+        """Return hidden_btd before the final norm."""
         with using(self.kernels):
             return self._hidden(tokens_bt, cache, observer, ends_bt)
 
     def _hidden(self, tokens_bt: Tensor, cache: Cache | None, observer: Observer, ends_bt: Tensor | None) -> Tensor:
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
-        held_b1 = cache.document_b1 if cache is not None else None
+        cached_b1 = cache.document_b1 if cache is not None else None
         if ends_bt is None and self.end_of_text is not None:
             ends_bt = tokens_bt == self.end_of_text
-        elif ends_bt is None and held_b1 is not None:
+        elif ends_bt is None and cached_b1 is not None:
             ends_bt = torch.zeros_like(tokens_bt, dtype=torch.bool)
         if ends_bt is None:
             positions, mask, document_b1 = torch.arange(start, start + length, device=tokens_bt.device), None, None
         else:
-            positions, mask, document_b1 = find_documents(ends_bt, start, held_b1)
+            positions, mask, document_b1 = find_documents(ends_bt, start, cached_b1)
         rope = None
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
@@ -147,42 +147,45 @@ class Decoder(nn.Module):
         return self.connections[-1].close(stream)
 
     def checkpoint_activations(self) -> None:
-        """Has the backward pass recompute each layer (arXiv 1604.06174), and every connection read alone: what is read
-        ahead would be kept between layers."""
+        """Recompute each layer in the backward pass (arXiv 1604.06174), and call `read_alone`.
+
+        Values that are read ahead would otherwise be stored between all layers.
+        """
         self.activation_checkpointing = True
         self.read_alone()
 
     def read_alone(self) -> None:
-        """Has every connection read with its own parameters alone, as it must where those of others are sharded."""
+        """Make every connection read with its own parameters only, as required where parameters are sharded."""
         for connection in self.connections:
             connection.link([connection])
 
     def logits(self, hidden_btd: Tensor) -> Tensor:
-        """logits_btv."""
+        """Return logits_btv."""
         return self.head(self.final_norm(hidden_btd), self._tied())
 
     def losses(self, hidden_btd: Tensor, targets_bt: Tensor) -> tuple[Tensor, Tensor]:
-        """nll_r and logsumexp_r of each token, r = b * t; logits of a large batch are never whole in memory.
+        """Return nll_r and logsumexp_r of all r = b * t tokens, without the full logits of a large batch in memory.
 
-        The nll of a target of -100 means nothing, and must get no gradient.
+        The nll of a target of -100 is undefined and must get no gradient.
         """
         return self.head(self.final_norm(hidden_btd), self._tied(), targets_bt.flatten())
 
     def _tied(self) -> Tensor | None:
-        # only a tied head reads the embedding's matrix, and where weights are sharded each read is a gather
+        # an untied head must not read the embedding matrix: with sharded weights each read costs an all-gather
         return self.embedding.weight if self.backbone.tie_embeddings else None
 
     def make_cache(self, max_length: int = 256) -> KVCache:
-        """An empty cache for this decoder, with room for max_length tokens at first."""
+        """Return an empty cache for this decoder, with an initial capacity of max_length tokens."""
         return KVCache(self.loops * self.size.num_layers, max_length)
 
 
 def _recomputation(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """What is entered for a layer's forward pass, and for its recomputation, which happens outside of the decoder's."""
+    """Return the contexts of a layer's forward pass and of its recomputation, which runs outside `Decoder.hidden`."""
     return nullcontext(), using(kernels)
 
 
 def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:
+    """Return the summed loss of hidden_btd, which is before the final norm."""
     nll, logsumexp = model.losses(hidden_btd, targets_bt)
     counted = targets_bt.flatten() != -100
     z = logsumexp.square()
@@ -190,9 +193,9 @@ def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Los
 
 
 def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
-    """Compiles, in place, the matrix products and norms of each sublayer, and final norm, head and loss.
+    """Compile in place the matrix products and norms of each sublayer, and the final norm, the head and the loss.
 
-    One compilation serves all layers; what a mechanism does between them stays outside. Names in state_dict stay.
+    All layers share one compilation. The depth mechanism itself is not compiled. Names in state_dict do not change.
     """
     regions = Regions(*(torch.compile(region, backend=backend) for region in REGIONS))
     for layer in model.layers:

@@ -1,6 +1,7 @@
-"""How the weights start: each parameter from its own generator, seeded by the run's seed and the parameter's name.
+"""Weight initialization: each parameter has its own generator, seeded by the run's seed and the parameter's name.
 
-So whatever two mechanisms share starts the same, in any order of modules and beside any other parameters.
+Parameters that two mechanisms share therefore get the same values, regardless of the order of modules and of all other
+parameters.
 """
 
 import hashlib
@@ -13,18 +14,19 @@ from depthlm.model.layers import Head, Norm
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fills every parameter, in place; drawn on the CPU in fp32, so the same on every device and in every type.
+    """Initialize every parameter in place. Values are drawn on the CPU in fp32, so no device or dtype changes them.
 
-    Matrices and embeddings: normal(0, std). Norm weights: 1. Biases: 0. A module of another kind that owns parameters
-    says how they start:
+    Matrices and embeddings: normal(0, std). Norm weights: 1. Biases: 0. Any other module that owns parameters must
+    define
 
         def init_parameter(self, name, tensor, generator, std): ...
 
-    called for each parameter of its own, under its name in that module, with a CPU fp32 tensor to fill in place.
+    It is called for each parameter that the module itself owns, with the parameter's name in that module and with a CPU
+    fp32 tensor of zeros, to fill in place.
 
-    A model made on the meta device is first given memory with `model.to_empty(device=...)`.
+    Allocate a model on the meta device with `model.to_empty(device=...)` first.
 
-    Raises: TypeError when a module owns parameters and does not say how they start.
+    Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -35,7 +37,7 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on (seed, name) alone."""
+    """Return a CPU generator that depends only on (seed, name)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -45,9 +47,9 @@ def _fill(module: nn.Module, name: str, full_name: str, tensor: Tensor, generato
     if init_parameter is not None:
         init_parameter(name, tensor, generator, std)
     elif not isinstance(module, nn.Linear | nn.Embedding | Norm | Head):
-        kind = type(module).__name__
+        class_name = type(module).__name__
         raise TypeError(
-            f"{full_name}: {kind} owns this parameter and has no init_parameter(name, tensor, generator, std)"
+            f"{full_name}: {class_name} owns this parameter and has no init_parameter(name, tensor, generator, std)"
         )
     elif isinstance(module, Norm):
         tensor.fill_(1.0 if name == "weight" else 0.0)

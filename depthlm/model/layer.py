@@ -1,4 +1,4 @@
-"""One layer: an attention and an MLP between a read from the depth stream and a write to it.
+"""One layer: an attention and an MLP, each with a read from the depth stream and a write to it.
 
 Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
@@ -15,12 +15,13 @@ from depthlm.model.shape import Backbone, Size
 
 
 class Layer(nn.Module):
-    """The same code for every mechanism.
+    """An attention and an MLP with their norms. All mechanisms share this code.
 
     stream --+-> read --> norm -> project -> attend --> output ---> write -+-> read --> norm -> MLP ---> write -> stream
              |     `----------------------carry----------------------^     |     `--------carry-----------^
              `---------------------------stream----------------------'     `-------------stream-----------'
-    With post-norm the norm follows `output` and the MLP instead.
+
+    With post-norm, the norm follows `output` and the MLP instead.
     """
 
     def __init__(self, attention: SelfAttention, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
@@ -62,6 +63,7 @@ class Layer(nn.Module):
 
 
 def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
+    """Return what `SelfAttention.project` makes of the inputs of a connection."""
     if layer.pre_norm:
         inputs = _normed(layer.attention_norm, inputs)
     q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
@@ -69,11 +71,13 @@ def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ..
 
 
 def output(layer: Layer, context: Tensor) -> Tensor:
+    """Return output_btd of the attention sublayer."""
     output_btd = layer.attention.output(context)
     return output_btd if layer.pre_norm else layer.attention_norm(output_btd)
 
 
 def transform(layer: Layer, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return output_btd of the MLP sublayer, and the input of its MLP."""
     if layer.pre_norm:
         inputs = _normed(layer.mlp_norm, inputs)
     output_btd = layer.mlp(inputs[0])
@@ -81,7 +85,7 @@ def transform(layer: Layer, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 class Regions(NamedTuple):
-    """What `torch.compile` sees: functions of the layer, so that all layers share one compilation."""
+    """The functions that `torch.compile` compiles. They take the layer as an argument, so all layers share them."""
 
     project: Any
     output: Any

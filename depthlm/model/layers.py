@@ -1,4 +1,4 @@
-"""The parts of a layer that know nothing of depth: norm, MLP, positions, embedding and head.
+"""The parts of a decoder that do not depend on the mechanism: norm, MLP, positions, embedding and head.
 
 Shapes: b batch, t tokens, d hidden size, f width of the MLP, n heads, e head size, v vocabulary.
 """
@@ -18,7 +18,7 @@ Rope = tuple[Tensor, Tensor]
 class Norm(nn.Module):
     """RMSNorm (arXiv 1910.07467) or LayerNorm with bias (arXiv 1607.06450) over the last dimension, computed in fp32.
 
-    Under autocast the result is in autocast's type, so that the projections that share it need no cast each.
+    Under autocast the result has the autocast dtype, so the projections that share it do not each cast it.
     """
 
     def __init__(self, width: int, backbone: Backbone):
@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """x W^T + b, as torch's, and faster where one token is decoded on a CPU."""
+    """x W^T + b, like `nn.Linear`, but faster where one token is decoded on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -63,9 +63,9 @@ class MLP(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus sinusoidal positions where the backbone has them.
+    """Token embedding, plus sinusoidal positions if the backbone has them.
 
-    Beside sinusoids of amplitude 1 the embedding starts with standard deviation 1, as in Flax's LM1B example.
+    With sinusoids, whose amplitude is 1, the embedding starts with standard deviation 1, as in Flax's LM1B example.
     """
 
     def __init__(self, size: Size, backbone: Backbone):
@@ -84,7 +84,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states to logits; a tied head owns no matrix and is given the embedding's."""
+    """Hidden states to logits. A tied head owns no matrix and receives the embedding matrix."""
 
     def __init__(self, size: Size, backbone: Backbone):
         super().__init__()
@@ -95,9 +95,9 @@ class Head(nn.Module):
     def forward(
         self, hidden_btd: Tensor, embedding_vd: Tensor | None, targets_r: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """logits_btv; with targets, -100 where none, nll_r and logsumexp_r of all b * t rows instead.
+        """Return logits_btv, or with targets nll_r and logsumexp_r of all r = b * t rows. Targets of -100 are ignored.
 
-        Both are made here: where weights are sharded, a module has them in its own forward and backward pass alone.
+        The loss is computed here because a module has its sharded weights only in its own forward and backward pass.
         """
         weight_vd = embedding_vd if self.weight is None else self.weight
         assert weight_vd is not None
@@ -107,10 +107,11 @@ class Head(nn.Module):
 
 
 def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:
-    """(cos, cos), (-sin, sin) in fp32, for `apply_rope` (RoFormer, arXiv 2104.09864, in the layout of transformers).
+    """Return the tables (cos, cos) and (-sin, sin) in fp32 for `apply_rope`.
 
-    positions: [t], or [b, t] where rows differ; the tables have one more dimension, e.
-    Computed from the positions in every forward: a buffer would lose its precision when a model is made bf16.
+    The layout is that of transformers (RoFormer, arXiv 2104.09864).
+    positions: [t], or [b, t] if rows differ; the tables have one more dimension, e.
+    Every forward pass computes the tables again: a buffer would lose precision when a model is cast to bf16.
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
     angles = positions.float()[..., None] * theta**-exponents
@@ -119,17 +120,17 @@ def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:
 
 
 def apply_rope(x_btne: Tensor, rope: Rope) -> Tensor:
-    """Rotates the pairs (i, i + e/2) of every head, in fp32, and returns the type of x."""
+    """Rotate the pairs (i, i + e/2) of every head in fp32, and return the dtype of x."""
     cos_t1e, sin_t1e = (table.unsqueeze(-2) for table in rope)
     x = upcast(x_btne)
     return torch.addcmul(x * cos_t1e, x.roll(x.shape[-1] // 2, -1), sin_t1e).to(x_btne.dtype)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """Sinusoidal positions in fp32: sines, then cosines, wavelengths 2 pi to 2 pi * 10 000 (arXiv 1706.03762).
+    """Return sinusoidal positions in fp32: sines, then cosines, wavelengths 2 pi to 2 pi * 10 000 (arXiv 1706.03762).
 
-    positions: [t] or [b, t]; the result has one more dimension. In the layout of Flax's LM1B example; an odd width
-    ends in a zero.
+    positions: [t] or [b, t]; the result has one more dimension, of the given width. The layout is that of Flax's LM1B
+    example. An odd width ends in a zero.
     """
     half = width // 2
     scales = torch.arange(half, device=positions.device, dtype=torch.float32) / max(half - 1, 1)

@@ -1,4 +1,4 @@
-"""How one looks into a forward pass."""
+"""Callbacks that inspect a forward pass."""
 
 from torch import Tensor
 
@@ -8,16 +8,16 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Observer:
-    """Is shown what every sublayer of a decoder works on. Each method does nothing; a subclass says what it looks at.
+    """Receives the inputs and outputs of every sublayer of a decoder. By default each method does nothing.
 
-    In a looped decoder the layer of a place is the unrolled position. Where a backward pass recomputes a layer, its
-    sublayers are shown again.
+    In a looped decoder, the layer of a SublayerSpec is the unrolled position. With activation checkpointing, the
+    recomputation of a layer calls these methods again.
     """
 
     def read(self, connection: Connection, stream: Stream) -> None:
-        """A connection, also the final one, is about to read this stream.
+        """Called before a connection, including the final one, reads this stream.
 
-        `connection.materialize(stream)` is what of it the mechanism's formula has.
+        `connection.materialize(stream)` returns the stream as the mechanism's formula defines it.
         """
 
     def attend(
@@ -28,10 +28,10 @@ class Observer:
         depth: DepthKV,
         past: AttentionContext,
     ) -> None:
-        """An attention is about to attend, with these arguments of `SelfAttention.attend`."""
+        """Called before `SelfAttention.attend`, with its arguments."""
 
     def write(self, spec: SublayerSpec, output_btd: Tensor) -> None:
-        """A connection is about to write this output of its sublayer."""
+        """Called before a connection writes the output of its sublayer."""
 
 
 UNOBSERVED = Observer()

@@ -1,4 +1,4 @@
-"""Which parameters are what: their kind, and how the optimizer treats them."""
+"""The kind of each parameter, and the optimizer's parameter groups."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,15 +20,17 @@ class Owned(NamedTuple):
 
 
 def owned_parameters(model: nn.Module) -> Iterator[Owned]:
-    """Every parameter once, with its owner."""
+    """Yield every parameter once, with its owner."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield Owned(f"{path}.{name}" if path else name, parameter, module, name)
 
 
 def kind_of(owned: Owned) -> str:
-    """embedding: of tokens, and the head's matrix. matrix: of a linear layer. vector: norms and biases.
-    mechanism: what a depth mechanism owns itself.
+    """Return the kind of a parameter.
+
+    embedding: the token embedding and the matrix of the head. matrix: the weight of a linear layer. vector: norms and
+    biases. mechanism: all other parameters of a depth mechanism.
     """
     if isinstance(owned.owner, Embedding | Head | nn.Embedding):
         return "embedding" if owned.own_name == "weight" else "vector"
@@ -38,14 +40,14 @@ def kind_of(owned: Owned) -> str:
 
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Every parameter that is trained, in exactly one group: {params, names, weight_decay, lr_scale, kind}.
+    """Return the groups {params, names, weight_decay, lr_scale, kind}; each trained parameter is in exactly one group.
 
-    kind: see `kind_of`; "matrix" are the candidates for Muon. weight_decay: the given one for what has two dimensions
-    or more, else 0. lr_scale: 1. A module changes this for its parameters, its children's included, in an attribute:
+    kind: see `kind_of`; Muon may optimize those of kind "matrix". weight_decay: the argument for parameters with two or
+    more dimensions, else 0. lr_scale: 1. A module overrides the last two for its own and its children's parameters:
 
         optimizer_settings = {"query": {"weight_decay": 0.0}, "gate.weight": {"lr_scale": 0.1}}
 
-    Raises: ValueError when `optimizer_settings` names no parameter of that module, or an unknown setting.
+    Raises: ValueError if `optimizer_settings` names an unknown parameter of that module, or an unknown setting.
     """
     settings = _declared(model)
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}

@@ -1,17 +1,17 @@
-"""Checks of a mechanism's settings. Each gives its problems as lines that start with the setting and what was given."""
+"""Checks of a mechanism's settings. Each returns one line per problem, which starts with the setting and its value."""
 
 from collections.abc import Iterable
 
 
 def check(*problems: list[str]) -> None:
-    """Raises ValueError with a line for every problem, where there is one."""
-    lines = [line for found in problems for line in found]
+    """Raise ValueError with one line per problem, if there is any."""
+    lines = [line for group in problems for line in group]
     if lines:
         raise ValueError("\n".join(lines))
 
 
 def at_least(bound: int, *, optional: bool = False, **settings: object) -> list[str]:
-    """The settings that are no whole number of at least `bound`; None is one of them unless optional."""
+    """Report the settings that are not a whole number of at least `bound`. Optional settings may be None."""
     return [
         f"{name}={shown(value)}: must be a whole number of at least {bound}{', or null' if optional else ''}"
         for name, value in settings.items()
@@ -20,7 +20,7 @@ def at_least(bound: int, *, optional: bool = False, **settings: object) -> list[
 
 
 def one_of(choices: Iterable[str | int], **settings: object) -> list[str]:
-    """The settings that are none of the choices; true is not 1, and "1" neither."""
+    """Report the settings that are none of the choices. Types must match: neither true nor "1" equals 1."""
     allowed = list(choices)
     return [
         f"{name}={shown(value)}: must be one of {', '.join(map(str, allowed))}"
@@ -30,7 +30,7 @@ def one_of(choices: Iterable[str | int], **settings: object) -> list[str]:
 
 
 def boolean(**settings: object) -> list[str]:
-    """The settings that are neither true nor false."""
+    """Report the settings that are neither true nor false."""
     return [
         f"{name}={shown(value)}: must be true or false"
         for name, value in settings.items()
@@ -39,7 +39,7 @@ def boolean(**settings: object) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as YAML has it; text that reads as something else in quotes."""
+    """Return a value as YAML writes it. Text is quoted unless it is an identifier."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value) if isinstance(value, str) and not value.isidentifier() else str(value)

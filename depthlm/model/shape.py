@@ -1,4 +1,4 @@
-"""What a decoder is made of, apart from its depth mechanism: its size and its backbone."""
+"""The size and the backbone of a decoder: everything but its depth mechanism."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from depthlm.fields import key
 
 @dataclass
 class Size:
-    """The widths and counts of a decoder, with the two settings a size was published with."""
+    """The dimensions of a decoder, and its published learning rate and sequence length."""
 
     name: str = key("", "name of the size, for reports")
     hidden_size: int = key(0, "width D of the depth stream", minimum=1)
@@ -24,7 +24,7 @@ class Size:
 
 @dataclass
 class Backbone:
-    """What every layer looks like, whatever its depth mechanism."""
+    """The architecture of a layer, independent of the depth mechanism."""
 
     name: str = key("", "name of the backbone, for reports")
     norm: str = key("rmsnorm", "kind of every norm", choices=("rmsnorm", "layernorm"))

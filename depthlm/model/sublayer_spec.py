@@ -1,17 +1,17 @@
-"""Where a piece of a decoder stands: how a mechanism knows what it is without counting calls."""
+"""The place of a sublayer in a decoder."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SublayerSpec:
-    """The place of a connection or an attention.
+    """The place of a connection or an attention in a decoder.
 
-    layer: index from 0. Of a connection in a looped decoder: its unrolled position, as each loop has its own
-        connections; an attention is shared by the loops.
+    layer: index from 0. For a connection of a looped decoder this is the unrolled position, since each loop has its own
+        connections. The loops share their attentions.
     kind: "attention" or "mlp" for a sublayer, "final" for the read before the final norm (its layer is num_layers).
-    num_layers: how many layers there are, counted as `layer` is.
-    loops: passes through the layers; only an attention needs it.
+    num_layers: the number of layers, counted like `layer`.
+    loops: the number of passes through the layers. Only an attention needs it.
     """
 
     layer: int

@@ -1,4 +1,4 @@
-"""Reports: a paper's table or figure with ours beside it, and any runs side by side, as Markdown and PNG."""
+"""Reports as Markdown and PNG: our results next to a paper's table or figure, and comparisons of any runs."""
 
 from depthlm.report.command import report
 

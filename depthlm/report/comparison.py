@@ -1,4 +1,4 @@
-"""The tables: ours beside the paper's, and both against the baseline."""
+"""The tables of a report: our numbers next to the paper's, and both relative to the baseline."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
 from depthlm.runs.records import COMPLETE
 
-# so many columns stand with ours, the paper's and the difference side by side, and so many in one table at all
+# the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
 SIDE_BY_SIDE, WIDEST = 3, 10
 
 
 def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
-    """The tables of each group of columns: one where they are few, else ours, the paper's and the difference apart."""
+    """Return the tables of each group of columns: one if it has few, else ours, the paper's and differences apart."""
     groups: dict[str, dict[str, Column]] = {}
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, {})[name] = column
@@ -38,7 +38,7 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
 
 
 def against_table(sweep: Sweep) -> Table | None:
-    """The first column as differences against the baseline's row, ours and the paper's; None for a single row."""
+    """Return the first column's differences from the baseline's row, ours and the paper's; None for a single row."""
     name, column = sweep.first
     references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
     names = list(dict.fromkeys(reference.label for reference in references if reference is not None))
@@ -70,7 +70,7 @@ def _any_complete(row: Row) -> bool:
 
 
 def _parts(columns: dict[str, Column]) -> list[dict[str, Column]]:
-    """Columns in as few tables as may be, of nearly the same width."""
+    """Split the columns into as few tables as possible, of nearly equal width."""
     count = math.ceil(len(columns) / WIDEST)
     width = math.ceil(len(columns) / count)
     items = list(columns.items())
@@ -100,14 +100,14 @@ def _table(
 
 
 def _labels(sweep: Sweep) -> tuple[list[str], list[list[Cell]]]:
-    """The first columns: labels, and the number of seeds where there are several."""
+    """Return the first columns: the labels, and the number of seeds where any row has several."""
     if all(len(row.points) == 1 for row in sweep.rows):
         return [""], [[Cell(row.label)] for row in sweep.rows]
     return ["", "seeds"], [[Cell(row.label), Cell(str(len(row.points)))] for row in sweep.rows]
 
 
 def headed(name: str, column: Column) -> str:
-    """The head of a column, and which numbers are better."""
+    """Return the heading of a column, with an arrow for which numbers are better."""
     if column.metric in FACTS:
         return title_of(name, column)
     return f"{title_of(name, column)} {'↓' if column.better == 'lower' else '↑'}"
@@ -118,28 +118,28 @@ def _printed(sweep: Sweep, name: str) -> bool:
 
 
 def ours_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
-    """Our numbers of a column, the best of each task in bold."""
+    """Return our numbers of a column, with the best of each task in bold."""
     numbers = [measured(row, column) for row in sweep.rows]
     best = _best(sweep, column, numbers)
     shown = []
-    for row, found, is_best in zip(sweep.rows, numbers, best, strict=True):
-        if found is None:
+    for row, value, is_best in zip(sweep.rows, numbers, best, strict=True):
+        if value is None:
             shown.append(Cell(MISSING if column.metric and not _any_complete(row) else DASH))
             continue
-        text = _with_deviation(found, column, number_text)
-        partly = f" ({found.count} of {len(row.points)})" if found.count < len(row.points) else ""
+        text = _with_deviation(value, column, number_text)
+        partly = f" ({value.count} of {len(row.points)})" if value.count < len(row.points) else ""
         shown.append(Cell(f"{text}{partly}", is_best))
     return shown
 
 
 def _best(sweep: Sweep, column: Column, numbers: Sequence[Measured | None]) -> list[bool]:
-    """Whether a number is the best of its task, as far as the decimals tell, and worse ones are there."""
+    """Return, for each number, whether it is the best of its task after rounding, where the task has others."""
     references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
     tasks = [
         str(sorted(task(row, sweep.experiment).items())) if reference is None else reference.label
         for row, reference in zip(sweep.rows, references, strict=True)
     ]
-    rounded = [None if found is None else round(found.mean, column.digits) for found in numbers]
+    rounded = [None if value is None else round(value.mean, column.digits) for value in numbers]
     best = []
     for own, value in zip(tasks, rounded, strict=True):
         rivals = [other for of, other in zip(tasks, rounded, strict=True) if of == own and other is not None]
@@ -161,8 +161,8 @@ def _apart_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
     return shown
 
 
-def _with_deviation(found: Measured, column: Column, text: Callable[[float, int], str]) -> str:
-    shown = text(found.mean, column.digits)
-    if found.deviation is None or column.metric in FACTS:
+def _with_deviation(value: Measured, column: Column, text: Callable[[float, int], str]) -> str:
+    shown = text(value.mean, column.digits)
+    if value.deviation is None or column.metric in FACTS:
         return shown
-    return f"{shown} ± {number_text(found.deviation, column.digits)}"
+    return f"{shown} ± {number_text(value.deviation, column.digits)}"

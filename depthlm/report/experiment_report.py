@@ -1,4 +1,4 @@
-"""The report of an experiment: tables and pictures of ours beside the paper's."""
+"""The report of an experiment: tables and figures of our results next to the paper's."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from depthlm.report.tables import DASH, MISSING, Table, markdown, plain
 
 LEGEND = (
     f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
-    "ours. Points that differ in the seed alone are one row: mean ± sample standard deviation."
+    "ours. Points that differ only in the seed form one row: mean ± sample standard deviation."
 )
 FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
     "bars": draw_bars,
@@ -27,7 +27,7 @@ FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
 
 
 def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
-    """Draw the pictures into a folder; the report in Markdown, and the tables of its first group. Raises OSError."""
+    """Draw the figures into a folder; return the Markdown report and the tables of its first group. Raises OSError."""
     groups = comparison_tables(sweep)
     parts = [head(sweep), "## Results"]
     parts += [markdown(table) for tables in groups.values() for table in tables]
@@ -36,41 +36,41 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     if against is not None:
         parts.append(markdown(against))
         if any(len(row.points) > 1 for row in sweep.rows):
-            parts.append("A deviation here is that of the differences of runs with the same seed.")
+            parts.append("Deviations in this table are of the differences between runs with the same seed.")
     if sweep.experiment.figure == "scaling":
         parts.append(_scaling(sweep, folder))
     elif sweep.experiment.figure != "none":
         name = f"{sweep.experiment.figure}.png"
-        told = FIGURES[sweep.experiment.figure](sweep, folder / name)
-        parts.append(picture("Figure", folder, name, told))
+        notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
+        parts.append(picture("Figure", folder, name, notes))
     name = "loss_curves.png"
     parts.append(picture("Loss curves", folder, name, draw_loss_curves(traces(sweep), folder / name)))
     return "\n\n".join(parts) + "\n", next(iter(groups.values()))
 
 
 def _scaling(sweep: Sweep, folder: Path) -> str:
-    found = curves(sweep)
-    saved = savings(sweep, found)
+    fitted = curves(sweep)
+    saved = savings(sweep, fitted)
     name = "scaling.png"
-    parts = [picture("Scaling", folder, name, draw_scaling(sweep, found, saved, folder / name))]
-    parts.append(markdown(fit_table(sweep, found)))
-    if (table := savings_table(sweep, found, saved)) is not None:
+    parts = [picture("Scaling", folder, name, draw_scaling(sweep, fitted, saved, folder / name))]
+    parts.append(markdown(fit_table(sweep, fitted)))
+    if (table := savings_table(sweep, fitted, saved)) is not None:
         parts.append(markdown(table))
-    parts += [plain(line) for line in remarks(sweep, found, saved)]
+    parts += [plain(line) for line in remarks(sweep, fitted, saved)]
     return "\n\n".join(parts)
 
 
-def picture(title: str, folder: Path, name: str, told: Sequence[str] | None) -> str:
-    """A section with a picture and what must be said of it; told is None where there was nothing to draw."""
-    if told is None:
-        # that of an earlier report would be taken for this one's
+def picture(title: str, folder: Path, name: str, notes: Sequence[str] | None) -> str:
+    """Return a section with a figure and its notes; notes is None where there was nothing to draw."""
+    if notes is None:
+        # the figure of an earlier report must not be shown in this one
         (folder / name).unlink(missing_ok=True)
         return f"## {title}\n\nNothing to draw yet."
-    return "\n\n".join([f"## {title}", f"![{title}]({name})", *([plain(" ".join(told))] if told else [])])
+    return "\n\n".join([f"## {title}", f"![{title}]({name})", *([plain(" ".join(notes))] if notes else [])])
 
 
 def traces(sweep: Sweep) -> list[Trace]:
-    """All runs of a sweep, to draw their losses: a mechanism's runs share its colour."""
+    """Return all runs of a sweep, to draw their losses; runs of one mechanism share a colour."""
     named = [(who, mechanism_of(row), run) for row, run, who in named_runs(sweep.rows)]
     styles = looks([mechanism for _, mechanism, _ in named])
     return [Trace(name, mechanism, look, run) for (name, mechanism, run), look in zip(named, styles, strict=True)]

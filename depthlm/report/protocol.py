@@ -1,4 +1,4 @@
-"""Under which protocol the runs of a sweep train, and whether they did."""
+"""The protocol under which the runs of a sweep train, and whether each run followed it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,14 +13,15 @@ from depthlm.counts import count_text
 from depthlm.files import read_yaml
 from depthlm.report.rows import Row
 from depthlm.report.tables import Table, cells
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import RunRecord
 
-# what the composing machine or its tokenizer decides, and what tells the points of one protocol apart
-APART = {"precision", "model", "seed", "import_from", "fork_from", "size.vocab_size", "experiment"}
+# settings that depend on the composing machine or its tokenizer, and settings that distinguish points of one protocol
+APART = {"precision", "model", "seed", "init_from", "fork_from", "size.vocab_size", "experiment"}
 
 
 def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
-    """The configuration of each row, of the first of those that differ in the mechanism alone. Raises ConfigError."""
+    """Return each row's configuration; rows that differ only in the mechanism share one. Raises ConfigError."""
     composed: dict[tuple[str, ...], Config] = {}
     for row in rows:
         if _protocol(row) not in composed:
@@ -29,24 +30,24 @@ def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Con
 
 
 def _protocol(row: Row) -> tuple[str, ...]:
-    apart = ("model", "import_from", "fork_from")
+    apart = ("model", "init_from", "fork_from")
     return tuple(f"{name}={value}" for name, value in sorted(row.settings.items()) if not name.startswith(apart))
 
 
 def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
-    """The protocol in a few lines; what differs between rows is told for each, by size where that tells them apart."""
+    """Return the protocol as a table; differing values are all listed, with their sizes where these are distinct."""
     lines: dict[str, dict[str, list[str]]] = {}
     for row, config in zip(rows, configs, strict=True):
         for name, text in _texts(config).items():
-            who = row.settings.get("size", config.size.name)
-            told = lines.setdefault(name, {}).setdefault(text, [])
-            if who not in told:
-                told.append(who)
+            size = row.settings.get("size", config.size.name)
+            sizes_of_text = lines.setdefault(name, {}).setdefault(text, [])
+            if size not in sizes_of_text:
+                sizes_of_text.append(size)
     table = []
     for name, texts in lines.items():
-        sizes = [size for told in texts.values() for size in told]
+        sizes = [size for sizes_of_text in texts.values() for size in sizes_of_text]
         by_size = name != "size" and len(texts) > 1 and len(sizes) == len(set(sizes))
-        values = [f"{text} ({', '.join(told)})" if by_size else text for text, told in texts.items()]
+        values = [f"{text} ({', '.join(group)})" if by_size else text for text, group in texts.items()]
         table.append(cells([name, "; ".join(values)]))
     return Table(["protocol", "value"], table, words=True)
 
@@ -77,7 +78,7 @@ def _texts(config: Config) -> dict[str, str]:
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key; lists are values."""
+    """Return nested settings keyed by dotted names; lists are values."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
@@ -88,16 +89,16 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
-    """The flat configuration of a run, {} where it is missing or torn."""
-    return flatten(read_yaml(directory / "config.yaml"))
+    """Return the flattened configuration of a run; {} where it is missing or incomplete."""
+    return flatten(read_yaml(RunDirectory(directory).config))
 
 
 def trained_otherwise(run: RunRecord, config: Config) -> list[str]:
-    """`key: that of the run, not that of now` for each setting of the protocol that a run did not train with."""
-    saved, now = saved_config(run.directory), flatten(asdict(config))
+    """Return `key: value in the run, not value in config` for each protocol setting that a run did not train with."""
+    saved, expected = saved_config(run.directory), flatten(asdict(config))
     return [
         f"{key}: {saved[key]}, not {value}"
-        for key, value in now.items()
+        for key, value in expected.items()
         if key in saved and saved[key] != value and not _apart(key)
     ]
 

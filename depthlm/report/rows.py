@@ -1,4 +1,4 @@
-"""The points of a sweep with their runs; those that differ in the seed alone are one row."""
+"""The rows of a sweep: points with their runs; points that differ only in the seed form one row."""
 
 import math
 import re
@@ -13,13 +13,13 @@ from depthlm.config.schema.experiment import Column
 from depthlm.runs.records import RunRecord, read_run
 from depthlm.sweeps.points import Point
 
-# what a run is, not how good it is
+# metrics that describe a run but not its quality
 FACTS = {"parameters", "tokens", "steps", "training_flops", "forward_flops_per_token"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: points that differ in the seed alone, and the run of each. settings: without the seed."""
+    """A row of a table: points that differ only in the seed, and their runs. settings: without the seed."""
 
     label: str
     settings: dict[str, str]
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number over seeds: mean, sample standard deviation (None for one seed), how many seeds."""
+    """A number over seeds: mean, sample standard deviation (None for one seed), number of seeds."""
 
     mean: float
     deviation: float | None
@@ -39,22 +39,22 @@ class Measured:
 
 
 def gather(points: Sequence[Point]) -> list[Row]:
-    """The rows of a sweep, in the order of its points, with what their run directories hold."""
+    """Return the rows of a sweep, in the order of its points, with the content of their run directories."""
     rows: dict[tuple[str, ...], Row] = {}
     for point in points:
-        given = point.settings or by_name(point.overrides)
-        settings = {name: value for name, value in given.items() if name != "seed"}
+        all_settings = point.settings or by_name(point.overrides)
+        settings = {name: value for name, value in all_settings.items() if name != "seed"}
         key = tuple(f"{name}={value}" for name, value in sorted(settings.items()))
         label = point.label or Path(point.directory).name
         row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
         row.points.append(point)
         row.runs.append(read_run(point.directory))
-        row.seeds.append(given.get("seed", str(Config().seed)))
-    return _told_apart([replace(row, label=_without_seed(row)) for row in rows.values()])
+        row.seeds.append(all_settings.get("seed", str(Config().seed)))
+    return _with_distinct_labels([replace(row, label=_without_seed(row)) for row in rows.values()])
 
 
 def _without_seed(row: Row) -> str:
-    """The label that the points of a row share, where each has its seed in it."""
+    """Return the row's label without the seed, where the points' labels differ only in the seed."""
     labels = {
         re.sub(rf"(,? |__seed-){re.escape(seed)}(?=$|,|\s|__)", "", point.label or run.directory.name)
         for point, run, seed in zip(row.points, row.runs, row.seeds, strict=True)
@@ -62,19 +62,20 @@ def _without_seed(row: Row) -> str:
     return labels.pop() if len(labels) == 1 and len(row.points) > 1 else row.label
 
 
-def _told_apart(rows: list[Row]) -> list[Row]:
-    told = []
+def _with_distinct_labels(rows: list[Row]) -> list[Row]:
+    """Append the differing settings to the label of rows that share a label."""
+    labelled = []
     for row in rows:
         same = [other.settings for other in rows if other.label == row.label]
         names = sorted({name for settings in same for name in settings})
         differ = [name for name in names if len({settings.get(name) for settings in same}) > 1]
         more = [f"{name}={row.settings[name]}" for name in differ if name in row.settings]
-        told.append(replace(row, label=", ".join([row.label, *more])))
-    return told
+        labelled.append(replace(row, label=", ".join([row.label, *more])))
+    return labelled
 
 
 def number(run: RunRecord, metric: str, at: float = 1.0) -> float | None:
-    """A finite number of a complete run, else None; also where its files are not what a run writes."""
+    """Return a finite number of a complete run, else None, also where its files are not those of a run."""
     try:
         value = run.number(metric, at)
     except (KeyError, TypeError, OverflowError):
@@ -83,18 +84,18 @@ def number(run: RunRecord, metric: str, at: float = 1.0) -> float | None:
 
 
 def by_seed(row: Row, column: Column) -> dict[str, float]:
-    """The column's number of each seed that has one, in the paper's unit."""
-    found = {seed: number(run, column.metric, column.at) for seed, run in zip(row.seeds, row.runs, strict=True)}
-    return {seed: value / column.scale for seed, value in found.items() if value is not None}
+    """Return the column's number of each seed that has one, in the paper's unit."""
+    values = {seed: number(run, column.metric, column.at) for seed, run in zip(row.seeds, row.runs, strict=True)}
+    return {seed: value / column.scale for seed, value in values.items() if value is not None}
 
 
 def measured(row: Row, column: Column) -> Measured | None:
-    """The column's number over the seeds that have one, in the paper's unit."""
+    """Return the column's number over the seeds that have one, in the paper's unit."""
     return _over_seeds(list(by_seed(row, column).values()))
 
 
 def difference(row: Row, reference: Row, column: Column) -> Measured | None:
-    """Row minus reference: over the seeds that both have; of the means, without a deviation, where none is."""
+    """Return row minus reference over their common seeds; without any, of the means, without a deviation."""
     ours, theirs = by_seed(row, column), by_seed(reference, column)
     paired = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     if paired or not ours or not theirs:
@@ -109,12 +110,12 @@ def _over_seeds(values: list[float]) -> Measured | None:
 
 
 def paper(row: Row, name: str) -> float | None:
-    """The paper's number in a column, or None where it prints none."""
+    """Return the paper's number in a column, or None where it prints none."""
     value = row.paper.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def paper_difference(row: Row, reference: Row, name: str) -> float | None:
-    """The paper's difference between two rows, or None where it does not print both."""
+    """Return the paper's difference between two rows, or None where it does not print both."""
     one, other = paper(row, name), paper(reference, name)
     return None if one is None or other is None else one - other

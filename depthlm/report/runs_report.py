@@ -1,4 +1,4 @@
-"""The report of any run directories: their numbers, what their configurations differ in, their losses."""
+"""The report of any run directories: their numbers, the differences of their configurations, and their losses."""
 
 import glob
 from collections.abc import Sequence
@@ -16,49 +16,51 @@ from depthlm.report.head import first_line, state_line
 from depthlm.report.protocol import saved_config
 from depthlm.report.rows import number
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import FAILED, RunRecord, read_run
 
-# runs that stand beside one another in the table of what differs
+# runs per table of differing settings
 BESIDE = 4
 
 
-def find_runs(given: str) -> list[RunRecord]:
-    """The runs of `a,b,c`, globs allowed; each once, in the order given. Raises UserError for what holds no run."""
-    found: dict[Path, RunRecord] = {}
+def find_runs(names: str) -> list[RunRecord]:
+    """Return the runs of `a,b,c`, globs allowed, each once and in order. Raises UserError for a part without runs."""
+    by_directory: dict[Path, RunRecord] = {}
     errors = []
-    for text in filter(None, (part.strip() for part in given.split(","))):
+    for text in filter(None, (part.strip() for part in names.split(","))):
         is_glob = glob.has_magic(text) and not Path(text).exists()
         paths = sorted(glob.glob(text, recursive=True)) if is_glob else [text]
         runs = [read_run(path) for path in paths if holds_run(Path(path))]
         if not runs:
             errors.append(f"runs={text}: {_why(text, is_glob)}")
         for run in runs:
-            found.setdefault(run.directory.resolve(), run)
-    if not errors and not found:
+            by_directory.setdefault(run.directory.resolve(), run)
+    if not errors and not by_directory:
         errors.append("runs=: name run directories, as in runs=outputs/default/base,outputs/default/model-mhc")
     if errors:
         raise UserError("\n".join(errors))
-    return list(found.values())
+    return list(by_directory.values())
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a run has been started in a directory."""
-    names = ("config.yaml", "metrics.jsonl", "summary.json", "failure.json")
-    return directory.is_dir() and any((directory / name).is_file() for name in names)
+    """Return whether a run has been started in a directory."""
+    run = RunDirectory(directory)
+    files = run.config, run.metrics, run.summary, run.failure
+    return directory.is_dir() and any(file.is_file() for file in files)
 
 
 def _why(text: str, is_glob: bool) -> str:
     path = Path(text)
     if is_glob:
-        return "no run directory is named like this"
+        return "no run directory matches this pattern"
     if path.is_dir():
-        return "this folder holds no run (none of config.yaml, metrics.jsonl, summary.json)"
+        return "this folder contains no run (none of config.yaml, metrics.jsonl, summary.json)"
     beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     return f"no such folder{nearest(path.name, beside)}"
 
 
 def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Table]]:
-    """Draw the losses into a folder; the report in Markdown, and its main table. Raises OSError."""
+    """Draw the losses into a folder; return the Markdown report and its main table. Raises OSError."""
     names = short_names([run.directory for run in runs])
     configs = [saved_config(run.directory) for run in runs]
     main = summary_table(runs, names)
@@ -66,13 +68,13 @@ def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Tabl
     failed = [(name, run) for name, run in zip(names, runs, strict=True) if run.state == FAILED]
     if failed:
         parts.append("\n".join(f"- {plain(name)} failed: {plain(first_line(run.failure))}" for name, run in failed))
-    parts.append("## What differs between their configurations")
+    parts.append("## Differences between the configurations")
     unread = [name for name, config in zip(names, configs, strict=True) if not config]
     if unread:
-        parts.append(f"No config.yaml that can be read: {plain(', '.join(unread))}.")
+        parts.append(f"No readable config.yaml: {plain(', '.join(unread))}.")
     read = [(name, config) for name, config in zip(names, configs, strict=True) if config]
     tables = difference_tables([name for name, _ in read], [config for _, config in read])
-    parts += [markdown(table) for table in tables] if tables else ["Nothing that changes a result."]
+    parts += [markdown(table) for table in tables] if tables else ["No setting that affects the result."]
     mechanisms = [str(config.get("model.name", name)) for name, config in zip(names, configs, strict=True)]
     traces = [Trace(*trace) for trace in zip(what_differs(names), mechanisms, looks(mechanisms), runs, strict=True)]
     name = "loss_curves.png"
@@ -81,7 +83,7 @@ def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Tabl
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them all apart."""
+    """Return the last parts of each path, as many as make all of them distinct."""
     parts = [directory.parts or (".",) for directory in directories]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -91,7 +93,7 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def what_differs(names: Sequence[str]) -> list[str]:
-    """Names for a legend: of those made from overrides, the parts that not all runs share."""
+    """Return names for a legend: for run names made from overrides, the parts that not all runs share."""
     parts = [name.split("__") for name in names]
     shared = set.intersection(*map(set, parts))
     left = ["__".join(part for part in of if part not in shared) for of in parts]
@@ -99,31 +101,31 @@ def what_differs(names: Sequence[str]) -> list[str]:
 
 
 def summary_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
-    """What each run came to; of one that is not complete, how far it is."""
+    """Return the table of each run's results, or its progress where it is not complete."""
     head = ["run", "state", "step", "parameters", "tokens", "training loss", "validation loss", "perplexity"]
     rows = []
     for run, name in zip(runs, names, strict=True):
         newest: dict[str, Any] = run.rows[-1] if run.rows else {}
-        found = {key: number(run, key) for key in ("parameters", "tokens", "tokens_per_second", "wall_seconds")}
-        tokens = found["tokens"] or newest.get("tokens")
+        values = {key: number(run, key) for key in ("parameters", "tokens", "tokens_per_second", "wall_seconds")}
+        tokens = values["tokens"] or newest.get("tokens")
         loss = run.loss if number(run, "training_loss") is None else number(run, "training_loss")
         step = number(run, "steps") or run.step
         texts = [
             DASH if step is None else f"{step:,.0f}",
-            DASH if found["parameters"] is None else count_text(found["parameters"]),
+            DASH if values["parameters"] is None else count_text(values["parameters"]),
             DASH if tokens is None else count_text(tokens),
             number_text(loss, 4),
             number_text(number(run, "validation_loss"), 4),
             number_text(number(run, "validation_perplexity"), 3),
-            number_text(found["tokens_per_second"], 0),
-            duration(found["wall_seconds"]),
+            number_text(values["tokens_per_second"], 0),
+            duration(values["wall_seconds"]),
         ]
         rows.append([Cell(name), Cell(run.state), *cells(texts)])
     return Table([*head, "tokens/s", "wall time"], rows)
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as `2 h 05 min`, `3 min 20 s` or `12.3 s`; a dash for none."""
+    """Return seconds as `2 h 05 min`, `3 min 20 s` or `12.3 s`; a dash for None."""
     if seconds is None:
         return DASH
     if seconds < 60:
@@ -133,11 +135,11 @@ def duration(seconds: float | None) -> str:
 
 
 def difference_tables(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> list[Table]:
-    """The settings that differ between runs and change the result, a few runs a table."""
+    """Return tables of the settings that differ between runs and affect the result, with a few runs per table."""
     absent = object()
     keys = sorted({key for config in configs for key in config if not is_silent(key)})
     values = {key: [config.get(key, absent) for config in configs] for key in keys}
-    differ = {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+    differ = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
     if not differ:
         return []
     tables = []
@@ -147,10 +149,10 @@ def difference_tables(names: Sequence[str], configs: Sequence[dict[str, Any]]) -
             cells(
                 [
                     key,
-                    *(DASH if value is absent else "null" if value is None else str(value) for value in found[beside]),
+                    *(DASH if value is absent else "null" if value is None else str(value) for value in row[beside]),
                 ]
             )
-            for key, found in differ.items()
+            for key, row in differ.items()
         ]
         tables.append(Table(["setting", *names[beside]], rows, words=True))
     return tables

@@ -1,4 +1,4 @@
-"""Which rows belong together: series, tasks, and the baseline's row that a row is compared with."""
+"""The grouping of rows: series, tasks, and the baseline's row with which a row is compared."""
 
 import re
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from depthlm.config.schema.experiment import Experiment
 from depthlm.report.rows import Row
 
-# settings that make the task another one: across them no two rows are compared
+# settings that define the task: rows that differ in them are not compared
 TASK = ("size", "data", "training", "backbone", "budget")
 
 
 def series_of(row: Row, experiment: Experiment) -> str:
-    """Which curve a row belongs to: the value of the setting `series`, or its label where it has none."""
+    """Return the series of a row: the value of its setting `experiment.series`, or its label without that setting."""
     return row.settings.get(experiment.series, row.label)
 
 
 def task(row: Row, experiment: Experiment) -> dict[str, str]:
-    """The settings of a row across which nothing is compared, as its size."""
+    """Return the settings of a row that define its task, such as its size."""
     return {
         name: value
         for name, value in row.settings.items()
@@ -25,10 +25,10 @@ def task(row: Row, experiment: Experiment) -> dict[str, str]:
 
 
 def reference_of(row: Row, rows: Sequence[Row], experiment: Experiment) -> Row | None:
-    """The row of the baseline that a row is compared with: of the same task, and like it in most settings.
+    """Return the baseline's row with which a row is compared: of the same task, with the most settings in common.
 
-    Where a paper pairs models of other shapes, the label tells: `MoDA 700M` goes with `OLMo2 700M`. Where no row is the
-    baseline, it is the first of the same task; None where there is none to compare with.
+    Where a paper pairs models of different shapes, the labels decide: `MoDA 700M` is compared with `OLMo2 700M`. Where
+    no row is the baseline, the first row of the same task is used; None where there is no row to compare with.
     """
     own = task(row, experiment)
 
@@ -50,19 +50,19 @@ def reference_of(row: Row, rows: Sequence[Row], experiment: Experiment) -> Row |
 
 
 def _numbered(label: str) -> set[str]:
-    """The words of a label that have a digit, as `700M`."""
+    """Return the words of a label that contain a digit, such as `700M`."""
     return {word for word in label.replace(",", " ").split() if re.search(r"\d", word)}
 
 
 def series_names(rows: Sequence[Row], experiment: Experiment) -> dict[str, str]:
-    """What each series is called: the first words that the labels of its rows share, not counting its settings."""
+    """Return each series' name: the first words that its rows' labels share, except values of settings."""
     names = {}
     for series in dict.fromkeys(series_of(row, experiment) for row in rows):
         members = [row for row in rows if series_of(row, experiment) == series]
-        told = {value.lower() for row in members for name, value in row.settings.items() if name != experiment.series}
+        values = {value.lower() for row in members for name, value in row.settings.items() if name != experiment.series}
         shared: list[str] = []
         for words in zip(*(row.label.split() for row in members), strict=False):
-            if len(set(words)) == 1 and words[0].strip(",").lower() not in told:
+            if len(set(words)) == 1 and words[0].strip(",").lower() not in values:
                 shared.append(words[0])
             elif shared:
                 break

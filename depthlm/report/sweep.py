@@ -1,4 +1,4 @@
-"""A sweep as the report sees it: the experiment, its rows, and what the command line changed."""
+"""The sweep of a report: the experiment, its rows, and the changes from the command line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from depthlm.report.rows import Row, gather
 from depthlm.runs.records import RunRecord
 from depthlm.sweeps.points import expand, load_experiment, sweep_points, value_of
 
-# where a file names no column
+# the default columns of an experiment
 LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
 
 
@@ -21,8 +21,8 @@ LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits
 class Sweep:
     """An experiment with its rows. columns: never empty; the first is what the figure draws.
 
-    configs: the configuration of each row, those of one task and optimizer being one. changed: what the command line
-    sets that the experiment's points do not have.
+    configs: the configuration of each row; rows of one task and optimizer share one. changed: the settings from the
+    command line that the experiment's points do not have.
     """
 
     experiment: Experiment
@@ -48,15 +48,15 @@ class Sweep:
 
 
 def title_of(name: str, column: Column) -> str:
-    """The head of a column."""
+    """Return the title of a column."""
     return column.title or name
 
 
 def read_sweep(overrides: Sequence[str], config_dir: str | Path | None) -> Sweep:
-    """The sweep of these overrides, and what its run directories hold. Raises ConfigError."""
+    """Return the sweep of these overrides, with the content of its run directories. Raises ConfigError."""
     name = experiment_of(overrides)
     if name is None or "," in name:
-        raise ConfigError([f"experiment={name or ''}: a report is of one experiment, as depth_attention/mixing_rule"])
+        raise ConfigError([f"experiment={name or ''}: a report covers one experiment, e.g. depth_attention/mixing_rule"])
     experiment = load_experiment(name, config_dir)
     rows = gather(sweep_points(overrides, config_dir))
     return Sweep(
@@ -69,13 +69,13 @@ def read_sweep(overrides: Sequence[str], config_dir: str | Path | None) -> Sweep
 
 
 def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Row]) -> list[str]:
-    """What the overrides set to values that no point of the experiment has."""
+    """Return the overrides whose values no point of the experiment has."""
     lines = expand(experiment)
-    found = []
+    changed = []
     for name, spelt in by_name(overrides).items():
         if is_silent(name) or name in ("seed", "budget"):
             continue
         known = [value_of(line.settings[name]) for line in lines if name in line.settings]
-        given = {row.settings[name]: None for row in rows if name in row.settings} or {spelt: None}
-        found += [f"{name}={value}" for value in given if value_of(value) not in known]
-    return found
+        values = {row.settings[name]: None for row in rows if name in row.settings} or {spelt: None}
+        changed += [f"{name}={value}" for value in values if value_of(value) not in known]
+    return changed

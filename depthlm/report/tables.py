@@ -1,4 +1,4 @@
-"""Tables of words and numbers: as Markdown, and on a terminal."""
+"""Tables of text and numbers, as Markdown and on a terminal."""
 
 import math
 import re
@@ -15,7 +15,7 @@ DASH, MISSING = "–", "missing"
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a table, as plain text."""
+    """A cell of a table, as plain text."""
 
     text: str
     bold: bool = False
@@ -23,22 +23,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A head and rows as wide; the first column holds words, the others numbers."""
+    """A head and rows of the same width; the first column contains text, the others numbers."""
 
     head: list[str]
     rows: list[list[Cell]]
     title: str = ""
-    # words in every column
+    # whether every column contains text
     words: bool = field(default=False, kw_only=True)
 
 
 def cells(values: Sequence[str]) -> list[Cell]:
-    """A row of plain text."""
+    """Return a row of plain-text cells."""
     return [Cell(value) for value in values]
 
 
 def markdown(table: Table) -> str:
-    """The table in GitHub's Markdown, its title as a bold line above."""
+    """Return the table in GitHub's Markdown, with its title as a bold line above."""
     rows = [[f"**{plain(c.text)}**" if c.bold else plain(c.text) for c in row] for row in table.rows]
     columns = list(zip([plain(text) for text in table.head], *rows, strict=True))
     widths = [max(3, *(len(text) for text in column)) for column in columns]
@@ -57,9 +57,9 @@ def markdown(table: Table) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows as it is, in one line and inside a table too."""
+    """Escape text so that Markdown shows it literally, on one line, also inside a table."""
     text = re.sub(r"([\\`*|<\[\]])", r"\\\1", " ".join(text.split()))
-    # inside a word, an underscore is none of Markdown's
+    # Markdown does not interpret an underscore inside a word
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
 
 
@@ -76,19 +76,19 @@ def show(table: Table, console: Console) -> None:
 
 
 def number_text(value: float | None, digits: int) -> str:
-    """A number with so many decimals; a dash for none, nan or infinity."""
+    """Return a number with `digits` decimals; a dash for None, nan or infinity."""
     if value is None or not math.isfinite(value):
         return DASH
-    # a rounded -0.000 has no sign
+    # adding 0.0 removes the sign of a rounded -0.000
     return f"{round(value, digits) + 0.0:,.{digits}f}"
 
 
 def signed_text(value: float | None, digits: int) -> str:
-    """A difference with its sign, and so many decimals; a dash for none, nan or infinity."""
+    """Return a difference with its sign and `digits` decimals; a dash for None, nan or infinity."""
     text = number_text(value, digits)
     return f"+{text}" if value is not None and math.isfinite(value) and round(value, digits) > 0 else text
 
 
 def short_text(value: float | None, digits: int = 4) -> str:
-    """A number of any size with so many significant digits; a dash for none, nan or infinity."""
+    """Return a number with `digits` significant digits; a dash for None, nan or infinity."""
     return DASH if value is None or not math.isfinite(value) else f"{value:.{digits}g}"

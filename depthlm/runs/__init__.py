@@ -1,1 +1,1 @@
-"""Run directories as readers see them: the record of a run, and its loss curve."""
+"""Run directories: creating and locking them, reading their records and checkpoints, loss curves and trackers."""

@@ -1,4 +1,4 @@
-"""The run directory: what it holds, and whether this configuration may go on in it."""
+"""The run directory: locking it, recording the run, and checking whether a configuration may resume in it."""
 
 import dataclasses
 import fcntl
@@ -21,21 +21,20 @@ from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.machine import environment
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
-from depthlm.runs.records import FAILURE, SUMMARY
 
 log = logging.getLogger("depthlm")
 LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0
-HOLDS_A_RUN = ("config.yaml", "checkpoints", "metrics.jsonl", SUMMARY)
 
 
 class InUseError(UserError):
-    """Another process trains in the run directory."""
+    """Another process is training in the run directory."""
 
 
 @contextmanager
 def record_failure(directory: Path, rank: int) -> Iterator[None]:
-    """Leave why an attempt failed in failure.json, until another is made. A run of another process is not touched."""
+    """Write failure.json if the attempt fails, until the next attempt. Does not touch a run of another process."""
     try:
         yield
     except InUseError:
@@ -46,41 +45,42 @@ def record_failure(directory: Path, rank: int) -> Iterator[None]:
 
 
 def write_failure(directory: Path, error: Exception, rank: int) -> None:
-    """Write failure.json, on the first rank: the time, and the error in words. A user's mistake makes no folder."""
+    """Write the time and the error to failure.json, on rank 0. A UserError does not create the directory."""
     mistake = isinstance(error, UserError)
     if rank != 0 or (mistake and not directory.exists()):
         return
-    kind = "" if mistake else f"{type(error).__name__}: "
-    told = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{kind}{error}"}
-    # where even this cannot be written, the error itself still ends the run
+    prefix = "" if mistake else f"{type(error).__name__}: "
+    record = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{prefix}{error}"}
+    # if this cannot be written either, the original error still ends the run
     with suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
-        replace_text(directory / FAILURE, json.dumps(told, indent=1) + "\n")
+        replace_text(RunDirectory(directory).failure, json.dumps(record, indent=1) + "\n")
 
 
 @contextmanager
 def lock_run_directory(directory: Path) -> Iterator[Path]:
-    """Make the run directory and hold it for this process; one that nothing was written to is gone afterwards.
+    """Create and lock the run directory; delete it afterwards if nothing was written to it.
 
-    Raises UserError where it cannot be made, or another process trains in it.
+    Raises UserError if it cannot be created, or if another process trains in it.
     """
+    lock_file = RunDirectory(directory).lock
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / ".lock").open("w")
+        lock = lock_file.open("w")
     except OSError as error:
-        raise UserError(f"output_dir={directory}: cannot be made ({error})") from None
+        raise UserError(f"output_dir={directory}: cannot be created ({error})") from None
     with lock:
         _lock(lock, directory)
         try:
             yield directory
         finally:
-            if os.listdir(directory) == [".lock"]:
-                (directory / ".lock").unlink()
+            if os.listdir(directory) == [lock_file.name]:
+                lock_file.unlink()
                 directory.rmdir()
 
 
 def _lock(file: TextIO, directory: Path) -> None:
-    # the workers of a killed run hold its lock until they notice that it is gone
+    # data workers of a killed run hold its lock until they notice that their parent has died
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -92,63 +92,67 @@ def _lock(file: TextIO, directory: Path) -> None:
                 ) from None
             time.sleep(0.2)
         except OSError as error:
-            return log.warning("%s cannot be locked (%s): see that no other process trains in it", directory, error)
+            return log.warning(
+                "%s cannot be locked (%s); make sure that no other process trains in it", directory, error
+            )
 
 
 def describe_run(config: Config, ranks: Ranks) -> None:
-    """Write configuration and environment into the run directory. Raises UserError where that fails."""
-    directory = Path(config.output_dir or "")
+    """Write the configuration and environment to the run directory. Raises UserError if that fails."""
+    run = RunDirectory.of(config.output_dir)
     try:
-        if any(directory.glob("checkpoints/step-*")):
-            for name, words in compare(saved_config(directory), dataclasses.asdict(config)).items():
-                log.info("going on with another setting: %s: %s", name, words)
-        if (summary := finished(directory)) is not None:
-            # the run is being extended: what it came to before stays
-            os.replace(directory / SUMMARY, directory / f"summary-step-{summary['steps']:08d}.json")
-        (directory / FAILURE).unlink(missing_ok=True)
-        replace_text(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-        (directory / "environment.json").write_text(
+        if run.checkpoint_folders():
+            for name, words in compare(saved_config(run.path), dataclasses.asdict(config)).items():
+                log.info("resuming with a changed setting: %s: %s", name, words)
+        if (summary := finished(run.path)) is not None:
+            # the run is being extended: keep the summary of the shorter run
+            os.replace(run.summary, run.earlier_summary(summary["steps"]))
+        run.failure.unlink(missing_ok=True)
+        replace_text(run.config, OmegaConf.to_yaml(OmegaConf.structured(config)))
+        run.environment.write_text(
             json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
         )
     except OSError as error:
-        raise UserError(f"output_dir={directory}: cannot be written to ({error})") from None
+        raise UserError(f"output_dir={run.path}: cannot be written to ({error})") from None
 
 
 def check_shared(directory: Path, rank: int) -> None:
-    """Raise UserError where this rank does not see what the first has written: each writes its part of a checkpoint."""
+    """Raise UserError if this rank cannot see the files of rank 0: all ranks write parts of each checkpoint."""
     deadline = time.monotonic() + SHARED_SECONDS
-    while not (directory / "config.yaml").exists():
+    while not RunDirectory(directory).config.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"output_dir={directory}: rank {rank} on {socket.gethostname()} does not see what the first rank has "
+                f"output_dir={directory}: rank {rank} on {socket.gethostname()} does not see what rank 0 has "
                 "written there; give a folder that all nodes share"
             )
         time.sleep(0.5)
 
 
 def check_run_directory(config: Config) -> dict[str, Any] | None:
-    """The summary of a complete run with this configuration in its directory, else None.
+    """Return the summary of the run directory if it contains a complete run of this configuration, otherwise None.
 
-    Raises UserError where this configuration may not go on there.
+    Raises UserError if this configuration may not resume there.
     """
-    directory = Path(config.output_dir or "")
-    if config.resume == "never" and any((directory / name).exists() for name in HOLDS_A_RUN):
+    run = RunDirectory.of(config.output_dir)
+    directory = run.path
+    files = run.config, run.checkpoints, run.metrics, run.summary
+    if config.resume == "never" and any(file.exists() for file in files):
         raise UserError(
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
         )
     summary = finished(directory)
-    if summary is None and not any(directory.glob("checkpoints/step-*")):
-        # it failed before its first checkpoint: nothing is lost by another attempt
+    if summary is None and not run.checkpoint_folders():
+        # the run failed before its first checkpoint, so a new attempt loses nothing
         return None
     differences = compare(saved_config(directory), dataclasses.asdict(config))
     refused = differences.keys() - CHANGEABLE - ({*LENGTHS} if config.resume == "extend" else set())
     if refused:
         lines = "\n".join(f"  - {name}: {differences[name]}" for name in sorted(refused))
-        longer = "resume=extend goes on to another length. " if refused <= {*LENGTHS} else ""
+        longer = "resume=extend allows another length. " if refused <= {*LENGTHS} else ""
         raise UserError(
             f"{directory} holds a run with another configuration:\n{lines}\n"
             f"{longer}Give the same settings to resume it, or another directory, as in output_dir={directory}-2; there "
-            f"fork_from={directory} goes on from its state, and import_from={directory} starts with its weights"
+            f"fork_from={directory} continues from its state, and init_from={directory} starts with its weights"
         )
     if differences.keys() & {*LENGTHS}:
         return None
@@ -159,9 +163,9 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
 
 
 def finished(directory: Path) -> dict[str, Any] | None:
-    """The summary of a complete run, else None. Raises UserError where it cannot be read."""
-    path = directory / SUMMARY
+    """Return the summary of a complete run, otherwise None. Raises UserError if it cannot be read."""
+    path = RunDirectory(directory).summary
     try:
         return json.loads(path.read_text()) if path.exists() else None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it, and the same command writes it anew") from None
+        raise UserError(f"{path} cannot be read ({error}); delete it, and the same command writes it again") from None

@@ -1,28 +1,30 @@
-"""The loss curve of a run as a picture."""
+"""Plot the loss curve of a run."""
 
 import json
 from pathlib import Path
 
+from depthlm.run_directory import RunDirectory
+
 
 def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
-    """Draw loss.png of a run directory from its metrics.jsonl: training and validation loss over tokens."""
+    """Plot training and validation loss over tokens from metrics.jsonl to loss.png in a run directory."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in RunDirectory(directory).metrics.read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     seen = [row for row in rows if row["loss"] is not None]
     axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
     names = sorted({name for row in rows for name in row if name.startswith("validation/") and name.endswith("/loss")})
-    # the usual ten colours, one of them the training loss's, would come again
+    # the usual ten colours, one of which is the training loss, would repeat
     colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
     for number, name in enumerate(names, 1):
         measured = [row for row in rows if row.get(name) is not None]
         x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
         axes.plot(x, y, "o-", ms=4, lw=1, color=colours(number % colours.N), label=name.removesuffix("/loss"))
-        # where there are many, the legend and metrics.jsonl tell more than numbers over numbers
+        # with more curves, the numbers would overlap
         if measured and len(names) <= 2:
             axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(7, -3))
     if unigram_entropy is not None:
@@ -38,7 +40,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
         axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     else:
         axes.legend(frameon=False)
-    path = directory / "loss.png"
+    path = RunDirectory(directory).loss_curve
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

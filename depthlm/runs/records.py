@@ -1,4 +1,4 @@
-"""What a run directory tells of its run, finished or not."""
+"""Read the record of a run, complete or not, from its directory."""
 
 import fcntl
 import json
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# the states of a run, as the tables of a sweep name them
-WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
+from depthlm.run_directory import RunDirectory
 
-SUMMARY, FAILURE, BLOCKS = "summary.json", "failure.json", "blocks.jsonl"
+# the states of a run, as printed in the tables of a sweep
+WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What lies in a run directory. rows: those of metrics.jsonl, in order. failure: why its last attempt ended."""
+    """The contents of a run directory. rows: of metrics.jsonl, in order. failure: the error of the last attempt."""
 
     directory: Path
     state: str
@@ -27,19 +27,20 @@ class RunRecord:
 
     @property
     def step(self) -> int | None:
-        """The newest step that is logged."""
+        """The last logged step."""
         return self.rows[-1]["step"] if self.rows else None
 
     @property
     def loss(self) -> float | None:
-        """The newest training loss that is logged, in nats per token."""
+        """The last logged training loss, in nats per token."""
         return self.rows[-1]["loss"] if self.rows else None
 
     def number(self, metric: str, at: float = 1.0) -> float | None:
-        """A number of a complete run, else None.
+        """Return a number of a complete run, otherwise None.
 
-        metric: a name in summary.json, in evaluation.json, or `training_perplexity`, that of the mean training loss
-        over the last 1% of the steps. at: the share of the steps after which it is taken: below 1, a validation's.
+        metric: a key of summary.json or evaluation.json, or `training_perplexity`, the perplexity of the mean training
+        loss over the last 1% of the steps. at: the share of the steps at which to read it; below 1, only validation
+        metrics are available.
         """
         if self.state != COMPLETE or not isinstance(self.summary.get("steps"), int):
             return None
@@ -48,50 +49,50 @@ class RunRecord:
         if metric == "training_perplexity":
             late = [row["loss"] for row in self.rows if row["step"] > 0.99 * self.summary["steps"]]
             return math.exp(sum(late) / len(late)) if late and None not in late else None
-        # evaluation measures whole sets, training perhaps a part
+        # prefer evaluation: it covers whole validation sets, training possibly only a part
         value = self.evaluation.get(metric, self.summary.get(metric))
         return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     def _validation(self, metric: str, at: float) -> float | None:
-        kind = metric.removeprefix("validation_")
-        wanted = at * self.summary["steps"]
+        quantity = metric.removeprefix("validation_")
+        wanted_step = at * self.summary["steps"]
         measured = [row for row in self.rows if any(name.startswith("validation/") for name in row)]
-        # where validations are at other steps, the nearest is not that number
-        near = [row for row in measured if abs(row["step"] - wanted) <= 0.05 * self.summary["steps"]]
-        if not near or kind not in ("loss", "perplexity"):
+        # a validation too far from the wanted step does not count
+        near = [row for row in measured if abs(row["step"] - wanted_step) <= 0.05 * self.summary["steps"]]
+        if not near or quantity not in ("loss", "perplexity"):
             return None
-        row = min(near, key=lambda row: abs(row["step"] - wanted))
+        row = min(near, key=lambda row: abs(row["step"] - wanted_step))
         losses = [value for name, value in row.items() if name.startswith("validation/") and name.endswith("/loss")]
         if None in losses:
             return None
         mean = sum(losses) / len(losses)
-        return math.exp(mean) if kind == "perplexity" else mean
+        return math.exp(mean) if quantity == "perplexity" else mean
 
 
 def read_run(directory: str | Path) -> RunRecord:
-    """What lies in a run directory, or in none: files that are missing or torn count as empty."""
-    folder = Path(directory)
-    summary, failure = _json(folder / SUMMARY), _json(folder / FAILURE)
-    rows = list(read_metrics(folder / "metrics.jsonl"))
+    """Return the record of a run directory, which need not exist; missing or damaged files count as empty."""
+    run = RunDirectory(Path(directory))
+    summary, failure = _json(run.summary), _json(run.failure)
+    rows = list(read_metrics(run.metrics))
     if summary:
         state = COMPLETE
-    elif _held(folder / ".lock"):
+    elif _is_locked(run.lock):
         state = RUNNING
     elif failure:
         state = FAILED
     else:
-        state = STOPPED if rows or any(folder.glob("checkpoints/step-*")) else WAITING
-    evaluation = _json(folder / "evaluation.json")
+        state = STOPPED if rows or run.checkpoint_folders() else WAITING
+    evaluation = _json(run.evaluation)
     if "step" in evaluation and evaluation["step"] != summary.get("steps"):
-        # of another checkpoint than the last
+        # the evaluation belongs to an earlier checkpoint than the last
         evaluation = {}
-    return RunRecord(folder, state, rows, summary, evaluation, failure.get("error"))
+    return RunRecord(run.path, state, rows, summary, evaluation, failure.get("error"))
 
 
 def read_metrics(path: Path, needed: Set[str] = frozenset({"step", "loss"})) -> Iterator[dict[str, Any]]:
-    """Every whole row of a metrics.jsonl, up to one that is torn; none where there is no file.
+    """Yield every row of a metrics.jsonl up to the first incomplete line; nothing if there is no file.
 
-    needed: what else than a row lacks one of these. Of blocks.jsonl they are others.
+    needed: the keys that a row must have; blocks.jsonl has others than metrics.jsonl.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -108,14 +109,14 @@ def read_metrics(path: Path, needed: Set[str] = frozenset({"step", "loss"})) -> 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _held(lock: Path) -> bool:
-    """Whether a process on a node that shares this lock trains here."""
+def _is_locked(lock: Path) -> bool:
+    """Return whether a process trains in the directory, on any node that shares this lock."""
     try:
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Weights & Biases beside metrics.jsonl: online with a key, offline without, and never a reason to stop."""
+"""Weights & Biases tracking in addition to metrics.jsonl. A failure of W&B never stops a run."""
 
 import logging
 import netrc
@@ -13,29 +13,30 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from depthlm.config.schema import Tracker as TrackerConfig
+from depthlm.run_directory import RunDirectory
 
 log = logging.getLogger("depthlm")
 
-# rows that may wait for W&B, and seconds that its start and its end may take
+# maximum number of rows queued for W&B; maximum seconds for its start and its end
 WAITING, START, FINISH = 10_000, 60.0, 20.0
-# seconds for a server to answer, of those for the start
+# seconds within START that wandb.init waits for the server
 ANSWER = 20
 
 
 class Tracker(Protocol):
-    """Where rows of metrics go."""
+    """A service that records rows of metrics."""
 
     id: str | None
 
     def write(self, row: dict[str, Any]) -> None:
-        """One logged step."""
+        """Record the metrics of a step."""
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """The end of this process, with the run's summary if it is complete."""
+        """Finish at the end of this process, with the summary if the run is complete."""
 
 
 class NoTracker:
-    """metrics.jsonl alone. The id is kept: a later start may reach the run again."""
+    """No tracking besides metrics.jsonl. Keeps the run id, so that a later start can continue the W&B run."""
 
     def __init__(self, run_id: str | None = None) -> None:
         self.id = run_id
@@ -48,7 +49,7 @@ class NoTracker:
 
 
 class WandbTracker:
-    """One W&B run. It is called from a thread of its own, since any call may hang; after a failure it is left alone."""
+    """A W&B run, called from a separate thread, since any call may hang. Tracking ends after a failure."""
 
     def __init__(self, run: Any, directory: Path) -> None:
         self.run, self.directory = run, directory
@@ -59,11 +60,11 @@ class WandbTracker:
         self.worker.start()
 
     def write(self, row: dict[str, Any]) -> None:
-        """One logged step; never waits, and failures are told once, not raised."""
+        """Queue the metrics of a step without blocking. A failure is logged once and not raised."""
         self._call(partial(self.run.log, {name: row[name] for name in row if name != "step"}, step=row["step"]))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Write the summary and let W&B finish, for 20 seconds at most."""
+        """Write the summary and wait for W&B to finish, for at most 20 seconds."""
         if not self.failed:
             self._call(partial(self.run.summary.update, summary or {}))
             self._call(self.run.finish)
@@ -81,7 +82,7 @@ class WandbTracker:
         try:
             self.calls.put_nowait(call)
         except queue.Full:
-            self._fail(f"it does not take the last {WAITING} rows")
+            self._fail(f"it did not accept the last {WAITING} rows")
 
     def _work(self) -> None:
         while (call := self.calls.get()) is not None and not self.failed:
@@ -94,22 +95,22 @@ class WandbTracker:
         if not self.failed:
             self.failed = True
             log.warning(
-                "W&B stopped (%s); metrics.jsonl goes on, and `wandb sync` uploads what is in %s",
-                reason, self.directory / "wandb",
+                "W&B stopped (%s); metrics.jsonl is still written, and `wandb sync` uploads what is in %s",
+                reason, RunDirectory(self.directory).wandb,
             )  # fmt: skip
 
 
 def start_tracker(
     config: TrackerConfig, directory: Path, name: str, settings: dict[str, Any], run_id: str | None
 ) -> Tracker:
-    """Start or continue the run's tracker; on any failure fall back to offline, then to none, and say so."""
-    wished = os.environ.get("WANDB_MODE")
-    if config.name == "none" or wished == "disabled":
+    """Start or continue the tracker of a run. On failure, log it and fall back to offline, then to no tracker."""
+    environment_mode = os.environ.get("WANDB_MODE")
+    if config.name == "none" or environment_mode == "disabled":
         return NoTracker(run_id)
-    # its reports about itself hold up the end of a process for half a minute where the server does not answer
+    # W&B's own error reports delay the end of the process by half a minute if the server does not answer
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     modes = ["offline"] if config.mode == "offline" else ["online", "offline"]
-    if config.mode == "auto" and (wished in ("offline", "dryrun") or not has_key()):
+    if config.mode == "auto" and (environment_mode in ("offline", "dryrun") or not has_key()):
         modes = ["offline"]
     started: queue.Queue[Tracker] = queue.Queue()
     start = partial(_start, modes, started, config, directory, name, settings, run_id)
@@ -117,7 +118,7 @@ def start_tracker(
     try:
         return started.get(timeout=START)
     except queue.Empty:
-        log.warning("W&B did not start within %.0f s; metrics.jsonl goes on without it", START)
+        log.warning("W&B did not start within %.0f s; only metrics.jsonl is written", START)
         give_up()
         return NoTracker(run_id)
 
@@ -147,7 +148,7 @@ def _start(
                 settings=wandb.Settings(init_timeout=ANSWER, console="off", silent=True),
             )
             for handler in logging.getLogger("wandb").handlers:
-                # on a full disk its own log would print a page of tracebacks for each line
+                # on a full disk, W&B's own log would print a traceback for each line
                 handler.handleError = lambda record: None  # type: ignore[method-assign]
             where = run.url if mode == "online" else f"offline in {directory / 'wandb'}; `wandb sync` uploads it"
             log.info("W&B run %s: %s", run.id, where)
@@ -158,23 +159,23 @@ def _start(
 
 
 def give_up() -> None:
-    """Leave W&B's service to itself: else the process would wait for it at its end."""
+    """Detach from the W&B service; otherwise the process would wait for it at exit."""
 
     def teardown() -> None:
-        # SystemExit: what the service ended with
+        # SystemExit carries the exit code of the service
         with suppress(Exception, SystemExit):
             import wandb
 
             wandb.teardown()
 
-    # it first takes back that the end of the process waits, and then may hang itself
+    # teardown first unregisters its exit hook, and may then hang, so it runs in a thread
     thread = threading.Thread(target=teardown, name="wandb end", daemon=True)
     thread.start()
     thread.join(1.0)
 
 
 def has_key() -> bool:
-    """Whether a W&B key is set, by WANDB_API_KEY or by `wandb login` (in netrc); W&B's own check asks its server."""
+    """Return whether a W&B key is set, in WANDB_API_KEY or in netrc (`wandb login`), without asking the server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -1,4 +1,4 @@
-"""What a job gets of the cluster: the keys `slurm.<key>=` and slurm/cluster.yaml."""
+"""The resources of a SLURM job, from the keys `slurm.<key>=` and slurm/cluster.yaml."""
 
 import re
 from dataclasses import dataclass
@@ -11,43 +11,45 @@ from depthlm.config.arguments import read_arguments
 from depthlm.errors import UserError
 from depthlm.fields import key
 
-# of the reader's own, below the folder that is submitted from
+# the user's settings, in the folder from which the sweep is submitted
 SETTINGS = Path("slurm/cluster.yaml")
 
 
 @dataclass
 class Cluster:
-    """What each point of a sweep gets."""
+    """The resources and sbatch options of each point of a sweep."""
 
-    partition: Optional[str] = key(None, "partition; null: the cluster's default, as for every null below")
+    partition: Optional[str] = key(None, "partition; null here and below: the default of the cluster")
     account: Optional[str] = key(None, "account")
     qos: Optional[str] = key(None, "quality of service")
-    time: str = key("24:00:00", "time limit of one job; a point that needs longer is saved, requeued and resumed")
-    nodes: int = key(1, "nodes", minimum=1)
-    gpus_per_node: int = key(8, "GPUs of a node, with one task and one rank each; 0: no GPU", minimum=0)
-    tasks_per_node: Optional[int] = key(None, "ranks of a node without GPUs; null: 1", minimum=1)
-    cpus_per_task: int = key(8, "CPU cores of a rank", minimum=1)
-    mem: Optional[str] = key(None, "memory of a node, such as 500G")
-    throttle: Optional[int] = key(None, "points that run at once; null: as many as the cluster allows", minimum=1)
+    time: str = key("24:00:00", "time limit of a job; a point that needs longer is saved, requeued and resumed")
+    nodes: int = key(1, "nodes per point", minimum=1)
+    gpus_per_node: int = key(8, "GPUs per node, each with one task and one rank; 0: no GPU", minimum=0)
+    tasks_per_node: Optional[int] = key(None, "ranks per node without GPUs; null: 1", minimum=1)
+    cpus_per_task: int = key(8, "CPU cores per rank", minimum=1)
+    mem: Optional[str] = key(None, "memory per node, such as 500G")
+    throttle: Optional[int] = key(
+        None, "maximum number of concurrent points; null: the limit of the cluster", minimum=1
+    )
     signal_seconds: int = key(120, "seconds before the time limit at which a job saves", minimum=1)
     setup: str = key("", "shell commands run in the job before training, such as `module load cuda/13.0`")
-    extra: list[str] = key([], "further options of sbatch, separated by commas: --exclude=n3,--constraint=h100")
+    extra: list[str] = key([], "additional options of sbatch, separated by commas: --exclude=n3,--constraint=h100")
 
     def options(self) -> list[str]:
         """As options of sbatch."""
         tasks = self.tasks_per_node or max(1, self.gpus_per_node)
-        given = {
+        values = {
             "partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time, "mem": self.mem,
             "nodes": self.nodes, "ntasks-per-node": tasks, "cpus-per-task": self.cpus_per_task,
             "gpus-per-node": self.gpus_per_node or None, "signal": f"B:USR1@{self.signal_seconds}",
         }  # fmt: skip
-        return [f"--{name}={value}" for name, value in given.items() if value is not None] + self.extra
+        return [f"--{name}={value}" for name, value in values.items() if value is not None] + self.extra
 
 
 def read_cluster(overrides: list[str]) -> Cluster:
-    """slurm/cluster.yaml below the current folder, where there is one, with `key=value` overrides on top.
+    """Return the settings of slurm/cluster.yaml in the current folder, if it exists, with overrides on top.
 
-    Raises UserError for a file or an override that is wrong.
+    Raises UserError for an invalid file or override.
     """
     settings = _settings(SETTINGS)
     try:
@@ -55,7 +57,7 @@ def read_cluster(overrides: list[str]) -> Cluster:
     except UserError as error:
         raise UserError(f"{SETTINGS}: {error}") from None
     cluster = read_arguments(Cluster, [*settings, *overrides], prefix="slurm.")
-    # a comma may also stand inside an option, as in --exclude=n1,n2
+    # an option may contain commas, as in --exclude=n1,n2
     cluster.extra = [option for option in re.split(r",(?=-)", ",".join(cluster.extra)) if option]
     return cluster
 

@@ -1,4 +1,4 @@
-"""Which points have a job, by SLURM's own queue."""
+"""The points that have a job in the queue of SLURM."""
 
 import json
 import subprocess
@@ -9,38 +9,38 @@ from depthlm.errors import UserError
 from depthlm.runs.records import COMPLETE, RUNNING, WAITING, read_run
 
 JOBS = "jobs.jsonl"
-# of a cluster that does not tell
+# the default of SLURM, for a cluster that does not report its own
 MAX_ARRAY_SIZE = 1001
 
 
 def remember_jobs(snapshot: Path, job: str, directories: list[str]) -> None:
-    """Note that a job array trains these run directories, one an index."""
+    """Record that a job array trains these run directories, one per index."""
     with (snapshot / JOBS).open("a") as file:
         file.write(json.dumps({"job": job, "directories": directories}) + "\n")
 
 
 def submitted(folders: Iterable[Path]) -> set[str]:
-    """The run directories that a job was submitted for, ever."""
+    """Return all run directories for which a job was ever submitted."""
     return {directory for directories in _arrays(folders).values() for directory in directories}
 
 
 def queued_points(folders: Iterable[Path]) -> dict[str, str]:
-    """The run directories that have a job, each with its state. Raises UserError where SLURM does not answer."""
+    """Return the state of each run directory that has a job. Raises UserError if SLURM does not answer."""
     arrays = _arrays(folders)
     if not arrays:
         return {}
     queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T")
     if queue is None:
-        raise UserError("squeue does not answer, so that nobody can tell which points have a job")
-    found = {}
+        raise UserError("squeue does not answer, so it is unknown which points have a job")
+    states = {}
     for line in queue.splitlines():
         job, index, state = line.split()
         if job in arrays and index.isdigit():
-            # a job that ends is still there for a moment
-            directory, over = arrays[job][int(index)], state not in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING")
-            if not over and read_run(directory).state != COMPLETE:
-                found[directory] = WAITING if state == "PENDING" else RUNNING
-    return found
+            # squeue still lists a job for a moment after its end
+            directory, ended = arrays[job][int(index)], state not in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING")
+            if not ended and read_run(directory).state != COMPLETE:
+                states[directory] = WAITING if state == "PENDING" else RUNNING
+    return states
 
 
 def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
@@ -54,7 +54,7 @@ def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def max_array_size() -> int:
-    """How many points one array may have."""
+    """Return the maximum number of points in one job array."""
     for line in (_run("scontrol", "show", "config") or "").splitlines():
         name, _, value = line.partition("=")
         if name.strip() == "MaxArraySize" and value.strip().isdigit():

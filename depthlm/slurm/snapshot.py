@@ -1,4 +1,4 @@
-"""The code as it was when a sweep was submitted: jobs that wait do not see what is changed afterwards."""
+"""A snapshot of the code when a sweep is submitted, so that later changes do not reach waiting jobs."""
 
 import json
 import shutil
@@ -12,16 +12,16 @@ from depthlm.machine.environment import git_state
 
 
 def next_snapshot(folder: Path) -> Path:
-    """The folder of the next submission: 0001, 0002, ..."""
+    """Return the folder of the next submission: 0001, 0002, ..."""
     numbers = [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()]
     return folder.absolute() / f"{max(numbers, default=0) + 1:04d}"
 
 
 def take_snapshot(snapshot: Path, lines: list[str]) -> None:
-    """Copy the code, and write the points beside it.
+    """Copy the code, and write the file of points beside it.
 
-    Of a git checkout: the files of git and new ones that it does not ignore. Elsewhere: the installed package.
-    Raises UserError where the files cannot be written.
+    From a git checkout, copy tracked files and new files that git does not ignore; otherwise, copy the installed
+    package. Raises UserError if the files cannot be written.
     """
     try:
         for name in _files():
@@ -35,18 +35,18 @@ def take_snapshot(snapshot: Path, lines: list[str]) -> None:
 
 
 def _files() -> Iterator[Path]:
-    """Every file of the code, relative to the checkout or to the folder of installed packages."""
+    """Yield every file of the code, relative to the checkout or to the folder of installed packages."""
     listed = _git_files() if IS_CHECKOUT else None
     if listed is None:
         folders = [PACKAGE, CONF, REPOSITORY / "hydra_plugins/points_sweeper.py"]
-        found = [file for folder in folders for file in (folder, *folder.rglob("*")) if "__pycache__" not in file.parts]
-        listed = list(dict.fromkeys(file.relative_to(REPOSITORY) for file in found))
-    # git also lists files that were deleted
+        files = [file for folder in folders for file in (folder, *folder.rglob("*")) if "__pycache__" not in file.parts]
+        listed = list(dict.fromkeys(file.relative_to(REPOSITORY) for file in files))
+    # git also lists deleted files
     return (file for file in listed if (REPOSITORY / file).is_file())
 
 
 def _git_files() -> list[Path] | None:
-    """What git tracks, and new files that it does not ignore; None outside a git checkout."""
+    """Return tracked files and new files that git does not ignore, or None outside a git checkout."""
     if not (REPOSITORY / ".git").exists():
         return None
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

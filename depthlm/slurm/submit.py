@@ -1,7 +1,7 @@
-"""`depthlm submit experiment=... [key=value ...] [slurm.key=value ...]`: a sweep as one SLURM job array.
+"""`depthlm submit experiment=... [key=value ...] [slurm.key=value ...]`: submit a sweep as one SLURM job array.
 
-The overrides are those of `train.py -m`, and so are the points. Code and configuration are copied first: later changes
-do not reach jobs that wait. The same command again submits what is neither complete nor queued.
+The overrides and points are those of `train.py -m`. Code and configuration are copied first, so that later changes do
+not affect waiting jobs. Repeating the command submits the points that are neither complete nor queued.
 
     depthlm submit experiment=depth_attention/scaling slurm.nodes=4 slurm.throttle=4
     depthlm submit --status experiment=depth_attention/scaling
@@ -22,47 +22,48 @@ from depthlm.slurm.cluster import SETTINGS, Cluster, read_cluster
 from depthlm.slurm.jobs import max_array_size, queued_points, remember_jobs, submitted
 from depthlm.slurm.snapshot import next_snapshot, take_snapshot
 from depthlm.sweeps import Point, check_points
+from depthlm.sweeps.points import STARTS
 from depthlm.sweeps.table import print_points
 
 HERE = Path(__file__).resolve().parent
 
 
 def main(arguments: list[str], program: str) -> None:
-    """Submit a sweep, or show how far it is."""
+    """Submit a sweep, or show its progress."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=__doc__,
-        epilog=f"keys of slurm., whose defaults {SETTINGS} below the current folder may change:\n{described(Cluster)}",
+        epilog=f"keys of slurm., with defaults that {SETTINGS} in the current folder can change:\n{described(Cluster)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="+", metavar="key=value", help="as for train.py -m; slurm.key=value")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
-    parser.add_argument("--status", action="store_true", help="show the points instead: waiting, running, done, failed")
-    parser.add_argument("--config-dir", help="a folder of configuration files besides conf/")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted without submitting it")
+    parser.add_argument("--status", action="store_true", help="show the state of every point instead")
+    parser.add_argument("--config-dir", help="a folder of additional configuration files")
     parsed = parser.parse_intermixed_args(arguments)
-    mine = [text.removeprefix("slurm.") for text in parsed.overrides if text.startswith("slurm.")]
+    cluster_overrides = [text.removeprefix("slurm.") for text in parsed.overrides if text.startswith("slurm.")]
     overrides = [text for text in parsed.overrides if not text.startswith("slurm.")]
     if parsed.status:
         status(overrides, parsed.config_dir)
     else:
-        submit(overrides, mine, parsed.config_dir, parsed.dry_run)
+        submit(overrides, cluster_overrides, parsed.config_dir, parsed.dry_run)
 
 
 def status(overrides: list[str], config_dir: str | None) -> None:
-    """Print a line a point."""
+    """Print one line per point."""
     points = check_points(overrides, config_dir, here=False)
     folders = [sweep_folder(point) for point in points]
     known = queued_points(folders)
     for directory in submitted(folders) - known.keys():
         if read_run(directory).state == WAITING:
-            # its job has ended without a run: its log tells why
+            # the job ended before its run began; the log of the job has the reason
             known[directory] = FAILED
     print_points(points, known)
 
 
-def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_run: bool) -> None:
+def submit(overrides: list[str], cluster_overrides: list[str], config_dir: str | None, dry_run: bool) -> None:
     """Submit every point that is neither complete nor queued."""
-    cluster = read_cluster(mine)
+    cluster = read_cluster(cluster_overrides)
     every = check_points(overrides, config_dir, here=False)
     directories = {point.directory: point for point in every}
     queued = queued_points([sweep_folder(point) for point in every])
@@ -71,10 +72,10 @@ def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_ru
         for directory, point in directories.items()
         if directory not in queued and read_run(directory).state != COMPLETE
     }
-    held = {d for d, point in wanted.items() if any(start in queued for start in starts(point))}
-    if held:
-        print(f"{len(held)} points start from runs that have a job: submit them once those are complete")
-        wanted = {directory: point for directory, point in wanted.items() if directory not in held}
+    deferred = {d for d, point in wanted.items() if any(start in queued for start in starts(point))}
+    if deferred:
+        print(f"{len(deferred)} points start from runs that have a job; submit them when those runs are complete")
+        wanted = {directory: point for directory, point in wanted.items() if directory not in deferred}
     left = f" ({len(every) - len(wanted)} more are complete, or have a job)" if len(wanted) < len(every) else ""
     print(f"{len(wanted)} points to train{left}")
     if not wanted:
@@ -102,7 +103,7 @@ def submit(overrides: list[str], mine: list[str], config_dir: str | None, dry_ru
 
 
 def in_order(points: dict[str, Point]) -> list[list[str]]:
-    """Run directories in waves: each starts only from runs of earlier ones, or of none that is to be trained."""
+    """Group run directories into waves, such that each run starts only from runs of earlier waves."""
     waves: dict[str, int] = {}
     for directory, point in points.items():
         waves[directory] = max((waves[start] + 1 for start in starts(point) if start in waves), default=0)
@@ -110,23 +111,23 @@ def in_order(points: dict[str, Point]) -> list[list[str]]:
 
 
 def starts(point: Point) -> list[str]:
-    """The runs that a point starts from."""
-    return [text.partition("=")[2] for text in point.overrides if text.startswith(("import_from=", "fork_from="))]
+    """Return the runs that a point starts from."""
+    return [text.partition("=")[2] for text in point.overrides if text.startswith(STARTS)]
 
 
 def line(point: Point) -> str:
-    """The arguments of train.py, as a shell reads them."""
+    """Return the arguments of train.py, quoted for a shell."""
     flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
     return shlex.join([*flags, *point.overrides])
 
 
 def parts(directories: list[str], most: int) -> list[list[str]]:
-    """A list in parts: a cluster refuses arrays that are larger."""
+    """Split a list into parts of at most `most` entries, the maximum size of a job array."""
     return [directories[start : start + most] for start in range(0, len(directories), most)]
 
 
 def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:
-    """Submit one job array; returns its number. Raises UserError with sbatch's words."""
+    """Submit one job array and return its job id. Raises UserError with the message of sbatch."""
     throttle = f"%{cluster.throttle}" if cluster.throttle else ""
     variables = {
         "DEPTHLM_SWEEP": str(snapshot), "DEPTHLM_OFFSET": str(offset), "DEPTHLM_PYTHON": sys.executable,
@@ -152,5 +153,5 @@ def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequen
 
 
 def sweep_folder(point: Point) -> Path:
-    """Where what is submitted of a point's experiment is kept."""
+    """Return the folder that contains the submissions of a point's experiment."""
     return Path(point.directory).parent / ".slurm"

@@ -1,4 +1,4 @@
-"""The points of a sweep: what `train.py -m`, slurm/submit.py and `depthlm report` read from the same command line."""
+"""The points of a sweep, as `train.py -m`, slurm/submit.py and `depthlm report` derive them from overrides."""
 
 import itertools
 import json
@@ -23,6 +23,9 @@ from depthlm.config.schema.experiment import Experiment
 from depthlm.config.validate.errors import ConfigError, listed, nearest
 from depthlm.config.validate.explain import explain_overrides
 
+# overrides that name the run, or folder, that a point starts from
+STARTS = ("init_from=", "import_from=", "fork_from=")
+
 
 @dataclass(frozen=True)
 class Point:
@@ -32,46 +35,48 @@ class Point:
     label: str = ""
     settings: dict[str, str] = field(default_factory=dict)
     paper: dict[str, float | None] = field(default_factory=dict)
-    # whether it starts from the run of another point
+    # whether it starts from the checkpoint of another point
     follows: bool = False
     config_dir: str | Path | None = None
 
     @cached_property
     def directory(self) -> str:
-        """Its run directory."""
+        """The run directory."""
         return point_directory(self.overrides, self.config_dir)
 
     def checkable(self) -> list[str]:
-        """Its overrides, without the run that it starts from: before the sweep there need be none."""
+        """Return the overrides without the run it starts from, which need not exist before the sweep."""
         if not self.follows:
             return self.overrides
-        kept = [text for text in self.overrides if not text.startswith(("import_from=", "fork_from=", "output_dir="))]
+        kept = [text for text in self.overrides if not text.startswith((*STARTS, "output_dir="))]
         return [*kept, f"output_dir={self.directory}"]
 
 
 def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None) -> list[Point]:
-    """Every point: the product of all `key=a,b`, and of each the points of its experiment.
+    """Return every point: the product of all `key=a,b` axes, times the points of the experiment.
 
-    A value given for a setting of the experiment's points selects those that have it or, where none does, takes the
-    place of theirs; then nothing of the paper's applies. Raises ConfigError where the experiment's points are mistaken.
+    An override of a setting of the experiment's points selects the points with that value. If no point has it, the
+    override replaces the value in all points, and the paper's numbers no longer apply.
+
+    Raises ConfigError if the points of the experiment are invalid.
     """
-    found: dict[tuple[str, ...], Point] = {}
+    unique_points: dict[tuple[str, ...], Point] = {}
     with hydra_at_conf():
-        for given in _product(overrides):
-            name = experiment_of(given)
-            points = [] if name is None else _experiment_points(given, name, config_dir)
-            for point in points or [Point(given, config_dir=config_dir)]:
-                found.setdefault(tuple(sorted(point.overrides)), point)
-    return list(found.values())
+        for combination in _product(overrides):
+            name = experiment_of(combination)
+            points = [] if name is None else _experiment_points(combination, name, config_dir)
+            for point in points or [Point(combination, config_dir=config_dir)]:
+                unique_points.setdefault(tuple(sorted(point.overrides)), point)
+    return list(unique_points.values())
 
 
 def check_points(overrides: Sequence[str], config_dir: str | Path | None = None, here: bool = True) -> list[Point]:
-    """The points, once each of them has been found right. Raises ConfigError with every mistake in any of them.
+    """Return the points after checking each of them. Raises ConfigError with the mistakes in all points.
 
-    here: whether they are to run on this machine.
+    here: whether the points are to run on this machine.
     """
     if run_of(overrides) is not None:
-        raise ConfigError(["run=: takes up one run; a sweep is given by its overrides, or by experiment="])
+        raise ConfigError(["run=: resumes or varies one run; define a sweep by its overrides or by experiment="])
     points = sweep_points(overrides, config_dir)
     errors: list[str] = []
     directories: set[str | None] = set()
@@ -82,11 +87,11 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
             errors.extend(error.errors)
             continue
         if directory != point.directory:
-            errors.append(f"output_dir={directory}: give it on the command line; a file's is not known before a run")
+            errors.append(f"output_dir={directory}: give it on the command line; a sweep does not read it from a file")
         if directory in directories:
             errors.append(
-                f"output_dir={directory}: several points of the sweep would write there; interpolate what they differ "
-                "in, as in output_dir='outputs/mine/${model.name}-${seed}'"
+                f"output_dir={directory}: several points of the sweep would write there; interpolate the settings that "
+                "differ, as in output_dir='outputs/mine/${model.name}-${seed}'"
             )
         directories.add(directory)
     if errors:
@@ -95,22 +100,22 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
 
 
 def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
-    """The experiment of this name. Raises ConfigError where there is none, or its file is mistaken."""
+    """Return the experiment of this name. Raises ConfigError if it does not exist or its file is invalid."""
     with hydra_at_conf():
         try:
             if name.rpartition("/")[2].startswith("_"):
-                raise HydraException("what several experiments share is none itself")
+                raise HydraException("a protocol shared by several experiments is not an experiment")
             raw = compose_raw([f"experiment={name}"], config_dir).experiment
-            found = OmegaConf.to_object(raw)
+            experiment = OmegaConf.to_object(raw)
         except (HydraException, OmegaConfBaseException):
             raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw)) from None
-    assert isinstance(found, Experiment)
-    found.name = name
-    return found
+    assert isinstance(experiment, Experiment)
+    experiment.name = name
+    return experiment
 
 
 def is_axis(text: str) -> bool:
-    """Whether an override gives several values, as `key=a,b` or `key=interval(0,1)`."""
+    """Return whether an override gives several values, such as `key=a,b` or `key=interval(0,1)`."""
     with hydra_at_conf():
         override = _parsed(text)
     return override is not None and override.is_sweep_override()
@@ -136,24 +141,24 @@ def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
     return (list(point) for point in itertools.product(*axes))
 
 
-def _experiment_points(given: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
+def _experiment_points(overrides: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
     try:
         experiment = load_experiment(name, config_dir)
     except ConfigError:
-        # composing the point itself tells everything that is wrong with it
+        # composing the point itself reports all of its mistakes
         return []
     lines = expand(experiment)
-    chosen = by_name(given)
+    chosen = by_name(overrides)
     theirs = chosen.keys() & {key for line in lines for key in line.settings}
     selected = [line for line in lines if all(_has(line, key, chosen[key]) for key in theirs)]
-    # those that are selected are spelt as in the whole sweep, so that their runs are the same
+    # selected points keep the spelling of the experiment, so that their run directories are those of the whole sweep
     kept = {key: value for key, value in chosen.items() if not selected or key not in theirs}
     points: list[Point] = []
     above: dict[tuple[str, str | None], list[str]] = {}
     for line in lines:
         dropped = theirs - kept.keys() - ({"seed"} - line.settings.keys())
         settings = line.settings | {key: value for key, value in chosen.items() if key not in dropped}
-        own = [text for text in given if not by_name([text]).keys() & dropped]
+        own = [text for text in overrides if not by_name([text]).keys() & dropped]
         for key, value in line.settings.items():
             if key not in kept:
                 source = above[value[1:], settings.get("seed")] if value.startswith("@") else None
@@ -167,14 +172,14 @@ def _experiment_points(given: list[str], name: str, config_dir: str | Path | Non
 
 
 def _has(line: Point, key: str, value: str) -> bool:
-    """Whether a line is among those that a value given selects. One that names no seed takes any."""
+    """Return whether an override selects a line. A line without a seed matches every seed."""
     if key not in line.settings:
         return key == "seed"
     return _same(value, line.settings[key])
 
 
 def expand(experiment: Experiment) -> list[Point]:
-    """The points of an experiment alone, lists multiplied. Raises ConfigError for lines that are mistaken."""
+    """Return the points of an experiment, with lists expanded to all combinations. Raises ConfigError for bad lines."""
     points: dict[tuple[str, str | None], Point] = {}
     errors = []
     for number, line in enumerate(experiment.points):
@@ -188,7 +193,7 @@ def expand(experiment: Experiment) -> list[Point]:
             for value in point.settings.values():
                 labels = [above.label for above in points.values()]
                 if value.startswith("@") and value[1:] not in labels:
-                    errors.append(f"{where}: {value}: no point above has this label; there are {listed(labels)}")
+                    errors.append(f"{where}: {value}: no earlier point has this label; allowed: {listed(labels)}")
             key = point.label, point.settings.get("seed")
             if key in points:
                 errors.append(f"{where}: a second point with the label {point.label}")
@@ -207,13 +212,13 @@ def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
     for values in itertools.product(*axes.values()):
         settings = {key: _text(value) for key, value in zip(axes, values, strict=True)}
         named = {key: value for key, value in settings.items() if key != "seed"}
-        told = [value for key, value in named.items() if len(axes[key]) > 1]
-        label = " ".join([line["label"], *told]) if line.get("label") else ", ".join(named.values())
+        varied = [value for key, value in named.items() if len(axes[key]) > 1]
+        label = " ".join([line["label"], *varied]) if line.get("label") else ", ".join(named.values())
         yield Point([], label, settings, line.get("paper") or {})
 
 
 def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> str:
-    """The run directory of a point."""
+    """Return the run directory of a point."""
     if any(override.startswith("output_dir=") for override in overrides):
         with hydra_at_conf():
             return str(compose_raw(overrides, config_dir).output_dir)
@@ -221,7 +226,7 @@ def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> 
 
 
 def _text(value: Any) -> str:
-    """A value as an override has it."""
+    """Return a value in the syntax of an override."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list):
@@ -234,7 +239,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def value_of(text: str) -> Any:
-    """What Hydra takes a text for, however it is spelt."""
+    """Return the value that Hydra parses from a text, so that different spellings compare equal."""
     try:
         return OverridesParser.create().parse_override(f"key={text}").value()
     except HydraException:

@@ -1,4 +1,4 @@
-"""The points of a sweep as a table: how far each run is."""
+"""A table of the points of a sweep, with the progress of each run."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,9 +13,9 @@ STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COM
 
 
 def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None) -> None:
-    """Print a line a point: its state, its newest step and losses, and why it failed.
+    """Print one line per point: its state, newest step and losses, and the reason of a failure.
 
-    known: the states of run directories that others know better than what lies there, as a scheduler does.
+    known: states of run directories that override what their files say, for example from a scheduler.
     """
     console = stdout_console()
     common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()

@@ -1,4 +1,4 @@
-"""Training: the loop and what it stands on. It knows no particular mechanism."""
+"""Training: the loop and its parts, independent of any particular mechanism."""
 
 from depthlm.distributed.signals import STOPPED, hand_back
 from depthlm.training.run import COMPLETE, FAILED, train

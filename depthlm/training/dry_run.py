@@ -1,4 +1,4 @@
-"""Everything but training: a full-size step, for its peak memory and time."""
+"""The dry run: one full-size step, to measure its peak memory and time."""
 
 import time
 from typing import Any
@@ -14,10 +14,10 @@ from depthlm.training.plan import Plan
 
 
 def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> None:
-    """Take a step of the whole batch, and another to time it, print what they needed, and write no run."""
+    """Take two steps on the global batch and print their peak memory and time; no run directory is written."""
     batch = batches[0].to(device)
     seconds = []
-    # the second step is the one to time: the first makes the optimizer's states and compiles
+    # the second step is timed: the first one allocates optimizer states and compiles
     for _ in range(2):
         started = time.perf_counter()
         nll = train_step(engine, batch, plan, config.training.z_loss)

@@ -1,4 +1,4 @@
-"""What a whole run comes to: summary.json, the loss curve, a sample."""
+"""The results of a complete run: summary.json, the loss curve, a sample."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from depthlm.data import Corpus
 from depthlm.evaluation import generate, perplexity
 from depthlm.files import replace_text
 from depthlm.model import Decoder
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.training.engine.deepspeed import autocast
 from depthlm.training.loop import Progress, Run
@@ -20,7 +21,7 @@ log = logging.getLogger("depthlm")
 
 
 def final_losses(run: Run) -> dict[str, float | None]:
-    """Losses and perplexities of the last step, measured anew where metrics.jsonl has lost them; collective."""
+    """Return the losses and perplexities of the last step, from metrics.jsonl or measured again; collective."""
     last = run.metrics.last
     if last.get("step") == run.plan.max_steps and run.metrics.validated:
         return {name: loss for name, loss in last.items() if name.startswith("validation/")}
@@ -28,10 +29,10 @@ def final_losses(run: Run) -> dict[str, float | None]:
 
 
 def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float | None]) -> dict[str, Any]:
-    """Write and show what the whole run came to: summary.json and the loss curve."""
-    of_sets = [loss for name, loss in losses.items() if name.endswith("/loss")]
-    finite = [loss for loss in of_sets if loss is not None]
-    mean = sum(finite) / len(of_sets) if len(finite) == len(of_sets) else None
+    """Write summary.json and the loss curve of a complete run, and print its summary. Returns the summary."""
+    set_losses = [loss for name, loss in losses.items() if name.endswith("/loss")]
+    finite = [loss for loss in set_losses if loss is not None]
+    mean = sum(finite) / len(set_losses) if len(finite) == len(set_losses) else None
     tokens_per_second = progress.tokens / progress.wall_seconds
     flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
     summary = {
@@ -51,7 +52,7 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
         "peak_memory_gib": peak_memory_gib(run.device),
         "skipped": progress.skipped,
     }
-    replace_text(run.directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    replace_text(RunDirectory(run.directory).summary, json.dumps(summary, indent=1) + "\n")
     try:
         plot_loss(run.directory, corpus.unigram_entropy)
     except OSError as error:
@@ -61,13 +62,13 @@ def finish(run: Run, progress: Progress, corpus: Corpus, losses: dict[str, float
 
 
 def show_sample(run: Run, model: Decoder, corpus: Corpus) -> None:
-    """Show what the model makes of training.sample. All ranks draw the same: at ZeRO 3 none can compute alone."""
+    """Log the model's continuation of training.sample; collective, since at ZeRO 3 no rank can compute alone."""
     prompt = run.config.training.sample
     if prompt is None:
         return
     tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
     generator = torch.Generator(run.device).manual_seed(run.config.seed)
-    # a sample is not worth compiling for each of its lengths
+    # compiling for every length of a sample would take longer than the sample
     with autocast(run.config, run.device), torch.compiler.set_stance("force_eager"):
         sampled = generate(model, tokens.to(run.device), 64, temperature=0.7, top_k=50, generator=generator)
     log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))

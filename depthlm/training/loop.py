@@ -1,4 +1,4 @@
-"""The loop: batches in, updates out, rows of metrics, validation and checkpoints on the way."""
+"""The training loop: read batches, update the weights, log metrics, validate and save checkpoints."""
 
 import logging
 import math
@@ -29,37 +29,37 @@ log = logging.getLogger("depthlm")
 
 
 def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
-    """Train from `progress` to the plan's last step; False if a signal ended it earlier. A checkpoint ends both.
+    """Train from `progress` to the plan's last step and save a checkpoint. Returns False if a signal stopped it early.
 
-    Raises DivergedError where non-finite numbers end the run, ValidationStopped where a signal ends a validation; all
-    is saved then.
+    Raises DivergedError if non-finite losses or gradients end the run, and ValidationStopped if a signal interrupts a
+    validation, after the state has been saved.
     """
     config, plan, engine = run.config, run.plan, run.engine
-    watch = Stopwatch(progress.wall_seconds)
-    first_rank = torch.distributed.get_rank() == 0
-    profiler = Profiler(run.directory) if config.training.profile and first_rank else None
+    step_timer = Stopwatch(progress.wall_seconds)
+    is_rank_0 = torch.distributed.get_rank() == 0
+    profiler = Profiler(run.directory) if config.training.profile and is_rank_0 else None
     logged_at = progress.step
     if on_any_rank((request.name is not None,), run.device)[0]:
-        return False  # it came while the run was starting
+        return False  # the signal came while the run was starting
     request.training = True
     if (
         run.metrics.last.get("step") == progress.step
         and validation_due(config, plan, progress.step)
         and not run.metrics.validated
     ):
-        validate(run)  # the run ended between a checkpoint and its validation
+        validate(run)  # the previous process ended between this checkpoint and its validation
         run.tracker.write(run.metrics.last)
     with Bar(progress.step, plan.last_step, torch.distributed.get_rank()) as bar:
-        watch.start()
+        step_timer.start()
         while progress.step < plan.last_step:
             mark = partial(run.watch.mark, step=progress.step + 1)
             mark("reading the batch")
             batch = next(run.batches)
             learning_rate = next_learning_rate(config, plan, progress)
             set_learning_rate(engine.optimizer, learning_rate)
-            # whatever a mechanism draws is then a function of the step alone, and resuming needs no generator's state
+            # seeding every step makes random draws depend on the step alone, so resuming needs no generator state
             torch.manual_seed(hash((config.seed, progress.step, torch.distributed.get_rank())) % 2**63)
-            scale = loss_scale(engine)  # the step's own: DeepSpeed changes it at the end of one
+            scale = loss_scale(engine)  # read before the step: DeepSpeed may change it at the end
             limit = spike_limit(config.training, progress.recent_losses, plan.tokens_per_step)
             highest = limit if config.training.on_spike == "skip" else math.inf
             batch = batch.to(run.device, non_blocking=True)
@@ -70,7 +70,7 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
                 run.blocks.write({"step": progress.step, **meter.row(scale)})
             progress.tokens += plan.tokens_per_step
             bar.step(progress.step)
-            mark("agreeing")
+            mark("synchronizing ranks")
             handle_nonfinite(run, progress, nll, limit, scale)
             flags = (request.name is not None, run.saver.due(), run.saver.busy())
             stopping, due, writing = on_any_rank(flags, run.device)
@@ -78,18 +78,18 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             saving = ending or due or _due(progress.step, config.training.checkpoint_every)
             validating = validation_due(config, plan, progress.step)
             if saving or validating or progress.step == 1 or _due(progress.step, config.training.log_every):
-                steps_per_second = (progress.step - logged_at) / watch.take_lap()
+                steps_per_second = (progress.step - logged_at) / step_timer.take_lap()
                 row = measure(run, progress, nll, learning_rate, steps_per_second) | {"loss_scale": scale}
                 logged_at = progress.step
                 bar.row(row)
                 log.info("%s", row_text(row, plan.max_steps))
                 run.metrics.write(row)
-            watch.pause()
-            progress.wall_seconds = watch.total
+            step_timer.pause()
+            progress.wall_seconds = step_timer.total
             if run.saver.writing is not None and not writing:
                 run.saver.finish()
             if saving:
-                # before validation, so that what fails there loses nothing
+                # save before validation, so that a failure there loses no training
                 progress.wandb_id = run.tracker.id
                 mark("saving")
                 run.saver.save(asdict(progress), last=ending)
@@ -108,19 +108,19 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
                 profiler.step(last=ending)
             if stopping:
                 break
-            watch.start()
+            step_timer.start()
     if profiler is not None:
         profiler.close()
     return progress.step >= plan.last_step
 
 
 def validation_due(config: Config, plan: Plan, step: int) -> bool:
-    """Whether a validation follows this step; the last of the whole run always has one."""
+    """Return whether a validation follows this step; the last step of the run always has one."""
     return _due(step, config.training.validate_every) or step == plan.max_steps
 
 
 def validate(run: Run) -> None:
-    """Measure every validation set, and add losses and what the mechanism tells to the newest row of metrics."""
+    """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
     measured = run.validate() | run.diagnose()
     run.metrics.amend(measured)
     log.info("%s", measured_text(measured))
@@ -135,11 +135,11 @@ def train_step(
     mark: Callable[[str], None] = lambda phase: None,
     observer: Observer = UNOBSERVED,
 ) -> torch.Tensor:
-    """One update from batch [accumulation, micro_batch, T + 1]. Returns the token losses of all ranks, summed (nats).
+    """Take one step on batch [accumulation, micro_batch, T + 1]. Returns the token losses summed over all ranks (nats).
 
-    The loss is divided by the tokens of the whole batch. DeepSpeed divides by the accumulation and averages over the
-    ranks, so both are multiplied back in. Where the summed loss is not finite, or above `highest`, no update is made.
-    mark: is told each phase of the step. observer: is shown every micro-batch.
+    The loss is divided by the number of tokens in the global batch. DeepSpeed divides by the accumulation steps and
+    averages over the ranks, so the loss is multiplied by both. If the summed loss is not finite, or above `highest`,
+    the update is skipped. mark: called with each phase of the step. observer: sees every micro-batch.
     """
     totals = torch.zeros(2, device=batch.device)
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
@@ -149,11 +149,11 @@ def train_step(
         loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
         totals += torch.stack((sums.nll.detach(), loss.detach()))
         if number == len(batch):
-            mark("adding up the loss")
+            mark("reducing the loss")
             torch.distributed.all_reduce(totals)
-            bad = ~torch.isfinite(totals).all() | (totals[0] > highest)
-            # every stage leaves out a gradient that is not finite: so all ranks agree, and the host need not wait here
-            loss = loss * torch.where(bad, math.nan, 1.0)
+            skip = ~torch.isfinite(totals).all() | (totals[0] > highest)
+            # every ZeRO stage skips a non-finite gradient: all ranks then agree, and the host need not synchronize here
+            loss = loss * torch.where(skip, math.nan, 1.0)
         mark("backward")
         engine.backward(loss * scale)
         engine.step()
@@ -161,13 +161,13 @@ def train_step(
 
 
 def next_learning_rate(config: Config, plan: Plan, progress: Progress) -> float:
-    """The rate of the next update: the schedule counts applied updates, not batches."""
+    """Return the learning rate of the next update: the schedule counts applied updates, not batches."""
     applied = progress.step - len(progress.skipped)
     return config.optimizer.lr * lr_factor(config.schedule, applied, plan.warmup_steps, plan.max_steps)
 
 
 def measure(run: Run, progress: Progress, nll: float, learning_rate: float, steps_per_second: float) -> dict[str, Any]:
-    """A row of metrics.jsonl. nll: the loss of the whole batch (nats, summed). What is not finite is null."""
+    """Return a row of metrics.jsonl. nll: the summed loss of the global batch (nats). Non-finite values are None."""
     tokens_per_second = steps_per_second * run.plan.tokens_per_step
     flops_per_second = tokens_per_second * run.flops_per_token / run.plan.world_size
     seen = run.seen(progress.step) if run.seen is not None else {}
@@ -186,7 +186,7 @@ def measure(run: Run, progress: Progress, nll: float, learning_rate: float, step
 
 
 def block_meter(run: Run, step: int) -> BlockMeter | None:
-    """What measures the sublayers in this step, where training.log_blocks_every asks for it."""
+    """Return the meter of sublayer norms for this step; None unless training.log_blocks_every asks for one."""
     every = run.config.training.log_blocks_every
     if every is None or (step != 1 and step % every):
         return None

@@ -1,4 +1,4 @@
-"""Whether a run fits in memory, before anything of it is built; and if not, what would."""
+"""Check before a run is built whether it fits in memory, and if not, suggest settings that do."""
 
 import logging
 from collections.abc import Iterator
@@ -13,59 +13,59 @@ from depthlm.machine.memory import process_bytes
 
 log = logging.getLogger("depthlm")
 
-# the share of the memory from which on a run is warned of: what else runs there, and what CUDA takes, is not counted
-TIGHT = 0.8
-# what a process on a CPU takes until its first step, beside tensors: DeepSpeed's code, threads and their buffers
-STARTED = 64 * 2**20
+# share of the memory above which a warning is logged: other processes, and CUDA's own memory, are not estimated
+WARNING_SHARE = 0.8
+# memory that a process on a CPU takes before its first step besides tensors: DeepSpeed's code, threads, buffers
+STARTUP_BYTES = 64 * 2**20
 
 
 def check_memory(config: Config, ranks: Ranks, device: torch.device, available: int) -> Memory | None:
-    """The memory estimate of a rank; None where the decoder cannot be traced, which is logged.
+    """Return the memory estimate of a rank; None, with a warning, if the decoder cannot be traced.
 
-    available: bytes that every rank has. Logs a warning where the estimate is above 80% of it.
-    Raises UserError where it is above, with what would fit, unless memory=ignore.
+    available: the bytes that every rank has. Logs a warning if the estimate is above 80% of them.
+    Raises UserError with settings that fit if the estimate is above all of them, unless memory=ignore.
     """
     training, stage = config.training, config.deepspeed.stage
     share = training.batch_size // ranks.world_size
     estimator = MemoryEstimator(config, device.type)
     micro_batch_size = training.micro_batch_size or share
-    wanted = (stage, ranks.world_size, micro_batch_size, share // micro_batch_size)
+    settings = (stage, ranks.world_size, micro_batch_size, share // micro_batch_size)
     try:
-        memory = estimator.estimate(*wanted)
+        memory = estimator.estimate(*settings)
         if device.type == "cpu":
-            # only now, for what a trace imports, training imports too
-            estimator.process = process_bytes() + STARTED
-            memory = estimator.estimate(*wanted)
+            # measured after a first trace, which imports what training imports
+            estimator.process = process_bytes() + STARTUP_BYTES
+            memory = estimator.estimate(*settings)
     except UntracedError as error:
         log.warning("memory is not checked: %s", error)
         return None
     where = "this GPU has" if device.type == "cuda" else "this machine has for each rank"
-    found = f"{gib(memory.total)} estimated, {gib(available)} is what {where}"
+    comparison = f"{gib(memory.total)} estimated, {gib(available)} is what {where}"
     if memory.total > available and config.memory == "check":
         remedies = list(what_fits(estimator, config, ranks, available))
         if remedies:
             advice = "\n".join(["one of these fits:", *(f"  - {remedy}" for remedy in remedies)])
         else:
             stages = ", at any ZeRO stage" if ranks.world_size > 1 else ""
-            alone = estimator.states(stage, ranks.world_size).total
+            states = estimator.states(stage, ranks.world_size).total
             advice = (
-                f"no micro-batch fits, with or without activation checkpointing{stages}: without activations it is "
-                f"{gib(alone)}; take a smaller size=, a larger machine, or more ranks with deepspeed=zero3"
+                f"no micro-batch fits, with or without activation checkpointing{stages}: without activations it needs "
+                f"{gib(states)}; use a smaller size=, a larger machine, or more ranks with deepspeed=zero3"
             )
-        raise UserError(f"the run does not fit in memory: {found}\n{advice}\nmemory=ignore starts it anyway")
-    if memory.total > TIGHT * available:
-        doubt = "does not fit" if memory.total > available else "may not fit"
-        log.warning("the run %s in memory: %s", doubt, found)
+        raise UserError(f"the run does not fit in memory: {comparison}\n{advice}\nmemory=ignore starts the run anyway")
+    if memory.total > WARNING_SHARE * available:
+        verb = "does not fit" if memory.total > available else "may not fit"
+        log.warning("the run %s in memory: %s", verb, comparison)
     return memory
 
 
 def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, available: int) -> Iterator[str]:
-    """Overrides with which the run fits, each with its estimate: of the ZeRO stage that is configured, then of those
-    above it, which need several ranks."""
+    """Yield overrides with which the run fits, each with its estimate: first at the configured ZeRO stage, then at the
+    higher stages, which need several ranks."""
     training, sharding, world = config.training, config.deepspeed, ranks.world_size
     share = training.batch_size // world
-    wanted = training.micro_batch_size or share
-    sizes = [size for size in range(1, wanted + 1) if share % size == 0]
+    configured = training.micro_batch_size or share
+    sizes = [size for size in range(1, configured + 1) if share % size == 0]
     highest = 2 if training.compile else 3
     if world == 1 or config.optimizer.name == "muon":
         highest = sharding.stage
@@ -83,13 +83,13 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
             overrides = [f"deepspeed=zero{stage}"] if stage > sharding.stage else []
             if checkpointing and not training.activation_checkpointing:
                 overrides.append("training.activation_checkpointing=true")
-            if size < wanted:
+            if size < configured:
                 overrides.append(f"training.micro_batch_size={size}")
             yield f"{' '.join(overrides)} ({gib(total(size))})"
-            if size == wanted:
+            if size == configured:
                 break
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB."""
+    """Format bytes as GiB."""
     return f"{count / 2**30:.2f} GiB"

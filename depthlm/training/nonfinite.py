@@ -1,4 +1,4 @@
-"""Bad numbers: losses and gradients that are not finite, and spikes of the loss. What is told, left out, undone."""
+"""Non-finite losses and gradients, and loss spikes: what is logged, skipped and rewound."""
 
 import logging
 import math
@@ -13,94 +13,94 @@ from depthlm.training.state import Progress, Run
 
 log = logging.getLogger("depthlm")
 
-WINDOWS_TOLD = 8
+MAX_WINDOWS_LOGGED = 8
 
 
 class DivergedError(RuntimeError):
-    """Numbers for which the run ends, by its policy."""
+    """Raised when the policy ends the run because of a non-finite loss or gradient."""
 
 
 def spike_limit(training: Training, recent_losses: Sequence[float], tokens: int) -> float:
-    """The loss of a batch of so many tokens (nats, summed) above which it is a spike; infinite where none can be.
+    """Return the summed loss (nats) above which a batch of `tokens` tokens is a spike; infinity if it cannot be one.
 
-    recent_losses: those of the newest updates, in nats per token.
+    recent_losses: the losses of the newest updates, in nats per token.
     """
     if training.spike_deviations is None or len(recent_losses) < max(2, training.spike_window / 2):
         return math.inf
     limit = (fmean(recent_losses) + training.spike_deviations * stdev(recent_losses)) * tokens
-    # the device compares in fp32, and what it leaves out must be what is told as a spike
+    # rounded to fp32, in which the device compares: it must skip exactly the batches that are logged as spikes
     return torch.tensor(limit, dtype=torch.float32).item()
 
 
 def handle_nonfinite(run: Run, progress: Progress, nll: float, limit: float, scale: float) -> None:
-    """Account for the step just taken, progress.step: whether it was applied, why not, and what follows.
+    """Record whether the step just taken, progress.step, was applied; if it was not, apply the policy.
 
-    nll: the loss of its whole batch (nats, summed). limit: above which that is a spike. scale: the loss scale it had.
-    The same on every rank, and collective. Raises DivergedError where the run ends.
+    nll: the summed loss of the global batch (nats). limit: the loss above which it is a spike. scale: the loss scale
+    of the step. Collective, with the same arguments on every rank. Raises DivergedError if the policy ends the run.
     """
     training, step = run.config.training, progress.step
     loss = nll / run.plan.tokens_per_step
     spike = limit < nll < math.inf
     if run.engine.was_step_applied():
         if spike:
-            tell(run, step, "kept", spike_text(loss, progress.recent_losses), loss)
+            record_bad_batch(run, step, "kept", spike_text(loss, progress.recent_losses), loss)
         if training.spike_deviations is not None:
             progress.recent_losses = [*progress.recent_losses, loss][-training.spike_window :]
         return
     progress.skipped.append(step)
     fp16, smallest = run.engine.fp16_enabled(), run.config.precision.min_loss_scale
-    leave_out_spike = spike and training.on_spike == "skip"
-    if fp16 and scale > smallest and math.isfinite(nll) and not leave_out_spike:
+    skip_spike = spike and training.on_spike == "skip"
+    if fp16 and scale > smallest and math.isfinite(nll) and not skip_spike:
         progress.overflows.append(step)
-        log.info("step %d left out: its gradient overflows fp16 at a loss scale of %g, which is too large", step, scale)
+        log.info("step %d skipped: its gradient overflows fp16 at a loss scale of %g, which is too large", step, scale)
         return
-    if leave_out_spike:
+    if skip_spike:
         reason, policy = spike_text(loss, progress.recent_losses), "skip"
     elif not math.isfinite(nll):
-        reason, policy = "its loss is not finite", training.on_bad_numbers
+        reason, policy = "its loss is not finite", training.on_nonfinite
     else:
         at_smallest = f", at the smallest loss scale, precision.min_loss_scale={smallest:g}" if fp16 else ""
-        reason, policy = f"the norm of its gradient is not finite{at_smallest}", training.on_bad_numbers
+        reason, policy = f"the norm of its gradient is not finite{at_smallest}", training.on_nonfinite
     if policy == "stop":
         raise DivergedError(
-            f"{tell(run, step, 'ends the run', reason, loss)}. Nothing of it reached the weights; the same command "
-            f"with training.on_bad_numbers=skip output_dir={run.directory} goes on from the last checkpoint and leaves "
-            "this batch out, with rewind also those before it"
+            f"{record_bad_batch(run, step, 'ends the run', reason, loss)}. The weights are unchanged; the same command "
+            f"with training.on_nonfinite=skip output_dir={run.directory} resumes from the last checkpoint and skips "
+            "this batch; training.on_nonfinite=rewind also skips the batches since the last regular checkpoint"
         )
-    tell(run, step, rewind(run, progress) if policy == "rewind" else "left out", reason, loss)
+    record_bad_batch(run, step, rewind(run, progress) if policy == "rewind" else "skipped", reason, loss)
     if (count := in_a_row(progress)) > training.max_skipped:
         raise DivergedError(
             f"{count} bad batches in a row, the last at step {step}: {reason}. That is more than training.max_skipped="
-            f"{training.max_skipped}; lower optimizer.lr, and give another output_dir="
+            f"{training.max_skipped}; lower optimizer.lr and start a new run with another output_dir="
         )
 
 
 def rewind(run: Run, progress: Progress) -> str:
-    """Undo all updates since the newest regular checkpoint, and count their batches as left out; collective.
+    """Undo all updates since the newest regular checkpoint, and count their batches as skipped; collective.
 
-    Returns what was done, in words. Without such a checkpoint the last batch alone is left out.
+    Returns the outcome in words. Without such a checkpoint only the last batch is skipped.
     """
-    # one made for a signal or by the clock must not decide how the run goes on
+    # checkpoints written for a signal or by the clock are not used: they would make the result depend on timing
     every = run.config.training.checkpoint_every
     start = (progress.step - 1) // every * every
     if start == 0:
-        return "left out, with no regular checkpoint yet to go back to,"
-    run.watch.mark("going back to a checkpoint", progress.step)
+        return "skipped (no regular checkpoint to rewind to yet)"
+    run.watch.mark("rewinding to a checkpoint", progress.step)
     if run.saver.writing is not None:
         run.saver.finish()
-    then = run.rewind_to(start)
-    if then is None:
-        return "left out alone"
-    progress.recent_losses = then.recent_losses
+    restored = run.rewind_to(start)
+    if restored is None:
+        return "skipped without a rewind"
+    progress.recent_losses = restored.recent_losses
     for steps in (progress.skipped, progress.overflows):
         steps[:] = [step for step in steps if step <= start]
     progress.skipped.extend(range(start + 1, progress.step + 1))
     progress.rewound.append([start, progress.step])
-    return f"left out with all since step {start}"
+    return f"skipped with all steps since step {start}"
 
 
 def in_a_row(progress: Progress) -> int:
-    """Bad batches since the newest update that counts: those left out, and those for which the run was rewound."""
+    """Return the number of bad batches since the newest update that was kept; each rewind counts as one."""
     skipped, applied = set(progress.skipped), progress.step
     while applied in skipped:
         applied -= 1
@@ -111,16 +111,16 @@ def in_a_row(progress: Progress) -> int:
 
 
 def spike_text(loss: float, recent_losses: Sequence[float]) -> str:
-    """How far a loss is above the recent ones, in words; all in nats per token."""
+    """Describe how far a loss is above the recent ones; all in nats per token."""
     mean, deviation = fmean(recent_losses), stdev(recent_losses)
     deviations = (loss - mean) / deviation if deviation else math.inf
-    return f"its loss {loss:.2f} is a spike: {deviations:.1f} deviations above the mean {mean:.2f}"
+    return f"its loss {loss:.2f} is a spike: {deviations:.1f} standard deviations above the mean {mean:.2f}"
 
 
-def tell(run: Run, step: int, outcome: str, reason: str, loss: float) -> str:
-    """Add a bad batch to bad_batches.jsonl, with all its windows, and log it unless it ends the run.
+def record_bad_batch(run: Run, step: int, outcome: str, reason: str, loss: float) -> str:
+    """Append a bad batch and all its windows to bad_batches.jsonl, and log it unless it ends the run.
 
-    Returns the line of the log, where the windows are shortened.
+    Returns the log line, which lists only the first windows.
     """
     windows = run.windows(step)
     line = f"step {step} {outcome}: {reason}; its batch is {windows_text(windows)} (bad_batches.jsonl)"
@@ -134,9 +134,9 @@ def tell(run: Run, step: int, outcome: str, reason: str, loss: float) -> str:
 
 
 def windows_text(windows: dict[str, list[int]]) -> str:
-    """The windows of a batch, by source, shortened after a few."""
+    """Describe the windows of a batch by source; only the first few are listed."""
     parts = []
     for name, numbers in windows.items():
-        rest = f" and {len(numbers) - WINDOWS_TOLD} more" if len(numbers) > WINDOWS_TOLD else ""
-        parts.append(f"windows {', '.join(map(str, numbers[:WINDOWS_TOLD]))}{rest} of {name}")
+        rest = f" and {len(numbers) - MAX_WINDOWS_LOGGED} more" if len(numbers) > MAX_WINDOWS_LOGGED else ""
+        parts.append(f"windows {', '.join(map(str, numbers[:MAX_WINDOWS_LOGGED]))}{rest} of {name}")
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""One optimizer for all parameters, grouped as their modules say, and guarded against bad numbers."""
+"""One optimizer for all parameters, grouped as their modules declare; it skips non-finite gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from depthlm.model import optimizer_groups
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon on the hidden matrices with AdamW on the rest. Each group keeps its `lr_scale`."""
+    """Return AdamW, or Muon for the hidden matrices with AdamW for the rest. Each group keeps its `lr_scale`."""
     groups = optimizer_groups(model, config.weight_decay)
     if config.name == "muon":
         return MuonAndAdamW(groups, config)
@@ -25,10 +25,10 @@ def _adamw(config: OptimizerConfig) -> dict[str, Any]:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon for groups of hidden matrices and its AdamW for all others, as one optimizer.
+    """torch's Muon for the groups of hidden matrices and its AdamW for all others, as one optimizer.
 
     Muon's update is scaled to the RMS of AdamW's (arXiv 2502.16982, section 2.2), so both share one learning rate.
-    Both parts work on this optimizer's own groups and state: saving and loading need nothing beyond the base class.
+    Both parts use the groups and the state of this optimizer, so the base class saves and loads everything.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
@@ -46,7 +46,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every group."""
+        """Update every group once."""
         for name, part in self.parts.items():
             part.state = self.state
             part.param_groups = [
@@ -56,16 +56,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its share of the learning rate."""
+    """Set the learning rate of every group to `lr` times its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Make `optimizer.step` clip by the whole gradient's norm, and do nothing where that norm is not finite.
+    """Make `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
 
-    At ZeRO stage 0 DeepSpeed checks nothing itself, but reads `overflow` and `_global_grad_norm` off the optimizer, as
-    its own optimizers of the higher stages set them; so every stage answers alike.
+    At ZeRO stage 0 DeepSpeed does not check gradients, but reads `overflow` and `_global_grad_norm` of the optimizer,
+    which its own optimizers set at the higher stages. With this guard every stage reports the same.
     """
     update = optimizer.step
 

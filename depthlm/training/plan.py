@@ -1,4 +1,4 @@
-"""What follows from a configuration, computed once and printed before step one."""
+"""Numbers derived from a configuration, computed once and printed before the first step."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from depthlm.distributed.launchers import Ranks
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run. Batches in sequences, lengths in tokens."""
+    """Batch sizes (in sequences), lengths (in tokens) and steps of a run."""
 
     world_size: int
     batch_size: int
@@ -24,10 +24,10 @@ class Plan:
 
 
 def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
-    """The plan of a checked configuration on these ranks.
+    """Return the plan of a validated configuration on these ranks.
 
-    windows: the sequences in the training tokens, which max_epochs needs.
-    Raises ConfigError where the schedule does not fit into training.max_epochs.
+    windows: the number of training sequences, needed for training.max_epochs.
+    Raises ConfigError if the schedule does not fit into training.max_epochs.
     """
     training = config.training
     share = training.batch_size // ranks.world_size

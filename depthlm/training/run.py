@@ -1,4 +1,4 @@
-"""One run from a configuration to its summary: what happens before the loop, and after it."""
+"""One run from its configuration to its summary: everything before and after the training loop."""
 
 import dataclasses
 import gc
@@ -27,6 +27,7 @@ from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import lost, retrain
 from depthlm.runs.directory import (
     check_run_directory,
@@ -36,7 +37,6 @@ from depthlm.runs.directory import (
     record_failure,
     write_failure,
 )
-from depthlm.runs.records import BLOCKS
 from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.checkpoint.restoring import ResumePoint, find_resume_point, restore, rewind_to
@@ -61,11 +61,11 @@ COMPLETE, FAILED = 0, 1
 
 
 def train(config: Config) -> int:
-    """Train a checked configuration, or go on with it. Returns the exit code.
+    """Train a validated configuration, or resume its run. Returns the exit code.
 
-    0 complete, 75 stopped by a signal with everything saved, 1 diverged, or the last checkpoint could not be written.
+    0: complete; 75: stopped by a signal, state saved; 1: diverged, or the last checkpoint could not be written.
 
-    Raises UserError for what only the user can mend: another run in the directory, data that is missing.
+    Raises UserError for what only the user can fix, such as another run in the directory, or missing data.
     """
     ranks = launchers.ranks()
     torch.set_num_threads(config.training.num_threads or environment.threads(ranks))
@@ -74,27 +74,27 @@ def train(config: Config) -> int:
     torch.use_deterministic_algorithms(config.deterministic)
     forget_the_run_before()
     start_logging(ranks.rank)
-    directory = Path(config.output_dir or "")
+    directory = RunDirectory.of(config.output_dir).path
     with nullcontext() if config.dry_run else record_failure(directory, ranks.rank):
         return train_together(config, ranks)
 
 
 def train_together(config: Config, ranks: Ranks) -> int:
-    """Join the other ranks, train, and leave them. Returns the code."""
+    """Join the process group, train, and leave the group. Returns the exit code."""
     training = config.training
-    # the watch is to judge first: it knows a name
+    # longer than the watchdog's timeouts, so that the watchdog acts first: it can name the rank to blame
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
     device = start_distributed(ranks, timeout, device_choice=config.device)
     try:
         with (
-            watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as watch,
-            end_on_signal(watch.report),
+            watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as activity,
+            end_on_signal(activity.report),
         ):
             try:
-                code = train_on(config, ranks, device, watch)
+                code = train_on(config, ranks, device, activity)
             except (DivergedError, NotSavedError) as error:
                 log.error("%s", error)
-                write_failure(Path(config.output_dir or ""), error, ranks.rank)
+                write_failure(RunDirectory.of(config.output_dir).path, error, ranks.rank)
                 code = FAILED
             leave_distributed()
     except UserError:
@@ -103,18 +103,18 @@ def train_together(config: Config, ranks: Ranks) -> int:
     return code
 
 
-def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Activity) -> int:
-    """Train on the ranks that have joined; what is to be decided once, the first decides for all. Returns the code."""
-    directory = Path(config.output_dir or "")
+def train_on(config: Config, ranks: Ranks, device: torch.device, activity: Activity) -> int:
+    """Check, prepare the data and train; rank 0 decides for all ranks. Returns the exit code."""
+    directory = RunDirectory.of(config.output_dir).path
     summary = on_rank_0(lambda: check_run_directory(config))
     if summary is not None and not config.dry_run:
         return show_complete(config, summary, ranks.rank)
     available = smallest(available_memory(device, ranks.local_world_size), device)
     memory = on_rank_0(lambda: check_memory(config, ranks, device, available))
     on_rank_0(lambda: check_prepared(config.data, partial(prepare_command, config)))
-    watch.mark("preparing the data", 0, limited=False)
+    activity.mark("preparing the data", 0, limited=False)
     on_rank_0(lambda: prepare(config.data))
-    watch.mark("starting", 0, limited=False)
+    activity.mark("starting", 0, limited=False)
     corpus = open_corpus(config.data)
     plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
     batches = Batches(
@@ -128,12 +128,12 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Activity
         ranks=ranks.world_size,
     )
     if config.dry_run:
-        request = StopRequest(watch.report)
-        return train_from(None, config, ranks, plan, corpus, batches, device, watch, request, memory)
-    with ExitStack() as held:
-        request = held.enter_context(stop_on_signal(watch.report))
-        on_rank_0(lambda: held.enter_context(lock_run_directory(directory)))
-        # again: another process may have gone on with the run until now
+        request = StopRequest(activity.report)
+        return train_from(None, config, ranks, plan, corpus, batches, device, activity, request, memory)
+    with ExitStack() as stack:
+        request = stack.enter_context(stop_on_signal(activity.report))
+        on_rank_0(lambda: stack.enter_context(lock_run_directory(directory)))
+        # check again: another process may have trained this run before the lock was taken
         summary = on_rank_0(lambda: check_run_directory(config))
         if summary is not None:
             return show_complete(config, summary, ranks.rank)
@@ -142,16 +142,16 @@ def train_on(config: Config, ranks: Ranks, device: torch.device, watch: Activity
         check_shared(directory, ranks.rank)
         if ranks.rank == 0:
             corpus.tokenizer.save(directory)
-            log_to(directory / "train.log")
-        return train_from(start, config, ranks, plan, corpus, batches, device, watch, request, memory)
+            log_to(RunDirectory(directory).log)
+        return train_from(start, config, ranks, plan, corpus, batches, device, activity, request, memory)
 
 
 def show_complete(config: Config, summary: dict[str, Any], rank: int) -> int:
-    """Show what a complete run came to, and whether its last checkpoint is missing. Returns the exit code.
+    """Print the summary of a complete run, and warn if its last checkpoint is lost. Returns the exit code.
 
-    Raises UserError where its steps were to be profiled.
+    Raises UserError if profiling was requested, since no step is left to profile.
     """
-    directory = Path(config.output_dir or "")
+    directory = RunDirectory.of(config.output_dir).path
     if config.training.profile:
         raise UserError(
             f"training.profile=true: the run in {directory} is complete, so there is no step left to profile; profile "
@@ -171,14 +171,15 @@ def train_from(
     corpus: Corpus,
     batches: Batches,
     device: torch.device,
-    watch: Activity,
+    activity: Activity,
     request: StopRequest,
     memory: Memory | None,
 ) -> int:
-    """Train from a checkpoint, or anew, in a run directory that is this run's alone. Returns the exit code."""
-    first, directory = ranks.rank == 0, Path(config.output_dir or "")
+    """Train from a checkpoint, or from scratch, in the locked run directory. Returns the exit code."""
+    is_rank_0, paths = ranks.rank == 0, RunDirectory.of(config.output_dir)
+    directory = paths.path
     model = build_model(config, device=device)
-    if config.import_from is not None and start is None:
+    if config.init_from is not None and start is None:
         import_weights(config, model)
     if config.training.activation_checkpointing:
         model.checkpoint_activations()
@@ -194,12 +195,12 @@ def train_from(
         return COMPLETE
     progress = restore(engine, start, directory)
     metrics = open_metrics(directory, progress.step)
-    block_rows, logs_blocks = directory / BLOCKS, config.training.log_blocks_every is not None
+    block_rows, logs_blocks = paths.sublayer_norms, config.training.log_blocks_every is not None
     settings = dataclasses.asdict(config)
     tracker: Tracker = NoTracker()
-    if first:
+    if is_rank_0:
         tracker = start_tracker(config.tracker, directory, directory.name, settings, progress.wandb_id)
-    about = {
+    manifest = {
         "corpus": corpus.digest(),
         "world_size": ranks.world_size,
         "stage": config.deepspeed.stage,
@@ -218,46 +219,46 @@ def train_from(
         seen=batches.seen if len(corpus.train) > 1 else None,
         windows=lambda step: batches.windows(step - 1),
         rewind_to=partial(rewind_to, config, plan, engine),
-        validate=validator(config, plan, corpus, model, device, watch, request),
+        validate=validator(config, plan, corpus, model, device, activity, request),
         diagnose=diagnoser(config, plan, corpus, model, device),
         parameters=parameters,
         flops_per_token=flops,
         peak_flops=peak_flops(environment.device_name(device.type), config.precision.name),
         metrics=metrics,
-        bad_batches=MetricsFile(directory / "bad_batches.jsonl" if first else None, progress.step),
-        blocks=MetricsFile(block_rows if first and (logs_blocks or block_rows.exists()) else None, progress.step),
+        bad_batches=MetricsFile(paths.bad_batches if is_rank_0 else None, progress.step),
+        blocks=MetricsFile(block_rows if is_rank_0 and (logs_blocks or block_rows.exists()) else None, progress.step),
         tracker=tracker,
-        watch=watch,
-        saver=Saver(engine, directory, config.training, about),
+        watch=activity,
+        saver=Saver(engine, directory, config.training, manifest),
     )
     summary = None
     try:
-        whole = train_steps(run, progress, request)
-        watch.mark("finishing", progress.step)
+        finished = train_steps(run, progress, request)
+        activity.mark("finishing", progress.step)
         if progress.step == plan.max_steps:
             losses = final_losses(run)
-            summary = finish(run, progress, corpus, losses) if first else None
+            summary = finish(run, progress, corpus, losses) if is_rank_0 else None
             show_sample(run, model, corpus)
     except ValidationStopped:
-        whole = False
+        finished = False
     except DivergedError:
         if run.saver.writing is not None:
             run.saver.finish()
         raise
     finally:
         tracker.close(summary)
-        # else its hooks on the weights keep it in memory, beside the next point of a sweep
+        # otherwise its hooks on the weights keep it in memory during the next point of a sweep
         engine.destroy()
-    if not whole:
-        log.info("stopped by a signal after step %d; the same command goes on from there", progress.step)
+    if not finished:
+        log.info("stopped by a signal after step %d; run the same command again to resume from there", progress.step)
         return STOPPED
     if progress.step < plan.max_steps:
-        log.info("stopped after step %d of %d, as training.stop_after says", progress.step, plan.max_steps)
+        log.info("stopped after step %d of %d (training.stop_after)", progress.step, plan.max_steps)
     return COMPLETE
 
 
 def forget_the_run_before() -> None:
-    """Free what an earlier point of a sweep held in this process, and its peak memory (of a GPU; a CPU's stays)."""
+    """Free the memory of an earlier run in this process (a sweep), and reset the GPU's peak memory."""
     undo_sharding()
     gc.collect()
     if torch.cuda.is_initialized():
@@ -266,8 +267,8 @@ def forget_the_run_before() -> None:
 
 
 def open_metrics(directory: Path, after_step: int) -> MetricsFile:
-    """metrics.jsonl of the first rank; the others know its newest row, so that all decide alike."""
-    metrics = MetricsFile(directory / "metrics.jsonl" if torch.distributed.get_rank() == 0 else None, after_step)
+    """Open metrics.jsonl on rank 0; the other ranks get its newest row, so that all decide alike. Collective."""
+    metrics = MetricsFile(RunDirectory(directory).metrics if torch.distributed.get_rank() == 0 else None, after_step)
     last = [metrics.last]
     torch.distributed.broadcast_object_list(last)
     metrics.last = last[0]

@@ -1,4 +1,4 @@
-"""What a run is made of, and how far it is."""
+"""The parts of a run, and its progress."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from depthlm.training.plan import Plan
 
 @dataclass
 class Progress:
-    """How far a run is: all that resuming needs besides the engine's state.
+    """The progress of a run: everything that resuming needs besides the engine's state.
 
-    skipped: the steps whose batches made no update, in order. overflows: those among them that only showed that the
-    loss scale of fp16 was too large. rewound: [a, b] for each time that the state of step a came back after step b;
-    a + 1 to b are in skipped. recent_losses: nats per token of the newest updates, of which a spike stands out.
+    skipped: the steps whose updates were skipped, in order. overflows: the skipped steps that only showed that the
+    fp16 loss scale was too large. rewound: [a, b] for each time that the state of step a was restored after step b;
+    steps a + 1 to b are in skipped. recent_losses: nats per token of the newest updates, to detect spikes.
     """
 
     step: int = 0
@@ -36,13 +36,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. parameters: how many the model has.
+    """Everything that the training loop uses. parameters: the number of the model's parameters.
 
-    seen: of each source of a mixture after so many steps, its share of the samples and its epochs.
-    windows: of each source, its windows in the whole batch of a step (from 1).
-    rewind_to: loads the checkpoint of a step into the engine and returns its progress; None where that fails.
+    seen: returns for each source of a mixture its share of the samples and its epochs after a number of steps.
+    windows: returns for each source its windows in the global batch of a step (counted from 1).
+    rewind_to: loads the checkpoint of a step into the engine and returns its progress, or None if that fails.
         Collective.
-    bad_batches, blocks: files as that of the metrics, for what is told of bad batches and measured of blocks.
+    bad_batches, blocks: the files of bad batches and of sublayer norms, in the format of metrics.jsonl.
     """
 
     config: Config

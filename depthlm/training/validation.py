@@ -1,4 +1,4 @@
-"""Validation during training: losses, and what the mechanism tells of its work."""
+"""Validation during training: losses, and the mechanism's diagnostics."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from depthlm.model import Decoder
 from depthlm.training.engine.deepspeed import autocast
 from depthlm.training.plan import Plan
 
-# batches between two times that several ranks ask each other whether to stop
-ASK_EVERY = 8
+# validation batches between two checks of whether any rank has received a signal
+STOP_CHECK_EVERY = 8
 
 
 class ValidationStopped(Exception):
-    """A signal came to a rank; the next start of the run repeats the validation."""
+    """Raised when a rank has received a signal; the validation is repeated when the run is resumed."""
 
 
 def validator(
@@ -30,20 +30,20 @@ def validator(
     corpus: Corpus,
     model: Decoder,
     device: torch.device,
-    watch: Activity,
+    activity: Activity,
     request: StopRequest,
 ) -> Callable[[], dict[str, float | None]]:
-    """A function that measures the mean loss (nats per token) and perplexity on each validation set; collective.
+    """Return a function that measures the mean loss (nats per token) and perplexity of each validation set; collective.
 
-    By their names in metrics.jsonl; what is not finite is None. It raises ValidationStopped once `request` holds a
-    signal on any rank.
+    The function returns values by their names in metrics.jsonl, None for non-finite ones. It raises ValidationStopped
+    once `request` holds a signal on any rank.
     """
 
     def losses() -> dict[str, float | None]:
         measured: dict[str, float | None] = {}
         for name, tokens in corpus.validation.items():
             with autocast(config, device):
-                loss = total_loss(model, marked(batches(config, plan, tokens), watch, request, device), device).mean
+                loss = total_loss(model, marked(batches(config, plan, tokens), activity, request, device), device).mean
             finite = loss if math.isfinite(loss) else None
             measured |= {f"validation/{name}/loss": finite, f"validation/{name}/perplexity": perplexity(finite)}
         return measured
@@ -54,38 +54,37 @@ def validator(
 def diagnoser(
     config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
 ) -> Callable[[], dict[str, float | None]]:
-    """A function that gives what the mechanism tells of the first validation batch, the largest of all ranks;
-    collective.
+    """Return a function that measures the mechanism's diagnostics on the first validation batch; collective.
 
-    By the names in metrics.jsonl; what is not finite is None.
+    The function returns the maximum over all ranks by its name in metrics.jsonl, None for non-finite values.
     """
 
     def diagnostics() -> dict[str, float | None]:
         inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
         with autocast(config, device):
-            told = diagnose(model, inputs.to(device))
-        largest = torch.tensor(list(told.values()), device=device)
+            local = diagnose(model, inputs.to(device))
+        largest = torch.tensor(list(local.values()), device=device)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-        pairs = zip(told, largest.tolist(), strict=True)
+        pairs = zip(local, largest.tolist(), strict=True)
         return {f"mechanism/{name}": value if math.isfinite(value) else None for name, value in pairs}
 
     return diagnostics
 
 
 def marked(
-    batches: Iterator[tuple[Tensor, Tensor]], watch: Activity, request: StopRequest, device: torch.device
+    batches: Iterator[tuple[Tensor, Tensor]], activity: Activity, request: StopRequest, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same batches; each is progress. Raises ValidationStopped where a rank is to stop; collective."""
-    ask_every = 1 if torch.distributed.get_world_size() == 1 else ASK_EVERY
+    """Yield the same batches and mark progress at each. Raises ValidationStopped if a rank has a signal; collective."""
+    check_every = 1 if torch.distributed.get_world_size() == 1 else STOP_CHECK_EVERY
     for number, batch in enumerate(batches):
-        watch.go_on()
-        if number % ask_every == 0 and on_any_rank((request.name is not None,), device)[0]:
+        activity.go_on()
+        if number % check_every == 0 and on_any_rank((request.name is not None,), device)[0]:
             raise ValidationStopped
         yield batch
 
 
 def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of a validation set."""
+    """Return this rank's batches of a validation set."""
     return validation_batches(
         tokens,
         plan.sequence_length,

@@ -15,7 +15,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @pytest.fixture
 def vanilla() -> Callable[..., Decoder]:
-    """A decoder of conf/'s size and backbone, on the meta device unless told."""
+    """Build a vanilla decoder of a size and backbone of conf/, by default on the meta device."""
     torch.set_num_threads(1)
 
     def make(size: str, backbone: str, device: str = "meta", **changes: int) -> Decoder:

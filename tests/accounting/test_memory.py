@@ -1,4 +1,4 @@
-"""The memory estimate: of the states by arithmetic, of the activations against what autograd saves and what is used."""
+"""The memory estimate: states against arithmetic, activations against autograd and against the memory of a real run."""
 
 import subprocess
 import sys
@@ -42,13 +42,13 @@ def test_muon_has_one_moment_for_each_hidden_matrix():
     assert 4 * estimator().parameters < muon < adamw
 
 
-def test_offloaded_states_are_not_in_the_total():
+def test_offloaded_states_are_not_part_of_the_total():
     kept, offloaded = (estimator(f"deepspeed={name}").states(3, 2) for name in ("zero3", "zero3_offload"))
     assert offloaded.offloaded == kept.weights + kept.optimizer
     assert offloaded.total == pytest.approx(kept.total - offloaded.offloaded)
 
 
-def test_higher_stages_need_less():
+def test_higher_stages_need_less_memory():
     one = estimator("size=3b")
     totals = [one.states(stage, 8).total for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
@@ -56,7 +56,7 @@ def test_higher_stages_need_less():
 
 
 def saved_by_autograd(model, tokens, autocast) -> int:
-    """Bytes of the distinct storages that a real forward pass keeps for the backward pass."""
+    """Return the bytes of the distinct storages that a real forward pass keeps for the backward pass."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -93,8 +93,8 @@ def test_every_preset_is_traced_for_a_gpu_and_saves_about_as_much_as_on_a_cpu(na
     assert on_gpu.saved == pytest.approx(on_cpu.saved, rel=0.35)
 
 
-# GiB saved at size 1.5b, micro-batch 8 x 2048, fp32 weights under autocast: counted apart from this code, on fake
-# tensors of the device cuda, which torch 2.13 itself dispatches as a GPU's
+# GiB saved at size 1.5b, micro-batch 8 x 2048, fp32 weights under autocast: counted independently of this code, on
+# fake tensors of the device cuda, which torch 2.13 itself dispatches like a GPU's
 SAVED_GIB = {"vanilla": 51.271, "dca": 67.161, "mhc": 91.806, "attention_residuals_full": 86.829}
 
 
@@ -106,20 +106,20 @@ def test_saved_bytes_on_a_gpu_at_full_size(name):
     assert counted.saved / 2**30 == pytest.approx(SAVED_GIB[name], rel=0.03)
 
 
-def test_checkpointing_keeps_inputs_and_one_layer():
+def test_activation_checkpointing_reduces_activations():
     one = estimator("size=tiny", "precision=fp32", device="cpu")
     plain, checkpointed = (one.estimate(0, 1, 16, checkpointing=on) for on in (False, True))
     assert checkpointed.activations < 0.6 * plain.activations
 
 
-def test_a_line_through_two_micro_batches_gives_the_others():
+def test_interpolation_between_two_micro_batches_is_accurate():
     config = depthlm.compose(["size=1.5b", "size.num_layers=2", "model=dca"], here=False)
     exact, line = MemoryEstimator(config, "cuda"), MemoryEstimator(config, "cuda", line=(4, 8))
     for size in (2, 6, 32):
         assert line.estimate(1, 8, size).total == pytest.approx(exact.estimate(1, 8, size).total, rel=0.03)
 
 
-def test_the_largest_micro_batch_is_found_with_few_questions():
+def test_the_largest_micro_batch_is_found_with_few_evaluations():
     asked = []
 
     def total(size):
@@ -134,7 +134,7 @@ def test_the_largest_micro_batch_is_found_with_few_questions():
     assert len(asked) < 12
 
 
-def test_what_cannot_be_traced_is_named(monkeypatch):
+def test_an_error_in_a_trace_names_the_mechanism(monkeypatch):
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda self, *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UntracedError, match="vanilla cannot be traced"):
         estimator().estimate(0, 1, 1)
@@ -152,7 +152,7 @@ sys.exit(train(depthlm.compose(sys.argv[1:])))
 @pytest.mark.parametrize(
     ("name", "precision", "checkpointing"), [("vanilla", "fp32", "false"), ("mhc", "fp32", "true")]
 )
-def test_the_estimate_is_near_what_a_step_takes_on_a_cpu(name, precision, checkpointing, tmp_path):
+def test_the_estimate_is_close_to_the_memory_of_a_step_on_a_cpu(name, precision, checkpointing, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for i in range(20):
@@ -163,7 +163,7 @@ def test_the_estimate_is_near_what_a_step_takes_on_a_cpu(name, precision, checkp
         "data=local", f"data.source={text}", "data.tokenizer=bytes", f"data.path={tmp_path / 'tokens'}",
         f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    # beforehand, since what preparation takes is not the step's
+    # prepared here, since the memory of preparation is not that of the step
     prepare(depthlm.compose(overrides).data)
     root = Path(depthlm.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", RUN, *overrides], cwd=root, capture_output=True, text=True, check=True)
@@ -171,5 +171,5 @@ def test_the_estimate_is_near_what_a_step_takes_on_a_cpu(name, precision, checkp
         next(float(line.split(name)[1].split()[0]) for line in done.stdout.splitlines() if name in line)
         for name in ("memory estimate", "peak memory")
     )
-    # what the C library keeps of freed memory differs between machines, and more so with checkpointing
+    # how much freed memory the C library retains differs between machines, even more with activation checkpointing
     assert estimate == pytest.approx(peak, rel=0.3)

@@ -1,4 +1,4 @@
-"""What the mechanisms cost, against the numbers that the papers print."""
+"""The overhead of the mechanisms, against the papers' numbers."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 @pytest.fixture(scope="module")
 def meta() -> Callable[..., Decoder]:
-    """The decoder of overrides, without weights."""
+    """Build the decoder of overrides, without weights."""
     return lambda *overrides: depthlm.build_model(depthlm.compose(list(overrides), here=False), "meta")
 
 
@@ -43,7 +43,7 @@ def test_table_2_of_depth_attention(meta: Any, preset: str) -> None:
     assert cost.prefill_bytes / GIB == prefill
 
 
-# sources summed over the sublayers of 48 layers, the final read left out
+# sources summed over the sublayers of 48 layers, without the final read
 @pytest.mark.parametrize(
     ("preset", "overrides", "expected"),
     [
@@ -75,7 +75,7 @@ def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) ->
         (["model=grn_v1", "size=lm1b", "backbone=lm1b"], 28),
         (["model=grn_v2", "size=lm1b", "backbone=lm1b"], 28 * 512),
         (["model=grn_v3", "size=lm1b", "backbone=lm1b"], 28_672),
-        # beside them, DeepCrossAttention has two more norms a layer, which the paper's count leaves out
+        # DeepCrossAttention also has two more norms per layer, which the paper does not count
         (["model=dca", "size=lm1b", "backbone=lm1b"], 71_680 + 2 * 6 * 2 * 512),
         (["model=grn_v3", "model.connection.w=shared", "size=lm1b", "backbone=lm1b"], 28 * 512 + 7 * 512),
     ],
@@ -101,13 +101,15 @@ def test_extra_parameters(meta: Any, overrides: list[str], expected: int) -> Non
         (["model=dca", "size=lm1b", "backbone=lm1b"], 49.73e6, 10_000),
     ],
 )
-def test_counts_are_those_of_the_papers(meta: Any, overrides: list[str], expected: float, rounding: float) -> None:
+def test_parameter_counts_equal_those_of_the_papers(
+    meta: Any, overrides: list[str], expected: float, rounding: float
+) -> None:
     total = count_parameters(meta(*(["model=moda"] if "moda" in overrides[0] else []), *overrides))["total"]
     assert abs(total - expected) <= rounding
 
 
 def test_forward_flops_of_modas_depth_keys_and_values(meta: Any) -> None:
-    """Table 1 of MoDA: 8.01 T and 8.02 T of one sequence of 4096 tokens; 630 = 0 + 1 + ... + 35 pairs of layers."""
+    """Table 1 of MoDA: 8.01 T and 8.02 T for one sequence of 4096 tokens; 630 = 0 + 1 + ... + 35 pairs of layers."""
     settings = ["size=moda_700m", "backbone=olmo2"]
     vanilla = flops_per_token(meta(*settings), 4096).forward
     moda = flops_per_token(meta("model=moda", "model.attention.ffn_kv=false", *settings), 4096).forward
@@ -117,13 +119,15 @@ def test_forward_flops_of_modas_depth_keys_and_values(meta: Any) -> None:
 @pytest.mark.parametrize("loops", [1, 3])
 def test_loops_add_sources(meta: Any, loops: int) -> None:
     model = meta("model=depth_attention", "size=micro", "size.num_layers=4", f"model.loops={loops}")
-    # stride 2: layers 0 to 3 mix 0, 1, 1, 2 sources of their loop, and their own of each earlier loop
+    # stride 2: layers 0 to 3 mix 0, 1, 1, 2 sources of their own loop, and themselves in each earlier loop
     expected = sum(n + loop + 1 for loop in range(loops) for n in (0, 1, 1, 2) if n + loop)
     assert overhead(model).flops_per_token == pytest.approx(4 * 64 * expected)
 
 
 @pytest.mark.slow
-def test_every_mechanism_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overhead_table_has_a_row_for_every_mechanism(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b", "--json"])
     main()
     table = json.loads(capsys.readouterr().out)
@@ -138,7 +142,7 @@ def test_every_mechanism_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.slow
-def test_the_page_on_mechanisms_shows_these_numbers() -> None:
+def test_the_mechanisms_page_has_the_same_numbers() -> None:
     page = (REPOSITORY / "docs/mechanisms.md").read_text()
     for name in mechanisms():
         if name != "vanilla":
@@ -148,7 +152,7 @@ def test_the_page_on_mechanisms_shows_these_numbers() -> None:
 
 
 @pytest.mark.parametrize("override", ["model=moda", "model/attention=moda", "model.connection.block_size=2"])
-def test_overhead_goes_through_the_mechanisms_itself(
+def test_overhead_refuses_an_override_of_the_mechanism(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", override])

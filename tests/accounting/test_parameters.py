@@ -9,7 +9,7 @@ from depthlm.model.shape import Backbone, Size
 
 CONF = Path(__file__).parents[2] / "conf"
 
-# size, backbone, the digits known (papers' tables), in parameters
+# size, backbone, published number of parameters, half a unit of its last digit
 KNOWN = [
     ("360m", "qwen3", 360.67e6, 0.005e6),
     ("500m", "qwen3", 498.17e6, 0.005e6),
@@ -25,12 +25,12 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("size", "backbone", "expected", "rounding"), KNOWN)
-def test_counts_are_those_of_the_papers(vanilla, size, backbone, expected, rounding):
+def test_parameter_counts_equal_those_of_the_papers(vanilla, size, backbone, expected, rounding):
     assert abs(count_parameters(vanilla(size, backbone))["total"] - expected) <= rounding
 
 
 @pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "moda_layers", "lm1b"])
-def test_parts_add_up(vanilla, backbone):
+def test_parts_add_up_to_the_total(vanilla, backbone):
     model = vanilla("micro", backbone)
     counts = count_parameters(model)
     assert counts["total"] == sum(p.numel() for p in model.parameters())
@@ -39,7 +39,7 @@ def test_parts_add_up(vanilla, backbone):
     assert counts["head"] == {"qwen3": 512 * 64, "lm1b": 512 * 64 + 512}.get(backbone, 0)
 
 
-def test_every_size_and_backbone_gives_every_field():
+def test_every_size_and_backbone_sets_every_field():
     for folder, shape in (("size", Size), ("backbone", Backbone)):
         paths = sorted((CONF / folder).glob("*.yaml"))
         assert paths

@@ -1,4 +1,4 @@
-"""What `python -m depthlm summary` says, and the picture of a run."""
+"""The command `python -m depthlm summary`."""
 
 import json
 import sys
@@ -47,13 +47,13 @@ def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> 
             assert too_large > 0.99 * float(gb.removesuffix("GB")) * 1e9
 
 
-def test_a_decoder_that_cannot_be_traced_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UserError, match="vanilla cannot be traced"):
         summarize(depthlm.compose(["size=micro"], here=False), 8)
 
 
-def test_a_wrong_number_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, "summary", "--gpus", "0")
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""The operators that benchmarks/kernels.py times: their floors, their inputs, and a paper's settings of them."""
+"""The operators of benchmarks/kernels.py: their floors, their inputs, and a paper's settings."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def make() -> Make:
     return Make(torch.Generator().manual_seed(0), torch.float32)
 
 
-def test_floors_are_those_counted_by_hand() -> None:
+def test_floors_equal_those_counted_by_hand() -> None:
     # 3b: 32 query and 8 key/value heads of 64, D 2048
     assert operators.value_mix_values(n=3, h=32, k=8, e=64) == 3 * (2048 + 3 * 1024) + 2 * 512 == 16_384
     assert operators.reads_values(s=8, n=49, d=2048) == 3 * 100_352 + 2 * 16_384 == 333_824
@@ -41,12 +41,12 @@ def test_triton_and_pytorch_agree_on_the_inputs(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("the benchmark compares them itself")
     case = CASES[name](TINY, make())
-    found, expected = (step(case.run, case.inputs, kernels)() for kernels in ("triton", "torch"))
-    assert len(found) == len(case.run()) + len(case.inputs)
-    assert difference(found, expected) < 1e-4
+    actual, expected = (step(case.run, case.inputs, kernels)() for kernels in ("triton", "torch"))
+    assert len(actual) == len(case.run()) + len(case.inputs)
+    assert difference(actual, expected) < 1e-4
 
 
-def test_a_difference_is_relative_to_the_largest_number_and_not_overlooked() -> None:
+def test_a_difference_is_relative_to_the_largest_value_and_propagates_nan() -> None:
     x = torch.tensor([1.0, 4.0])
     assert difference((x, x), (x, torch.tensor([1.5, 4.0]))) == 0.125
     assert not difference((x, x), (x, torch.tensor([torch.nan, 4.0]))) <= 1.0
@@ -61,10 +61,10 @@ def test_a_difference_is_relative_to_the_largest_number_and_not_overlooked() -> 
         ("gated_reads", "dca", GRN),
     ],
 )
-def test_reads_and_sources_are_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
+def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
     decoder = depthlm.build_model(depthlm.compose(["size=1.5b", f"model={model}"], here=False), "meta")
     middle = (x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2)
-    # a phase of its own is what a sublayer has that reads nothing
+    # a phase of one sublayer belongs to a sublayer without reads
     first = next(x for x in middle if x.phase[0] is x and len(x.phase) > 1)
     reads = sum(getattr(x, "num_inputs", 1) for x in first.phase)
     sources = first.a.numel() if isinstance(first, DenseFormer) else first.num_sources
@@ -72,7 +72,7 @@ def test_reads_and_sources_are_those_of_the_decoder(name: str, model: str, kind:
     assert (len(case.run()[0]), len(case.inputs) - PARAMETERS[name]) == (reads, sources)
 
 
-def test_thirteen_settings_of_moda_agree_with_themselves() -> None:
+def test_the_thirteen_settings_of_moda_are_consistent() -> None:
     rows = read_table("moda_efficiency")
     assert [row["row"] for row, _ in rows] == [*range(1, 14)]
     assert [(shape.length, shape.h, shape.k, shape.e, shape.entries) for _, shape in rows] == [
@@ -82,7 +82,7 @@ def test_thirteen_settings_of_moda_agree_with_themselves() -> None:
     ]
     for row, shape in rows:
         assert shape.h == shape.k * row["groups"]
-        # the paper divides by its own time
+        # the paper's percentages are relative to MoDA's time
         assert 100 * (1 - row["flash_ms"] / row["moda_ms"]) == pytest.approx(row["extra_time_percent"], abs=0.01)
         assert 100 * row["groups"] / 64 == pytest.approx(row["depth_utilization"], abs=0.01)
     added = [row["moda_ms"] / row["flash_ms"] - 1 for row, _ in rows]

@@ -1,4 +1,4 @@
-"""Help where people look for it: all of it, a group, an option, a key; versions and shell completion."""
+"""Help on everything, a group, an option or a key; the version; shell completion."""
 
 import os
 import subprocess
@@ -19,13 +19,13 @@ def printed(capsys: pytest.CaptureFixture[str], *topics: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_whole_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_complete_help_contains_groups_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys)
     for word in ("model/connection", "depth_attention/main", "training.max_steps", "run=<directory>", "Exit codes"):
         assert word in text
 
 
-def test_a_group_is_shown_with_its_options_and_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_on_a_group_shows_only_its_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "schedule")
     assert "inverse_sqrt" in text
     assert "(the default)" in text.split("cosine")[1].splitlines()[0]
@@ -33,13 +33,13 @@ def test_a_group_is_shown_with_its_options_and_keys_alone(capsys: pytest.Capture
     assert "optimizer.lr" not in text
 
 
-def test_an_option_shows_what_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_on_an_option_shows_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "data=pile")
     assert "hub: monology/pile-uncopyrighted" in text
     assert "arXiv 2101.00027" in text
 
 
-def test_a_key_and_a_section_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_on_a_key_and_on_a_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert "peak learning rate" in printed(capsys, "optimizer.lr")
     text = printed(capsys, "training")
     assert "training.max_steps" in text
@@ -47,9 +47,7 @@ def test_a_key_and_a_section_are_shown(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("name", mechanisms())
-def test_every_setting_of_a_mechanism_has_its_value_and_a_meaning(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, f"model={name}")
     assert "arXiv" in text or name == "vanilla"
     for line in text.splitlines():
@@ -58,18 +56,18 @@ def test_every_setting_of_a_mechanism_has_its_value_and_a_meaning(
             assert len(cells) > 3, line
 
 
-def test_the_settings_of_a_mechanism_are_those_of_its_preset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_on_a_mechanism_shows_the_values_of_its_preset(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in printed(capsys, "model=dca").splitlines() if "separate_qkv  " in line]
     assert lines[0][:3] == ["model.connection.separate_qkv", "true", "false"]
 
 
-def test_a_meaning_may_go_over_lines_and_serve_several() -> None:
+def test_a_meaning_may_span_lines_and_apply_to_several_settings() -> None:
     text = "Something.\n\na, b: first\n    second line\nc: alone\nNo meaning here."
     assert setting_meanings(text) == {"a": "first second line", "b": "first second line", "c": "alone"}
 
 
 @pytest.mark.parametrize(("topic", "word"), [("modle", "model"), ("model=dcb", "dca"), ("optimzer.lr", "optimizer.lr")])
-def test_an_unknown_topic_is_refused_with_the_nearest(topic: str, word: str) -> None:
+def test_an_unknown_topic_is_refused_with_a_suggestion(topic: str, word: str) -> None:
     with pytest.raises(UserError, match=f"did you mean `{word}`"):
         print_help([topic], None)
 
@@ -90,7 +88,7 @@ def complete(line: str, *command: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_shell_is_given_completions() -> None:
+def test_the_shell_completes_groups_and_options() -> None:
     assert complete("python train.py model=dep", "train.py") == ["model=depth_attention"]
     assert complete("depthlm train optimizer=", "-m", "depthlm") == ["optimizer=adamw", "optimizer=muon"]
     assert "summary" in complete("depthlm su", "-m", "depthlm")
@@ -98,7 +96,7 @@ def test_a_shell_is_given_completions() -> None:
         [sys.executable, "train.py", "-sc", "install=bash"], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    # bash accepts it
+    # the script is valid bash
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""`depthlm runs`: what it lists, and what it leaves out."""
+"""`depthlm runs`: the runs that it lists, and the folders that it ignores."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ ROW = {"step": 10, "tokens": 5000, "loss": 3.25}
 def make(
     root: Path, name: str, *, model: str = "vanilla", size: str = "micro", rows: int = 0, age: float = 0.0, **files: str
 ) -> Path:
-    """A run directory. files: further ones by name, `summary_json` for summary.json."""
+    """Create a run directory. files: additional files by name, such as `summary_json` for summary.json."""
     folder = root / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"model: {{name: '{model}'}}\nsize: {{name: '{size}'}}\n")
@@ -33,7 +33,7 @@ def make(
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs of every state, of which the newest has the latest name in the alphabet."""
+    """Runs of every state, with names in the order of their age."""
     monkeypatch.chdir(tmp_path)
     root = Path("outputs")
     summary = json.dumps({"steps": 20, "tokens": 9999, "validation_loss": 2.5})
@@ -55,7 +55,7 @@ def test_a_run_is_listed_with_its_state_and_newest_numbers(root: Path) -> None:
     assert [run.age for run in runs] == pytest.approx([400_000, 7200, 90, 5], abs=60)
 
 
-def test_a_run_that_another_process_trains_is_running(root: Path) -> None:
+def test_a_run_locked_by_another_process_is_running(root: Path) -> None:
     with (root / "sweep/begun/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [run.directory for run in list_runs(root, ["running"])] == ["outputs/sweep/begun"]
@@ -79,23 +79,23 @@ def test_a_run_must_match_every_filter(root: Path, filters: list[str], names: li
     assert [run.directory for run in list_runs(root, filters)] == [f"outputs/{name}" for name in names]
 
 
-def test_what_is_no_run_is_not_listed(root: Path) -> None:
+def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
     make(root, "sweep/.slurm/0001/code/conf")
     make(root, "default/base/wandb/offline-run-1/files")
     assert len(list_runs(root)) == 4
-    # below a folder whose own path has such a name, runs are runs
+    # an ignored name counts only below the root
     make(Path("wandb/mine"), "base")
     assert len(list_runs(Path("wandb"))) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n"])
-def test_a_run_whose_configuration_is_broken_is_listed(root: Path, content: bytes) -> None:
+def test_a_run_with_a_broken_configuration_is_listed(root: Path, content: bytes) -> None:
     (root / "sweep/new/config.yaml").write_bytes(content)
     run = list_runs(root)[-1]
     assert (run.directory, run.model, run.size) == ("outputs/sweep/new", "?", "?")
 
 
-def test_json_has_every_field(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_contains_every_field(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--json", "complete"], "depthlm runs")
     (run,) = json.loads(capsys.readouterr().out)
     age = run.pop("age")
@@ -106,7 +106,7 @@ def test_json_has_every_field(root: Path, capsys: pytest.CaptureFixture[str]) ->
     }  # fmt: skip
 
 
-def test_the_table_shows_names_as_they_are(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_names_without_interpreting_markup(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(root, "odd/[red]name[/]", model="a[/b]")
     main([], "depthlm runs")
     printed = capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_the_table_shows_names_as_they_are(root: Path, capsys: pytest.CaptureFix
     assert line.split() == cells
 
 
-def test_another_root_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_root_can_be_given(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--root", "outputs/sweep", "begun"], "depthlm runs")
     assert "1 run below outputs/sweep" in capsys.readouterr().out
     with pytest.raises(UserError, match="--root nowhere: no such folder"):
@@ -129,5 +129,5 @@ def test_another_root_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (90, "1 min"), (7199, "1 h"), (10_000, "2 h"), (172_799, "47 h"), (400_000, "4 days")],
 )
-def test_an_age_has_one_unit(seconds: float, text: str) -> None:
+def test_an_age_is_shown_in_one_unit(seconds: float, text: str) -> None:
     assert age_text(seconds) == text

@@ -1,4 +1,4 @@
-"""What a budget cuts, and what it leaves."""
+"""Budgets: the settings that they reduce, and those that they preserve."""
 
 import pytest
 
@@ -15,13 +15,13 @@ def of(*overrides: str) -> Config:
     return compose([MINE, *overrides], here=False)
 
 
-def test_the_paper_s_budget_changes_nothing() -> None:
+def test_the_paper_budget_changes_nothing() -> None:
     plain, asked = compose(FORTY_EIGHT, here=False), compose([*FORTY_EIGHT, "budget=paper"], here=False)
     asked.output_dir = plain.output_dir
     assert plain == asked
 
 
-def test_smoke_keeps_depth_mechanism_and_groups_of_heads_and_needs_no_download() -> None:
+def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download() -> None:
     paper, smoke = of("model=mhc"), of("model=mhc", "budget=smoke")
     assert (smoke.size.num_layers, smoke.model) == (paper.size.num_layers, paper.model)
     assert (smoke.size.num_heads, smoke.size.num_kv_heads) == (paper.size.num_heads, paper.size.num_kv_heads)
@@ -32,22 +32,22 @@ def test_smoke_keeps_depth_mechanism_and_groups_of_heads_and_needs_no_download()
     assert run_steps(smoke) == 12
 
 
-def test_an_hour_of_a_gpu_keeps_the_model_and_cuts_steps_to_its_flops() -> None:
+def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops() -> None:
     paper, hour = of(), of("budget=gpu_hour")
     assert (hour.size, hour.data, hour.precision) == (paper.size, paper.data, paper.precision)
     tokens = hour.training.batch_size * hour.training.sequence_length
     assert tokens == 262_144
     steps = run_steps(hour)
     assert steps is not None
-    # the experiment's own models have 500M parameters, and an hour is a sixtieth of what the paper spent on each
+    # the models of the experiment have 500M parameters, and an hour is a sixtieth of the paper's compute for each
     assert steps * tokens / (15625 * 1024 * 2048) == pytest.approx(1.44e18 / 8.65e19, rel=0.01)
-    # of a run that no experiment names
+    # a run without an experiment
     alone = compose(["budget.flops=1e12"])
     spent = 6 * matrices(alone) * (run_steps(alone) or 0) * alone.training.batch_size * alone.training.sequence_length
     assert spent == pytest.approx(1e12, rel=0.05)
-    # the matrices are most of the parameters
+    # the matrices contain most of the parameters
     assert matrices(hour) == pytest.approx(498.17e6 - 50304 * 1152, rel=0.01)
-    # a larger model than the experiment's takes no longer
+    # a larger model than those of the experiment does not cost more
     larger = of("budget=gpu_hour", "size=3b")
     spent = 6 * matrices(larger) * (run_steps(larger) or 0) * tokens
     assert spent == pytest.approx(1.44e18, rel=0.01)
@@ -64,7 +64,7 @@ def test_the_schedule_keeps_its_shape() -> None:
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
 
 
-def test_what_the_command_line_chooses_stays() -> None:
+def test_settings_of_the_command_line_are_preserved() -> None:
     chosen = of("budget=smoke", "training.max_steps=50", "size.hidden_size=64", "data.tokenizer=bpe", "precision=bf16")
     assert run_steps(chosen) == 50
     assert chosen.size.hidden_size == 64
@@ -76,7 +76,7 @@ def test_what_the_command_line_chooses_stays() -> None:
     assert (run_steps(longer), longer.schedule.warmup_steps) == (50, 5)
 
 
-def test_what_a_point_of_the_experiment_gives_is_cut() -> None:
+def test_settings_of_a_point_are_reduced() -> None:
     (point,) = sweep_points(["experiment=depthlm/mechanisms", "size=nano_128", "model=mhc", "budget=smoke"])
     assert compose(point.overrides).size.hidden_size == 8
 
@@ -85,5 +85,5 @@ def test_what_a_point_of_the_experiment_gives_is_cut() -> None:
     ("width", "divisor", "expected"),
     [(960, 16, 64), (1152, 16, 72), (2540, 16, 160), (771, 16, 48), (64, 16, 4), (12, 16, 4), (771, 1, 771)],
 )
-def test_widths_are_divided_to_even_ones(width: int, divisor: int, expected: int) -> None:
+def test_divided_widths_are_even(width: int, divisor: int, expected: int) -> None:
     assert divided(width, divisor) == expected

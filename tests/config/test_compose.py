@@ -1,4 +1,4 @@
-"""What the overrides come to."""
+"""Overrides are composed into the expected configuration."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_every_key_is_documented() -> None:
     assert [key.name for key in keys().values() if not key.metadata["doc"]] == []
 
 
-def test_the_vocabulary_is_the_larger_of_size_and_tokenizer() -> None:
+def test_the_vocabulary_size_is_the_larger_of_size_and_tokenizer() -> None:
     assert depthlm.compose(["size=1.5b"]).size.vocab_size == 50304
     assert depthlm.compose(["size=micro", "data.vocab_size=5000"]).size.vocab_size == 5056
     assert depthlm.compose(["size=micro", "data.tokenizer=bytes"]).size.vocab_size == 512
@@ -45,17 +45,17 @@ def test_the_vocabulary_is_the_larger_of_size_and_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("text", "number"), [("10", 10), (10, 10), ("10B", 10**10), ("1.5M", 1_500_000), ("2_000", 2000), ("3k", 3000)]
 )
-def test_counts_parse(text: str | int, number: int) -> None:
+def test_parse_count_accepts_integers_and_suffixes(text: str | int, number: int) -> None:
     assert parse_count(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "B", "1.5", True, "ten", "1.5.5M"])
-def test_other_counts_do_not(text: str | bool) -> None:
+def test_parse_count_rejects_other_text(text: str | bool) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_count(text)
 
 
-def test_the_length_given_replaces_the_default_of_its_pair() -> None:
+def test_an_alternative_length_replaces_the_default() -> None:
     config = depthlm.compose(["training.max_tokens=1M", "training.batch_size=4", "training.sequence_length=100"])
     assert config.training.max_steps is None
     assert run_steps(config) == 2500
@@ -64,7 +64,7 @@ def test_the_length_given_replaces_the_default_of_its_pair() -> None:
     assert warmup_steps(config, 100) == 7
 
 
-def test_widths_need_not_be_heads_times_head_size() -> None:
+def test_the_width_need_not_equal_heads_times_head_size() -> None:
     for width in (771, 1111):
         model = depthlm.build_model(
             depthlm.compose(["backbone=lm1b", "size=lm1b", f"size.hidden_size={width}"]), "meta"
@@ -72,16 +72,16 @@ def test_widths_need_not_be_heads_times_head_size() -> None:
         assert model.head.weight.shape == (30000, width)
 
 
-def test_a_model_on_meta_gives_the_shape_of_its_logits() -> None:
+def test_a_model_on_the_meta_device_returns_logits_of_the_right_shape() -> None:
     model = depthlm.build_model(depthlm.compose(["size=1.5b"]), device="meta")
     assert model(torch.zeros(2, 8, dtype=torch.long, device="meta")).shape == (2, 8, 50304)
 
 
-def test_a_batch_in_tokens_becomes_sequences() -> None:
+def test_batch_tokens_sets_the_batch_size() -> None:
     assert depthlm.compose(["training.batch_tokens=4096", "training.sequence_length=128"]).training.batch_size == 32
 
 
-def test_the_name_of_a_run_leaves_out_what_does_not_change_its_result() -> None:
+def test_the_run_name_omits_overrides_that_do_not_affect_the_result() -> None:
     silent = [
         "output_dir=x",
         "training.log_every=3",
@@ -94,18 +94,18 @@ def test_the_name_of_a_run_leaves_out_what_does_not_change_its_result() -> None:
     assert run_name([]) == "base"
 
 
-def test_names_that_lose_characters_stay_different() -> None:
+def test_run_names_with_replaced_characters_remain_unique() -> None:
     names = {run_name([f"optimizer.betas=[0.9,{beta}]"]) for beta in (0.9, 0.95, 0.99)}
     assert len(names) == 3
     assert all("/" not in name and "," not in name for name in names)
     assert run_name([f"data.source={'a' * 300}b"]) != run_name([f"data.source={'a' * 300}c"])
 
 
-def test_arguments_of_launchers_are_dropped() -> None:
+def test_arguments_added_by_launchers_are_ignored() -> None:
     assert read_command_line(["--local_rank=0", "size=micro"]).hydra == ["size=micro"]
 
 
-def test_a_mechanism_from_a_folder_outside_composes(tmp_path: Path) -> None:
+def test_a_mechanism_from_config_dir_composes(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "mine.yaml").write_text(
@@ -114,7 +114,7 @@ def test_a_mechanism_from_a_folder_outside_composes(tmp_path: Path) -> None:
     assert depthlm.compose(["model=mine"], config_dir=tmp_path).model.name == "mine"
 
 
-def test_composing_inside_a_hydra_application_leaves_it_as_it_was() -> None:
+def test_composing_inside_a_hydra_application_preserves_its_state() -> None:
     with hydra.initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         depthlm.compose(["size=micro"])
         assert hydra.compose("config", ["seed=5"]).seed == 5
@@ -143,5 +143,5 @@ def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> N
         (["model/connection=mhc", "model.name=mine"], "mine"),
     ],
 )
-def test_a_pair_is_named_after_its_parts(overrides: list[str], name: str) -> None:
+def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -> None:
     assert depthlm.compose(overrides, here=False).model.name == name

@@ -1,4 +1,4 @@
-"""Every experiment of conf/experiment: its points compose, are told apart, and take a training step."""
+"""Every experiment of conf/experiment: its points compose, have distinct run directories, and can be trained."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ FOLDER = REPOSITORY / "conf/experiment"
 EXPERIMENTS = sorted(
     f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml") if not path.name.startswith("_")
 )
-# one of each paper
+# one experiment of each paper
 QUICK = ["attention_residuals/block_size", "dca/retrofit", "depth_attention/mixing_rule", "moda/variants"]
 QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in EXPERIMENTS]
 
@@ -34,25 +34,25 @@ def composed(name: str, budget: str) -> list[Config]:
 
 
 def distinct(names: Iterable[str]) -> list[Config]:
-    """One configuration, at smoke, of each mechanism in each backbone at each depth."""
-    found: dict[str, Config] = {}
+    """Return one configuration, at budget=smoke, of each mechanism, backbone and depth."""
+    unique_configs: dict[str, Config] = {}
     for name in names:
         for config in composed(name, "smoke"):
             key = [config.model.connection, config.model.attention, config.model.loops, config.size.num_layers]
-            found.setdefault(json.dumps([*key, asdict(config.backbone)], sort_keys=True), config)
-    return list(found.values())
+            unique_configs.setdefault(json.dumps([*key, asdict(config.backbone)], sort_keys=True), config)
+    return list(unique_configs.values())
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_the_papers_numbers_lie_in_columns(name: str) -> None:
+def test_every_number_of_the_paper_has_a_column(name: str) -> None:
     experiment = load_experiment(name)
     assert experiment.title
     assert experiment.source
     assert experiment.columns
     for line in experiment.points:
-        told = line.get("paper", {})
-        assert told.keys() <= experiment.columns.keys(), line
-        assert all(value is None or isinstance(value, int | float) for value in told.values()), line
+        paper = line.get("paper", {})
+        assert paper.keys() <= experiment.columns.keys(), line
+        assert all(value is None or isinstance(value, int | float) for value in paper.values()), line
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -71,23 +71,23 @@ def test_every_point_composes(name: str, budget: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK_FIRST)
-def test_printed_parameter_counts_are_met(name: str) -> None:
+def test_parameter_counts_match_the_paper(name: str) -> None:
     columns = load_experiment(name).columns
     for point, config in zip(points(name, "paper"), composed(name, "paper"), strict=True):
         for column, printed in point.paper.items():
             if columns[column].metric == "parameters" and printed is not None:
                 model = depthlm.build_model(config, device="meta")
                 ours = sum(parameter.numel() for parameter in model.parameters()) / columns[column].scale
-                # C4's vocabulary, 32 128, is the least exact
+                # the C4 models, with a vocabulary of 32 128, match least exactly
                 assert ours == pytest.approx(printed, rel=0.012), point.label
 
 
 @pytest.mark.parametrize("name", QUICK_FIRST)
-def test_a_budget_cuts_all_points_by_one_factor(name: str) -> None:
+def test_a_budget_reduces_the_flops_of_all_points_by_the_same_factor(name: str) -> None:
     spent = [training_flops(config) for config in composed(name, "paper")]
     declared = load_experiment(name).flops
     if declared is None:
-        # small enough to be trained as it is
+        # small enough to train without a budget
         assert max(spent) < 1e15
         return
     assert max(spent) == pytest.approx(declared, rel=0.01)
@@ -115,8 +115,8 @@ def test_every_mechanism_takes_a_training_step(names: Sequence[str]) -> None:
         sums = model(tokens[:, :-1], tokens[:, 1:])
         loss = sums.nll / sums.tokens
         loss.backward()
-        told = f"{config.experiment.name}: {config.output_dir}"
-        assert torch.isfinite(loss), told
+        message = f"{config.experiment.name}: {config.output_dir}"
+        assert torch.isfinite(loss), message
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert gradients, told
-        assert all(torch.isfinite(gradient).all() for gradient in gradients), told
+        assert gradients, message
+        assert all(torch.isfinite(gradient).all() for gradient in gradients), message

@@ -1,4 +1,4 @@
-"""`run=<directory>`: the configuration of a run, with overrides on top. Nothing is trained here."""
+"""`run=<directory>`: the configuration of an existing run with overrides on top, without training."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(directory: str, *overrides: str, config_dir: str | None = None) -> Config:
-    """Write the config.yaml of a run with these overrides, as training does."""
+    """Write the config.yaml of a run with these overrides, as training would."""
     config = depthlm.compose([*overrides, f"output_dir={directory}"], config_dir, here=False)
     Path(directory).mkdir(parents=True)
     (Path(directory) / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
@@ -62,7 +62,7 @@ MIXTURE = (
     ],
     ids=lambda overrides: " ".join(overrides)[:40] or "default",
 )
-def test_alone_it_is_the_configuration_of_the_run(overrides: tuple[str, ...]) -> None:
+def test_without_overrides_the_configuration_is_that_of_the_run(overrides: tuple[str, ...]) -> None:
     saved = save(BASE, *overrides)
     assert from_run() == saved
 
@@ -99,14 +99,14 @@ def test_a_budget_is_not_applied_again(experiment: str, budget: str) -> None:
     ],
     ids=lambda overrides: " ".join(overrides)[:40],
 )
-def test_overrides_of_a_run_come_to_what_they_come_to_from_scratch(overrides: tuple[str, ...]) -> None:
+def test_overrides_have_the_same_effect_on_a_run_as_from_scratch(overrides: tuple[str, ...]) -> None:
     own = ("size=micro", "data.vocab_size=4096", "training.batch_size=4", "training.sequence_length=64")
     save(BASE, *own)
     fresh = depthlm.compose([*own, *overrides], here=False)
     assert without_place(from_run(*overrides)) == without_place(fresh)
 
 
-def test_an_override_of_a_mixture_changes_that_key_alone() -> None:
+def test_an_override_of_a_mixture_changes_only_its_key() -> None:
     saved = save(BASE, *MIXTURE)
     config = from_run("data.sources.a.weight=3", "data.validation.w.source=texts")
     assert (config.data.sources["a"].weight, config.data.sources["a"].source) == (3.0, "texts")
@@ -115,13 +115,13 @@ def test_an_override_of_a_mixture_changes_that_key_alone() -> None:
 
 
 @pytest.mark.parametrize("override", ["training.batch_size=8", "training.batch_tokens=4096"])
-def test_a_batch_in_sequences_and_one_in_tokens_replace_each_other(override: str) -> None:
+def test_batch_size_and_batch_tokens_replace_each_other(override: str) -> None:
     save(BASE, "training.batch_tokens=65536", "training.sequence_length=512")
     assert from_run(override).training.batch_size == 8
     assert from_run("training.sequence_length=1024").training.batch_size == 64
 
 
-def test_what_belongs_to_one_call_is_not_taken_over() -> None:
+def test_settings_of_a_single_invocation_are_not_inherited() -> None:
     save(
         BASE, "resume=never", "dry_run=true", "training.max_steps=9", "training.stop_after=3", "training.profile=true",
         "training.log_every=4", "training.keep_last=7",
@@ -139,7 +139,7 @@ def test_what_belongs_to_one_call_is_not_taken_over() -> None:
         ((), BASE),
         (("training.log_every=3", "tracker=none", "resume=never"), BASE),
         (("deepspeed=zero2", "kernels=torch", "training.micro_batch_size=2"), BASE),
-        # the values that the run has
+        # the same values as in the run
         (("model=vanilla", "seed=1", "optimizer.betas=[0.9,0.95]"), BASE),
         (("training.max_steps=900", "resume=extend"), BASE),
         (("training.max_tokens=9M", "resume=extend"), BASE),
@@ -154,12 +154,12 @@ def test_what_belongs_to_one_call_is_not_taken_over() -> None:
         (("output_dir=null",), BASE),
     ],
 )
-def test_another_result_is_another_run_beside_it(overrides: tuple[str, ...], directory: str) -> None:
+def test_overrides_that_affect_the_result_give_a_new_run_directory(overrides: tuple[str, ...], directory: str) -> None:
     save(BASE)
     assert from_run(*overrides).output_dir == directory
 
 
-def test_the_name_of_a_run_begins_with_that_of_its_origin() -> None:
+def test_a_derived_run_name_begins_with_that_of_its_origin() -> None:
     save("runs/mine")
     assert from_run("seed=2", run="runs/mine/").output_dir == "runs/mine__seed-2"
     save("runs/mine__seed-2", "seed=2")
@@ -167,14 +167,16 @@ def test_the_name_of_a_run_begins_with_that_of_its_origin() -> None:
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints/.."])
-def test_a_run_is_named_from_inside_it(inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_may_be_given_relative_to_itself(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save("runs/mine")
     (tmp_path / "runs/mine/checkpoints").mkdir()
     monkeypatch.chdir(tmp_path / "runs/mine")
     assert from_run("seed=2", run=inside).output_dir == str(tmp_path / "runs/mine__seed-2")
 
 
-def test_a_name_is_never_too_long_for_a_folder() -> None:
+def test_a_long_run_name_is_shortened() -> None:
     origin = f"runs/{'long-' * 30}"
     save(origin)
     directories = [
@@ -185,7 +187,7 @@ def test_a_name_is_never_too_long_for_a_folder() -> None:
     assert all(len(directory.name) < 200 and directory.parent == Path("runs") for directory in directories)
 
 
-def test_what_differs_is_listed_without_what_does_not_change_the_result() -> None:
+def test_changes_list_only_settings_that_affect_the_result() -> None:
     save(BASE, "training.max_steps=600")
     run = Path(BASE)
     assert changes(run, from_run("seed=2", "training.log_every=1", "kernels=torch")) == {
@@ -196,14 +198,14 @@ def test_what_differs_is_listed_without_what_does_not_change_the_result() -> Non
     assert "seed" not in CHANGEABLE
 
 
-def test_forking_from_the_run_is_another_run() -> None:
+def test_forking_from_the_run_gives_a_new_run_directory() -> None:
     save(BASE)
     config = from_run(f"fork_from={BASE}", "optimizer.lr=0.1")
     assert (config.fork_from, config.optimizer.lr) == (BASE, 0.1)
     assert config.output_dir != BASE
 
 
-def test_every_mistake_is_named_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     save(BASE)
     given = {
         "budget=smoke": "budget=smoke: not with run=",
@@ -221,9 +223,9 @@ def test_every_mistake_is_named_at_once() -> None:
         "data.sources.a.weight=x": "data.sources.a.weight=x: ",
         "optimizer.eps=${nope.x}": "optimizer.eps=${nope.x}: ",
     }
-    found = mistakes(*given)
-    missing = {wanted for wanted in given.values() if not any(error.startswith(wanted) for error in found)}
-    # the value of a source is only wrong where there is such a source
+    reported = mistakes(*given)
+    missing = {wanted for wanted in given.values() if not any(error.startswith(wanted) for error in reported)}
+    # the value of a source is checked only if the run has that source
     assert missing == {"data.sources.a.weight=x: "}
 
 
@@ -234,28 +236,28 @@ def test_every_mistake_is_named_at_once() -> None:
         ("model.connection.spn=3", "has no such setting"),
         ("data.sources.a.wight=3", "no such key; did you mean `weight`?"),
         ("data.sources.a.weight=x", "data.sources.a.weight=x: Value 'x' of type 'str' could not be converted to Float"),
-        ("training.max_steps=null", "how long is the run?"),
+        ("training.max_steps=null", "the run has no length"),
         ("size.num_kv_heads=3", "must divide"),
     ],
 )
-def test_a_value_that_is_wrong_is_explained(override: str, message: str) -> None:
+def test_an_invalid_value_is_explained(override: str, message: str) -> None:
     save(BASE, *MIXTURE)
     assert message in "\n".join(mistakes(override))
 
 
-def test_a_sweep_takes_no_run() -> None:
+def test_a_sweep_does_not_accept_run() -> None:
     save(BASE)
-    with pytest.raises(ConfigError, match="run=: takes up one run"):
+    with pytest.raises(ConfigError, match="run=: resumes or varies one run"):
         check_points([f"run={BASE}", "seed=1,2"])
 
 
 @pytest.mark.parametrize("overrides", [["run="], ["run=a", "run=b"]])
-def test_one_run_is_given(overrides: list[str]) -> None:
+def test_run_must_name_exactly_one_directory(overrides: list[str]) -> None:
     with pytest.raises(UserError, match="give one run directory"):
         depthlm.compose(overrides)
 
 
-def test_hydras_description_of_itself_is_refused_with_a_run() -> None:
+def test_the_info_flag_of_hydra_is_refused_with_run() -> None:
     with pytest.raises(UserError, match="--info: not with run="):
         read_command_line(["--info", "config", f"run={BASE}"])
 
@@ -274,7 +276,7 @@ def test_hydras_description_of_itself_is_refused_with_a_run() -> None:
         (b"of_another_version: 1\n", "of_another_version: no such key"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_an_error(content: bytes | None, message: str) -> None:
+def test_an_invalid_config_file_is_reported(content: bytes | None, message: str) -> None:
     Path("broken").mkdir()
     if content is not None:
         Path("broken/config.yaml").write_bytes(content)
@@ -294,7 +296,7 @@ class Mine(Residual):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The configuration folder of a reader whose connection is in a module of their own, and a run with it."""
+    """A configuration folder whose connection is in the user's own module, and a run that uses it."""
     (tmp_path / "my_depth.py").write_text(OWN)
     folder = tmp_path / "my_conf/model/connection"
     folder.mkdir(parents=True)
@@ -304,7 +306,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_conf"
 
 
-def test_a_mechanism_of_the_readers_own_is_imported_where_it_is_trusted(mine: str) -> None:
+def test_a_mechanism_of_the_user_is_imported_only_if_trusted(mine: str) -> None:
     for overrides in ([], ["trust=other"], ["trust=my_dep"], ["model/attention=moda"], ["seed=2"]):
         with pytest.raises(UserError, match=r"model\.connection is from my_depth; name that module in trust="):
             from_run(*overrides)
@@ -313,20 +315,20 @@ def test_a_mechanism_of_the_readers_own_is_imported_where_it_is_trusted(mine: st
         assert from_run(*overrides).output_dir == BASE
 
 
-def test_a_class_that_the_command_line_names_needs_no_trust(mine: str) -> None:
+def test_a_class_named_on_the_command_line_needs_no_trust(mine: str) -> None:
     assert from_run("model.connection._target_=my_depth.Mine").output_dir == BASE
     assert depthlm.compose([f"run={BASE}", "model/connection=mine"], mine, here=False).output_dir == BASE
     assert from_run("model=dca").model.name == "dca"
     assert from_run("model/connection=residual").model.connection["_target_"].startswith("depthlm.")
 
 
-def test_a_part_that_the_run_has_does_not_rename_its_mechanism() -> None:
+def test_selecting_the_same_part_does_not_rename_the_mechanism() -> None:
     save(BASE, "model/connection=mhc", "model/attention=moda")
     assert from_run("model/attention=moda").model.name == "mhc+moda"
     assert from_run("model/attention=moda").output_dir == BASE
     assert from_run("model/attention=depth_attention").model.name == "mhc+moda,attention=depth_attention"
 
 
-def test_trust_is_for_a_run_alone() -> None:
+def test_trust_is_allowed_only_with_run() -> None:
     with pytest.raises(ConfigError, match="trust"):
         depthlm.compose(["trust=my_depth"])

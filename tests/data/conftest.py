@@ -1,4 +1,4 @@
-"""A small folder of text, and a configuration that reads it."""
+"""Fixtures: a small folder of text, and a configuration that reads it."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -16,13 +16,13 @@ WEIGHTS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 40).map(lambda 
 
 
 def counts(weights: tuple[float, ...], samples: int) -> np.ndarray:
-    """[k, samples]: how many of the first 1, 2, ... samples come from each source."""
+    """Return how many of the first 1, 2, ... samples come from each source, [k, samples]."""
     sources, _ = schedule(weights).locate(np.arange(samples))
     return np.stack([np.cumsum(sources == index) for index in range(len(weights))])
 
 
 @given(WEIGHTS)
-def test_every_prefix_has_the_shares_asked_for_to_within_one_sample(weights: list[float]) -> None:
+def test_every_prefix_has_the_requested_shares_to_within_one_sample(weights: list[float]) -> None:
     samples = 5000
     found = counts(tuple(weights), samples)
     for index, share in enumerate(shares(weights)):
@@ -37,19 +37,19 @@ def test_the_shares_of_olmo2_hold_over_several_periods() -> None:
     assert np.abs(found - exact[:, None] * np.arange(1, 130_001)).max() < 1
 
 
-def test_weights_without_a_short_period_are_refused_with_how_to_round_them() -> None:
-    with pytest.raises(DataError, match=r"no common denominator .* Round them, as to 97\d+, 2\d+") as caught:
+def test_weights_without_a_short_period_are_an_error_that_suggests_rounded_weights() -> None:
+    with pytest.raises(DataError, match=r"no common denominator .* Round them, for example to 97\d+, 2\d+") as caught:
         shares([3710123456789, 83123456781, 0.5])
-    rounded = [float(number) for number in caught.value.remedy.removesuffix(".").split("as to ")[1].split(", ")]
+    rounded = [float(number) for number in caught.value.remedy.removesuffix(".").split("example to ")[1].split(", ")]
     assert np.abs(counts(tuple(rounded), 1000)).max() <= 1000
 
 
-def test_a_fraction_that_a_float_cannot_hold_is_that_fraction() -> None:
+def test_a_simple_fraction_that_a_float_cannot_represent_is_recovered() -> None:
     assert shares([1 / 3, 2 / 3]) == [Fraction(1, 3), Fraction(2, 3)]
     assert shares([n / 7 for n in (1, 2, 4)]) == [Fraction(n, 7) for n in (1, 2, 4)]
 
 
-def test_a_weight_means_what_is_written() -> None:
+def test_a_weight_has_the_decimal_value_as_written() -> None:
     assert shares([0.1, 0.2, 0.7]) == [Fraction(1, 10), Fraction(1, 5), Fraction(7, 10)]
     assert shares([1e12, 3e12]) == [Fraction(1, 4), Fraction(3, 4)]
 
@@ -61,7 +61,7 @@ def test_a_sample_is_a_pure_function_of_its_number(weights: list[float], first: 
     for offset in range(0, count, 7):
         alone = plan.locate(numbers[offset : offset + 1])
         assert (alone[0][0], alone[1][0]) == (source[offset], place[offset])
-    # the samples of one source are numbered without a gap, from what came before
+    # the samples of one source are numbered without a gap, after those before `first`
     before = plan.seen(first)
     for index in range(len(weights)):
         mine = place[source == index]
@@ -70,7 +70,7 @@ def test_a_sample_is_a_pure_function_of_its_number(weights: list[float], first: 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> dict[str, TokenFiles]:
-    """Three sources whose tokens tell where they are from."""
+    """Three sources whose tokens identify their source."""
     found = {}
     for index, (name, count) in enumerate({"web": 3001, "code": 301, "maths": 61}.items()):
         writer = SplitWriter(tmp_path, name, "uint16", 40_000, 700)
@@ -83,7 +83,9 @@ SETTINGS = {"sequence_length": 10, "batch_size": 12, "seed": 3, "weights": {"web
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_the_order_is_the_same_for_any_ranks_and_workers_and_from_any_step(sources: dict[str, TokenFiles]) -> None:
+def test_the_order_is_the_same_for_any_number_of_ranks_and_workers_and_from_any_step(
+    sources: dict[str, TokenFiles],
+) -> None:
     whole = [Batches(sources, **SETTINGS)[step].flatten(0, 1) for step in range(20)]
     for ranks in (1, 2, 4):
         shares_of = [Batches(sources, **SETTINGS, micro_batch=3, rank=rank, ranks=ranks) for rank in range(ranks)]
@@ -105,7 +107,7 @@ def test_each_source_has_every_token_as_a_target_once_in_each_of_its_epochs(sour
             assert sorted(mine[start : start + per_epoch].flatten().tolist()) == list(range(1, len(tokens)))
 
 
-def test_what_was_seen_is_what_was_read(sources: dict[str, TokenFiles]) -> None:
+def test_seen_gives_the_shares_that_were_read(sources: dict[str, TokenFiles]) -> None:
     batches = Batches(sources, **SETTINGS)
     for steps in (1, 7, 31):
         firsts = torch.cat([batches[step].flatten(0, 1)[:, 0] for step in range(steps)])

@@ -26,7 +26,7 @@ def test_the_permutation_is_a_bijection(n: int, key: int) -> None:
 
 
 @given(n=st.integers(2, 2**48), key=KEYS, data=st.data())
-def test_the_permutation_of_a_large_range_is_one_to_one_and_each_value_stands_alone(
+def test_the_permutation_of_a_large_range_is_injective_and_independent_of_the_other_values(
     n: int, key: int, data: st.DataObject
 ) -> None:
     values = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True)))
@@ -37,7 +37,7 @@ def test_the_permutation_of_a_large_range_is_one_to_one_and_each_value_stands_al
     assert placed[-1] == permute(values[-1:], n, key)[0]
 
 
-def test_every_place_is_about_equally_likely_for_every_value() -> None:
+def test_every_position_is_about_equally_likely_for_every_value() -> None:
     n, trials = 10, 4000
     counts = np.zeros((n, n))
     for seed in range(trials):
@@ -64,7 +64,7 @@ def test_an_epoch_has_every_window_once(seed: int, n: int) -> None:
         assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_each_epoch_and_seed_has_its_own_order() -> None:
     orders = {
         tuple(sample_windows((seed,), epoch * 500 + np.arange(500), 500)) for seed in range(5) for epoch in range(5)
     }
@@ -72,7 +72,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    # pinned: another order would break the resuming of every earlier run
+    # pinned: another order would break the resuming of existing runs
     assert sample_windows((1,), 24 + np.arange(8), 1000).tolist() == [312, 171, 183, 374, 897, 252, 369, 990]
 
 
@@ -100,7 +100,7 @@ def test_every_token_is_a_target_once_in_an_epoch(tmp_path: Path) -> None:
     assert torch.equal(epoch[:, 1:], epoch[:, :-1] + 1)
 
 
-def test_the_windows_of_a_step_are_those_of_all_ranks(tmp_path: Path) -> None:
+def test_the_windows_of_a_step_include_those_of_all_ranks(tmp_path: Path) -> None:
     shared = {"sequence_length": 9, "batch_size": 8, "seed": 3}
     for names in (("books",), ("books", "web", "rare")):
         sources = {}
@@ -110,7 +110,7 @@ def test_the_windows_of_a_step_are_those_of_all_ranks(tmp_path: Path) -> None:
         weights = dict(zip(names, (3, 1, 0.1), strict=False))
         ranks = [Batches(sources, **shared, weights=weights, rank=rank, ranks=4) for rank in range(4)]
         for step in (0, 5, 40):
-            # a window's first token tells which it is
+            # a window's first token identifies it
             read = torch.cat([batches[step][..., 0].flatten() for batches in ranks]) // 9
             for batches in ranks:
                 windows = batches.windows(step)
@@ -121,14 +121,14 @@ def test_the_windows_of_a_step_are_those_of_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_loader_gives_the_steps_in_order_whatever_the_workers(tmp_path: Path, num_workers: int) -> None:
+def test_the_loader_gives_the_steps_in_order_for_any_number_of_workers(tmp_path: Path, num_workers: int) -> None:
     batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3, micro_batch=2)
     loaded = list(loader(batches, 5, 12, num_workers=num_workers))
     assert len(loaded) == 7
     assert all(torch.equal(found, batches[step]) for step, found in enumerate(loaded, 5))
 
 
-def test_text_shorter_than_a_sequence_and_batches_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_path: Path) -> None:
     tokens = written(tmp_path, 100)
     assert Batches({"train": tokens}, sequence_length=99, batch_size=1, seed=0).num_windows == [1]
     with pytest.raises(DataError, match="100 training tokens are fewer than one sequence of 100"):
@@ -140,7 +140,7 @@ def test_text_shorter_than_a_sequence_and_batches_that_do_not_divide_are_refused
 
 @pytest.mark.parametrize(("count", "length"), [(101, 10), (100, 10), (95, 10), (2, 10), (11, 10), (12, 10), (50, 1)])
 @pytest.mark.parametrize("max_tokens", [None, 2, 37, 10**6])
-def test_validation_covers_the_split_once_whatever_the_batch_size(
+def test_validation_covers_the_split_once_for_any_batch_size(
     tmp_path: Path, count: int, length: int, max_tokens: int | None
 ) -> None:
     tokens = written(tmp_path, count)
@@ -166,6 +166,6 @@ def test_validation_covers_the_split_once_whatever_the_batch_size(
     assert len(counts) == 1
 
 
-def test_a_validation_set_of_one_token_is_refused(tmp_path: Path) -> None:
+def test_a_validation_set_of_one_token_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to predict"):
         next(validation_batches(written(tmp_path, 10), 5, 1, 1))

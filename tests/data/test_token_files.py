@@ -35,7 +35,7 @@ Local = Callable[..., Data]
     dtype=st.sampled_from(["uint16", "uint32"]),
     data=st.data(),
 )
-def test_any_range_reads_back_across_files(
+def test_any_range_of_tokens_is_read_across_files(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[int]], shard_tokens: int, dtype: str, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("tokens")
@@ -95,7 +95,7 @@ def test_the_unigram_entropy_is_that_of_the_train_tokens(local: Local) -> None:
     assert corpus.unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
-def test_max_tokens_prepares_and_trains_on_the_first_so_many_tokens(local: Local) -> None:
+def test_max_tokens_prepares_and_trains_on_the_first_tokens(local: Local) -> None:
     prepare(local())
     prepare(local(max_tokens=400))
     whole, cut = open_corpus(local()), open_corpus(local(max_tokens=400))
@@ -107,7 +107,7 @@ def test_max_tokens_prepares_and_trains_on_the_first_so_many_tokens(local: Local
     assert open_corpus(local(max_tokens=10**9)).tokens == whole.tokens
 
 
-def test_a_fraction_is_the_first_part_of_the_tokens_and_prepares_nothing_else(local: Local) -> None:
+def test_fraction_uses_the_first_part_of_the_prepared_tokens(local: Local) -> None:
     prepare(local())
     whole, half = open_corpus(local()), open_corpus(local(fraction=0.5))
     assert half.folders == whole.folders
@@ -143,7 +143,7 @@ def _other_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (_truncate, "bytes where the manifest says"),
         (lambda folder: (folder / "train-00000.bin").unlink(), "is missing"),
@@ -157,10 +157,10 @@ def _other_tokenizer(folder: Path) -> None:
         (_other_tokenizer, "not the one"),
     ],
 )
-def test_damaged_token_files_are_not_opened(local: Local, damage: Callable[[Path], object], words: str) -> None:
+def test_opening_damaged_token_files_is_an_error(local: Local, damage: Callable[[Path], object], message: str) -> None:
     folder = prepare(local())["local"]
     damage(folder)
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         open_corpus(local())
     assert str(folder) in str(caught.value)
 
@@ -172,14 +172,14 @@ def test_verify_finds_one_flipped_bit(local: Local) -> None:
         verify(folder)
 
 
-def test_a_vocabulary_above_16_bits_is_stored_in_32(local: Local) -> None:
+def test_a_vocabulary_above_16_bits_is_stored_as_uint32(local: Local) -> None:
     data = local(vocab_size=70_000)
     assert Manifest.read(prepare(data)["local"]).dtype == "uint32"
     corpus = open_corpus(data)
     assert corpus.train["local"].read(0, 5).max() < corpus.tokenizer.vocab_size
 
 
-def test_the_digest_is_that_of_every_source(local: Local, text_folder: Path) -> None:
+def test_the_digest_depends_on_every_source(local: Local, text_folder: Path) -> None:
     def digest(**texts: str) -> str:
         for name, text in texts.items():
             (text_folder / f"{name}.txt").write_text(text)
@@ -191,17 +191,17 @@ def test_the_digest_is_that_of_every_source(local: Local, text_folder: Path) -> 
     assert len({digest(none=""), digest(part0="new"), digest(part1="newer")}) == 3
 
 
-def test_at_a_path_more_tokens_may_lie_than_are_asked_for_but_not_fewer(local: Local) -> None:
+def test_a_path_may_have_more_tokens_than_requested_but_not_fewer(local: Local) -> None:
     prepare(local(path="tokens", max_tokens=500))
     assert open_corpus(local(path="tokens", max_tokens=300)).tokens == 300
-    for asked in (501, None):
-        with pytest.raises(DataError, match="the first 500 tokens alone were prepared"):
-            prepare(local(path="tokens", max_tokens=asked))
-    # where no text is named, what lies there is all there is
+    for requested in (501, None):
+        with pytest.raises(DataError, match="only the first 500 tokens were prepared"):
+            prepare(local(path="tokens", max_tokens=requested))
+    # without a source of text, the tokens there are all there are
     assert open_corpus(Data(name="local", path="tokens", max_tokens=10**6)).tokens >= 500
 
 
-def test_sets_of_the_same_name_at_paths_are_told_apart_by_their_sources(local: Local) -> None:
+def test_sets_of_the_same_name_at_different_paths_are_named_after_their_sources(local: Local) -> None:
     for path in ("one", "two"):
         prepare(local(path=path, tokenizer="bytes"))
     sources = {"a": Source(path="one", weight=1), "b": Source(path="two", weight=1)}

@@ -24,7 +24,7 @@ def made(kind: str) -> Tokenizer:
 @given(text=ANY_TEXT)
 @example(text="<|endoftext|><|padding|>")
 @example(text="\x00\r\n\u2028\ufeff\U0010ffff e\u0301 \xad\xa0  ")
-def test_any_text_round_trips_and_never_makes_a_special_token(kind: str, text: str) -> None:
+def test_any_text_round_trips_and_never_encodes_to_a_special_token(kind: str, text: str) -> None:
     tokenizer = made(kind)
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.decode(ids) == text
@@ -37,7 +37,7 @@ def test_byte_b_is_token_b(text: str) -> None:
     assert bytes(made("bytes").encode_batch([text])[0]) == text.encode()
 
 
-def test_every_byte_has_its_token_also_those_that_no_text_has() -> None:
+def test_every_byte_has_its_token_even_bytes_that_are_never_in_utf8() -> None:
     tokenizer = made("bytes")
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (258, 256)
     assert tokenizer.decode([0xC3, 0xA9, 256, 0xFF, 257]) == "é<|endoftext|>\ufffd<|padding|>"
@@ -52,7 +52,7 @@ def test_a_saved_tokenizer_is_the_same(kind: str, tmp_path: Path) -> None:
     assert loaded.encode_batch([text]) == tokenizer.encode_batch([text])
 
 
-def test_truncation_and_padding_of_a_foreign_tokenizer_are_switched_off(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_loaded_tokenizer_are_disabled(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Encoder
 
     encoder = Encoder.from_file(str(made("bpe").save(tmp_path)))
@@ -72,7 +72,7 @@ def test_training_gives_the_same_tokenizer_in_another_process() -> None:
         assert out.stdout.strip() == made("bpe").fingerprint
 
 
-def test_the_number_of_tokens_is_known_without_preparing(tmp_path: Path) -> None:
+def test_the_vocabulary_size_is_known_without_preparing(tmp_path: Path) -> None:
     assert vocab_size(Data(tokenizer="bytes")) == 258
     assert vocab_size(Data(tokenizer="bpe", vocab_size=1000)) == 1000
     file = str(made("bpe").save(tmp_path))
@@ -83,14 +83,14 @@ def test_the_number_of_tokens_is_known_without_preparing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [None, "{}", "not json", '{"version": "1.0"}'])
-def test_a_file_that_is_no_tokenizer_is_refused(content: str | None) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_an_error(content: str | None) -> None:
     if content is not None:
         Path("tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         Tokenizer.load("tokenizer.json")
 
 
-def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_text_is_an_error(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Encoder
     from tokenizers import models
 

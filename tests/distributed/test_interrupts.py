@@ -1,4 +1,4 @@
-"""Signals reach their thread while the main thread is busy, and everything is as before afterwards."""
+"""Signals reach their thread while the main thread is busy, and previous handlers are restored afterwards."""
 
 import os
 import queue
@@ -24,12 +24,12 @@ def react(number):
         end_process(7)
 with on_signals((signal.SIGINT, signal.SIGTERM), react):
     print("busy", flush=True)
-    # minutes in C
+    # takes minutes in C
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000_000)
 """
 
 
-def test_signals_are_counted_inside_one_long_operation() -> None:
+def test_signals_are_counted_during_one_long_operation() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -44,7 +44,7 @@ def test_signals_are_counted_inside_one_long_operation() -> None:
     assert process.returncode == 7
 
 
-def test_blocks_nest_and_give_the_signals_back() -> None:
+def test_blocks_can_be_nested_and_restore_the_handlers() -> None:
     def handler(number: int, frame: object) -> None:
         outside.append(number)
 
@@ -77,7 +77,7 @@ def test_blocks_nest_and_give_the_signals_back() -> None:
         os.close(writer)
 
 
-def test_a_signal_to_a_forked_child_ends_the_child_and_is_not_the_parents() -> None:
+def test_a_signal_to_a_forked_child_ends_the_child_and_not_the_parent() -> None:
     received: queue.Queue[int] = queue.Queue()
     with on_signals((signal.SIGTERM,), received.put):
         child = os.fork()
@@ -103,7 +103,7 @@ def test_a_signal_to_a_forked_child_ends_the_child_and_is_not_the_parents() -> N
     ids=["train", "evaluate", "report", "prepare", "submit"],
 )
 def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str], tmp_path: Path) -> None:
-    # a report is quick, so its run has a summary whose reader waits for a writer
+    # a report takes no time, so the summary of its run is a pipe, whose reader blocks
     (tmp_path / "waits").mkdir()
     (tmp_path / "waits" / "metrics.jsonl").touch()
     os.mkfifo(tmp_path / "waits" / "summary.json")
@@ -112,7 +112,7 @@ def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str], tmp_pat
         process = subprocess.Popen(
             [sys.executable, *command], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        # until then Python itself is starting, which no code of ours sees
+        # before that Python itself is starting, and no code of this package runs
         while process.poll() is None and len(os.listdir(f"/proc/{process.pid}/task")) < 2:
             time.sleep(0.001)
         time.sleep(delay)
@@ -123,13 +123,13 @@ def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str], tmp_pat
         assert "interrupted" in errors
 
 
-def test_no_command_imports_torch_before_it_answers_ctrl_c() -> None:
+def test_no_command_imports_torch_before_it_handles_ctrl_c() -> None:
     heavy = "import sys, depthlm.distributed.interrupts; print({'torch', 'signal', 'typing'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-S", "-c", heavy], cwd=REPOSITORY, text=True, capture_output=True)
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_tokenizer_is_trained_prints_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "data/prepare.py", "data=stdlib", f"data.path={tmp_path}/tokens"]
     process = subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""One place reads what launchers set, and refuses what does not fit together."""
+"""Ranks are read from the variables of every launcher, and inconsistent variables are refused."""
 
 import os
 import re
@@ -46,12 +46,12 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "
         (SRUN, Ranks(5, 1, 8, 4, "srun", 2, "gpu-003", 20000 + 4711 * 101 % 40000)),
         (SRUN | {"MASTER_ADDR": "ib-3", "MASTER_PORT": "777"}, Ranks(5, 1, 8, 4, "srun", 2, "ib-3", 777)),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, Ranks(5, 1, 8, 3, "srun", 2, "gpu-003", 20000 + 475811 % 40000)),
-        # one srun task a node, and torchrun in it
+        # one srun task per node, which starts torchrun
         (SRUN | TORCHRUN, Ranks(3, 1, 4, 2, "torchrun", 2, "gpu-1", 29400)),
         (BY_HAND, Ranks(1, 0, 2, 1, "variables set by hand", 2, "n1", 29500)),
         (SRUN | BY_HAND, Ranks(1, 1, 2, 2, "variables set by hand", 1, "n1", 29500)),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ALONE),
-        # the shell of an allocation, or a batch script: no task of a step
+        # a shell in an allocation or a batch script, which is not a task of a step
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}, ALONE),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Ranks(0, 0, 1, 1, "srun")),
     ],
@@ -65,9 +65,9 @@ def test_ranks_come_from_any_launcher(environment: dict[str, str], expected: Ran
     [
         ({"RANK": "0"}, ["RANK=0, but WORLD_SIZE is not set", "torchrun, deepspeed or srun"]),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2, but RANK is not set"]),
-        (BY_HAND | {"RANK": "one"}, ["RANK=one: not a whole number of at least 0"]),
-        (BY_HAND | {"RANK": ""}, ["RANK=: not a whole number"]),
-        (BY_HAND | {"WORLD_SIZE": "0"}, ["WORLD_SIZE=0: not a whole number of at least 1"]),
+        (BY_HAND | {"RANK": "one"}, ["RANK=one: must be an integer of at least 0"]),
+        (BY_HAND | {"RANK": ""}, ["RANK=: must be an integer"]),
+        (BY_HAND | {"WORLD_SIZE": "0"}, ["WORLD_SIZE=0: must be an integer of at least 1"]),
         (BY_HAND | {"RANK": "2"}, ["RANK=2, but WORLD_SIZE=2: ranks count from 0 to 1"]),
         (TORCHRUN | {"LOCAL_RANK": "2"}, ["LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2"]),
         (DEEPSPEED | {"LOCAL_RANK": "4"}, ["LOCAL_RANK=4, but LOCAL_SIZE=4"]),
@@ -81,9 +81,7 @@ def test_ranks_come_from_any_launcher(environment: dict[str, str], expected: Ran
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE=2", "mpirun"]),
     ],
 )
-def test_an_environment_that_does_not_fit_together_is_refused_in_words(
-    environment: dict[str, str], words: list[str]
-) -> None:
+def test_an_inconsistent_environment_is_refused_with_the_reason(environment: dict[str, str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         ranks(environment)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -95,14 +93,14 @@ def test_an_environment_that_does_not_fit_together_is_refused_in_words(
         st.one_of(st.integers(-1, 9).map(str), st.sampled_from(["", "x", "n[1-2]", "4(x2),3", "n1,n2", "1e3", "²"])),
     )
 )
-def test_whatever_the_environment_says_there_are_ranks_or_words(environment: dict[str, str]) -> None:
+def test_any_environment_gives_valid_ranks_or_a_user_error(environment: dict[str, str]) -> None:
     try:
-        here = ranks(environment)
+        result = ranks(environment)
     except UserError:
         return
-    assert 0 <= here.rank < here.world_size
-    assert 0 <= here.local_rank < here.local_world_size
-    assert here.world_size == 1 or (here.address and 0 < (here.port or 0) < 65536)
+    assert 0 <= result.rank < result.world_size
+    assert 0 <= result.local_rank < result.local_world_size
+    assert result.world_size == 1 or (result.address and 0 < (result.port or 0) < 65536)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_the_first_host_of_a_node_list(nodelist: str, host: str) -> None:
     st.integers(1, 4),
     st.lists(st.sampled_from(["other", "n[1-3]", "m[01,03]"]), max_size=3),
 )
-def test_the_first_host_keeps_its_zeros(
+def test_the_first_host_keeps_its_leading_zeros(
     name: str, ranges: list[tuple[int, int]], width: int, others: list[str]
 ) -> None:
     texts = [f"{low:0{width}d}" if not more else f"{low:0{width}d}-{low + more:0{width}d}" for low, more in ranges]
@@ -135,7 +133,7 @@ def test_the_first_host_keeps_its_zeros(
 
 
 @given(st.integers(1, 2**31), st.integers(0, 1000))
-def test_all_tasks_of_a_step_meet_at_one_port_and_the_next_job_at_another(job: int, step: int) -> None:
+def test_all_tasks_of_a_step_share_a_port_and_the_next_job_has_another(job: int, step: int) -> None:
     def port(job: int, rank: int) -> int | None:
         return ranks(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)}).port
 
@@ -144,18 +142,18 @@ def test_all_tasks_of_a_step_meet_at_one_port_and_the_next_job_at_another(job: i
     assert port(job, 0) != port(job + 1, 0)
 
 
-def test_a_rank_takes_the_gpu_of_its_place_on_the_node_or_the_one_it_is_shown() -> None:
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one() -> None:
     third = Ranks(7, 3, 8, 4, "srun")
     assert device_index(third, 8) == device_index(third, 4) == 3
     assert device_index(third, 1) == 0
     with pytest.raises(UserError, match=r"4 ranks on this node, but 2 GPUs are visible.*start at most 2"):
         device_index(third, 2)
-    # it has a GPU of its own, but the rank after it would share one
+    # this rank has a GPU, but the last rank of the node would have none
     with pytest.raises(UserError, match="3 GPUs are visible"):
         device_index(Ranks(4, 0, 8, 4, "torchrun"), 3)
 
 
-def test_deepspeed_is_told_the_device_and_the_launcher_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *DEEPSPEED, *SRUN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launchers, "_told", ({}, ALONE))
@@ -164,18 +162,18 @@ def test_deepspeed_is_told_the_device_and_the_launcher_is_not_forgotten(monkeypa
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "stale")
         monkeypatch.delenv(name)
-    here = ranks()
-    tell_deepspeed(here, 0)
+    launched = ranks()
+    tell_deepspeed(launched, 0)
     assert {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")} == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu-003"
     }  # fmt: skip
-    assert os.environ["MASTER_PORT"] == str(here.port)
-    assert ranks() == here
+    assert os.environ["MASTER_PORT"] == str(launched.port)
+    assert ranks() == launched
     monkeypatch.setenv("RANK", "6")
     assert ranks().launcher == "variables set by hand"
 
 
-def test_a_broken_environment_speaks_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_broken_environment_every_rank_prints_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert first_rank()
@@ -184,7 +182,7 @@ def test_a_broken_environment_speaks_on_every_rank(monkeypatch: pytest.MonkeyPat
     assert not first_rank()
 
 
-def test_what_was_found_is_one_line() -> None:
+def test_the_launcher_and_the_ranks_are_described_in_one_line() -> None:
     assert found(ranks({}), "cpu of laptop") == "started by python: one rank, on cpu of laptop"
     line = found(ranks(SRUN), "cuda:0 of gpu-003")
-    assert re.fullmatch(r"started by srun: 8 ranks on 2 nodes, the first on cuda:0 of gpu-003; .* gpu-003:\d+", line)
+    assert re.fullmatch(r"started by srun: 8 ranks on 2 nodes, rank 0 on cuda:0 of gpu-003; .* gpu-003:\d+", line)

@@ -1,4 +1,4 @@
-"""Ranks that do not meet end with words."""
+"""Ranks that do not meet end with an error that says what to check."""
 
 from datetime import timedelta
 
@@ -14,7 +14,7 @@ SOON = timedelta(seconds=1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_do_not_come_are_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_ranks_that_do_not_arrive_time_out(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     port = free_port()
     for name, value in rank_variables(rank, port).items():
         monkeypatch.setenv(name, value)
@@ -22,6 +22,6 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_said(monkeypatch: 
         rendezvous(Ranks(rank, rank, 2, 2, "srun", 1, "127.0.0.1", port), SOON)
 
 
-def test_a_first_node_without_a_known_name_is_told_at_once() -> None:
+def test_an_address_that_cannot_be_resolved_is_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"cannot resolve.*export MASTER_ADDR"):
         rendezvous(Ranks(0, 0, 2, 1, "srun", 2, "no-such-node.invalid", 29500), SOON)

@@ -1,4 +1,4 @@
-"""What a signal does to a run: before its first step, in a long one, in a validation, and when the terminal goes."""
+"""Signals to a run: before its first step, in a long step, in a validation, and when the terminal closes."""
 
 import os
 import pty
@@ -51,7 +51,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=lambda value: str(value))
-def test_a_signal_while_the_data_is_prepared_ends_the_process(
+def test_a_signal_while_data_is_prepared_ends_the_process(
     small_run: Overrides, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     standard_library = (
@@ -68,7 +68,7 @@ def test_a_signal_while_the_data_is_prepared_ends_the_process(
     assert output == f"{number.name}: interrupted before training; nothing is lost, and the same command starts again\n"
 
 
-def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_starts_again(
+def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_start_again(
     small_run: Overrides, tmp_path: Path
 ) -> None:
     overrides = small_run("size.num_layers=40", "training.stop_after=1")
@@ -84,7 +84,7 @@ def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_starts_a
     assert again.returncode == 0, output
 
 
-def test_signals_act_inside_one_long_step(small_run: Overrides) -> None:
+def test_signals_act_during_one_long_step(small_run: Overrides) -> None:
     process = start(small_run("training.sequence_length=16000", "training.batch_size=1", "training.num_threads=2"))
     read_until(process, "run directory")
     time.sleep(1.5)
@@ -95,7 +95,7 @@ def test_signals_act_inside_one_long_step(small_run: Overrides) -> None:
     assert (process.returncode, output) == (1, "")
 
 
-def test_a_hangup_saves_however_often_it_comes(small_run: Overrides, tmp_path: Path) -> None:
+def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path) -> None:
     process = start(small_run("training.max_steps=100000", "data.num_workers=1"))
     wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_a_hangup_saves_however_often_it_comes(small_run: Overrides, tmp_path: P
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
-def test_a_run_under_nohup_outlives_a_hangup(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_under_nohup_ignores_a_hangup(small_run: Overrides, tmp_path: Path) -> None:
     process = start(small_run("training.max_steps=40", "training.checkpoint_every=40"), nohup=True)
     wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
     process.send_signal(signal.SIGHUP)
@@ -115,7 +115,7 @@ def test_a_run_under_nohup_outlives_a_hangup(small_run: Overrides, tmp_path: Pat
     assert process.returncode == 0, output
 
 
-def test_a_run_whose_terminal_goes_away_is_saved(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Path) -> None:
     command = [sys.executable, "train.py", *small_run("training.max_steps=100000")]
     child, terminal = pty.fork()
     if child == 0:
@@ -133,7 +133,7 @@ def test_a_run_whose_terminal_goes_away_is_saved(small_run: Overrides, tmp_path:
 
 
 @pytest.mark.parametrize("checkpoint_every", [10, 4])
-def test_a_signal_ends_a_validation_which_the_next_start_repeats(
+def test_a_signal_ends_a_validation_and_resuming_repeats_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
 ) -> None:
     keys = ("training.max_steps=6", "training.validate_every=2", f"training.checkpoint_every={checkpoint_every}")

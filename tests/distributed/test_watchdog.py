@@ -1,4 +1,4 @@
-"""Ranks that watch each other, as threads of one process: which end, and what they say."""
+"""The watchdog, with ranks as threads of one process: which ranks end, and with which report."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ TIMEOUT = 1.0
 
 
 class Fleet:
-    """Three ranks, of which those that are asked for watch; `ended` collects what would have ended each."""
+    """Three ranks, of which those started have a watchdog; `ended` collects the report that would end each process."""
 
     def __init__(self) -> None:
         self.server = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
@@ -32,17 +32,17 @@ class Fleet:
         self.names = {rank: f"host h{rank}, pid {rank}" for rank in range(3)}
 
     def start(self, rank: int, stall_timeout: float = 1000.0) -> Activity:
-        address, watch = ("127.0.0.1", self.server.port), Activity()
+        address, activity = ("127.0.0.1", self.server.port), Activity()
         ranks = Ranks(rank, rank, 3, 3, "srun", 1, *address)
         store = self.server if rank == 0 else connect(address)
-        self.watchers[rank] = Watcher(ranks, watch, store, address, self.names, TIMEOUT, stall_timeout)
-        return watch
+        self.watchers[rank] = Watcher(ranks, activity, store, address, self.names, TIMEOUT, stall_timeout)
+        return activity
 
-    def end(self, verdict: FailureReport, rank: int, main: int) -> None:
-        self.ended.setdefault(rank, verdict)
+    def end(self, report: FailureReport, rank: int, main: int) -> None:
+        self.ended.setdefault(rank, report)
 
     def wait(self, *ranks: int, seconds: float = 5.0) -> float:
-        """Seconds until these have ended."""
+        """Wait until these ranks have ended; returns the seconds."""
         started = time.monotonic()
         while not set(ranks) <= self.ended.keys():
             assert time.monotonic() - started < seconds, self.ended
@@ -50,7 +50,7 @@ class Fleet:
         return time.monotonic() - started
 
     def side_by_side(self, *actions: Callable[[], None]) -> float:
-        """Do all at once, each as the main thread of a rank would; the seconds that it took."""
+        """Run all actions in parallel, each as the main thread of a rank would; returns the seconds."""
         started = time.monotonic()
         threads = [threading.Thread(target=action) for action in actions]
         for thread in threads:
@@ -77,48 +77,48 @@ def test_a_silent_rank_ends_all_others_with_its_name(fleet: Fleet) -> None:
     assert TIMEOUT <= fleet.wait(0, 1) < TIMEOUT + 1.5
     assert fleet.ended[0] == fleet.ended[1]
     assert fleet.ended[0].ranks == (2,)
-    assert fleet.ended[0].text.startswith("rank 2 (host h2, pid 2) has given no sign of life for 1 s")
+    assert fleet.ended[0].text.startswith("rank 2 (host h2, pid 2) has sent no heartbeat for 1 s")
     assert fleet.ended[0].code == 1
 
 
-def test_a_silent_first_rank_is_named_by_each_of_the_others(fleet: Fleet) -> None:
+def test_a_silent_rank_0_is_named_by_each_of_the_others(fleet: Fleet) -> None:
     fleet.start(1)
     fleet.start(2)
     fleet.wait(1, 2)
-    assert {verdict.ranks for verdict in fleet.ended.values()} == {(0,)}
+    assert {report.ranks for report in fleet.ended.values()} == {(0,)}
 
 
-def test_ranks_that_give_signs_go_on(fleet: Fleet) -> None:
+def test_ranks_that_send_heartbeats_keep_running(fleet: Fleet) -> None:
     for rank in range(3):
         fleet.start(rank)
     time.sleep(2 * TIMEOUT)
     assert fleet.ended == {}
 
 
-def test_a_rank_that_is_behind_ends_all_with_its_name(fleet: Fleet) -> None:
-    watches = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
-    for watch, phase in zip(watches, ("forward", "forward", "reading"), strict=True):
-        watch.mark("reading", 4)
-        watch.mark(phase, 4)
+def test_a_rank_that_is_behind_ends_all_ranks_and_is_named(fleet: Fleet) -> None:
+    activities = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
+    for activity, phase in zip(activities, ("forward", "forward", "reading"), strict=True):
+        activity.mark("reading", 4)
+        activity.mark(phase, 4)
     fleet.wait(0, 1, 2)
     assert fleet.ended[1].ranks == (2,)
     assert "in step 4, reading" in fleet.ended[1].text
 
 
-def test_progress_on_one_rank_or_a_phase_without_limit_keeps_all_alive(fleet: Fleet) -> None:
-    watches = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
+def test_progress_on_one_rank_or_a_phase_without_limit_keeps_all_ranks_running(fleet: Fleet) -> None:
+    activities = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
     for _ in range(12):
-        watches[2].go_on()
+        activities[2].go_on()
         time.sleep(0.1)
-    watches[0].mark("preparing the data", 0, limited=False)
+    activities[0].mark("preparing the data", 0, limited=False)
     time.sleep(1.0)
     assert fleet.ended == {}
-    watches[0].mark("starting", 0)
+    activities[0].mark("starting", 0)
     fleet.wait(0, 1, 2)
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_last_words_end_the_others_within_moments(fleet: Fleet, failing: int) -> None:
+def test_a_failure_report_ends_the_others_within_moments(fleet: Fleet, failing: int) -> None:
     for rank in range(3):
         fleet.start(rank)
     fleet.watchers[failing].fail(ValueError("out of luck"))
@@ -130,16 +130,16 @@ def test_last_words_end_the_others_within_moments(fleet: Fleet, failing: int) ->
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("no such file"), 2), (SystemExit(1), 1), (SystemExit(75), 75)])
-def test_the_others_end_with_the_code_of_one_that_ends_alone(fleet: Fleet, error: BaseException, code: int) -> None:
+def test_the_others_end_with_the_code_of_the_rank_that_failed(fleet: Fleet, error: BaseException, code: int) -> None:
     for rank in range(3):
         fleet.start(rank)
     fleet.watchers[1].fail(error)
     fleet.wait(0, 2)
-    assert {verdict.code for verdict in fleet.ended.values()} == {code}
+    assert {report.code for report in fleet.ended.values()} == {code}
     assert fleet.ended[0].text.startswith("rank 1 (host h1, pid 1)")
 
 
-def test_ranks_that_all_raise_the_same_end_by_themselves(fleet: Fleet) -> None:
+def test_ranks_that_all_raise_the_same_exception_end_by_themselves(fleet: Fleet) -> None:
     for rank in range(3):
         fleet.start(rank)
     error = UserError("no such file")
@@ -150,16 +150,16 @@ def test_ranks_that_all_raise_the_same_end_by_themselves(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("error", [CLOSED, Rank0Error("no space")])
-def test_a_mere_consequence_waits_for_the_culprit_and_tells_its_name(fleet: Fleet, error: Exception) -> None:
+def test_a_consequence_waits_for_the_report_on_the_rank_to_blame(fleet: Fleet, error: Exception) -> None:
     fleet.start(0)
     fleet.start(1)
-    # a rank that loses its neighbour, which never gave a sign
+    # a rank that loses its connection to rank 2, which never sent a heartbeat
     threading.Thread(target=fleet.watchers[1].fail, args=(error,), daemon=True).start()
     fleet.wait(0, 1)
     assert fleet.ended[0].ranks == fleet.ended[1].ranks == (2,)
 
 
-def test_a_consequence_without_a_culprit_is_told_in_the_end(fleet: Fleet) -> None:
+def test_a_consequence_without_a_cause_is_reported_in_the_end(fleet: Fleet) -> None:
     for rank in range(3):
         fleet.start(rank)
     fleet.watchers[1].fail(CLOSED)
@@ -182,7 +182,7 @@ def test_ranks_leave_quietly_in_any_order(fleet: Fleet, order: tuple[int, ...]) 
     assert fleet.ended == {}
 
 
-def test_others_may_go_on_for_long_once_the_first_rank_has_left(fleet: Fleet) -> None:
+def test_others_may_keep_running_after_rank_0_has_left(fleet: Fleet) -> None:
     for rank in range(3):
         fleet.start(rank)
     fleet.watchers[0].leave()
@@ -194,15 +194,15 @@ def test_others_may_go_on_for_long_once_the_first_rank_has_left(fleet: Fleet) ->
     fleet.watchers[2].fail(SystemExit(0))
 
 
-def test_one_rank_alone_is_not_watched() -> None:
+def test_a_single_rank_has_no_watchdog() -> None:
     before = threading.active_count()
-    with watch_ranks(Ranks(0, 0, 1, 1, "python"), 1.0, 1.0) as watch:
-        watch.mark("forward", 1)
+    with watch_ranks(Ranks(0, 0, 1, 1, "python"), 1.0, 1.0) as activity:
+        activity.mark("forward", 1)
         assert threading.active_count() == before
 
 
 def test_a_mark_counts_the_phases_of_its_step() -> None:
-    watch = Activity()
+    activity = Activity()
     for step, phase, turn in ((1, "forward", 0), (1, "forward", 0), (1, "backward", 1), (2, "forward", 0)):
-        watch.mark(phase, step)
-        assert (watch.step, watch.phase, watch.turn) == (step, phase, turn)
+        activity.mark(phase, step)
+        assert (activity.step, activity.phase, activity.turn) == (step, phase, turn)

@@ -1,4 +1,4 @@
-"""Small corpora with the file formats, schemas and layouts of the real ones, and tokenizers that stand for theirs."""
+"""Small corpora with the file formats, schemas and layouts of the real ones, and tokenizers in place of theirs."""
 
 import gzip
 import json
@@ -25,17 +25,17 @@ WORDS = (
     "teacher market winter summer carried opened found wrote counted measured small large quiet early careful between "
     "under across because although therefore while seven twelve percent theorem function naïve café Ω 東京"
 )
-# What a tokenizer must take for text, and white space that must come back as it was.
+# Strings that a tokenizer must treat as text, and white space that must be preserved.
 ODDITIES = ["<|endoftext|>", "“quoted”", "x = y**2\n\tz -= 1", "a  b", "line\r\nline", "🙂"]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """One corpus of the hub.
+    """A corpus on the hub.
 
-    repo: with @branch where it is not main. files: the rows of each, by its path; a row's text is row["text"].
-    parts: of each source, the patterns of its training and of its held-out files; held out by a hash where None.
-    decoys: files beside them that must not be read.
+    repo: with @branch if it is not main. files: the rows of each file, by path; a row's text is row["text"].
+    parts: for each source, the patterns of its training files and of its held-out files; None: hold out by a hash.
+    decoys: further files that must not be read.
     """
 
     repo: str
@@ -46,7 +46,7 @@ class Corpus:
     decoys: dict[str, list[Row]] = field(default_factory=dict)
 
     def documents(self, source: str, fraction: float) -> tuple[list[str], list[str]]:
-        """The texts to train on and those held out, in the order in which they must lie in the token files."""
+        """Return the training texts and the held-out texts, in the order that the token files must have."""
         train, held_out = self.parts[source]
         named = list(self._named(train))
         if held_out is not None:
@@ -63,7 +63,7 @@ class Corpus:
                 yield from ((f"{path}:{number}", row["text"]) for number, row in enumerate(self.files[path]))
 
     def write(self, folder: Path) -> Path:
-        """The repository as it lies on the hub, and in a mirror made by `hf download`."""
+        """Write the repository, as on the hub and in a mirror made by `hf download`, and return its folder."""
         for path, rows in (self.files | self.decoys).items():
             file = folder / path
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Mirrors:
-    """What lies on the hub, as folders below one: a dataset at the name of its corpus, a model at its own."""
+    """The content of the hub, as folders below a root: datasets by the name of the corpus, models by their own name."""
 
     corpora: Mapping[str, Corpus]
     root: Path
@@ -97,18 +97,18 @@ class Mirrors:
         return self.root / model / "tokenizer.json"
 
     def overrides(self, name: str) -> list[str]:
-        """The corpus from its mirror."""
+        """Return the overrides that read the corpus from its mirror."""
         tokenizer = self.tokenizer(self.corpora[name].tokenizer)
         return [f"data={name}", f"data.source={self.root / name}", f"data.tokenizer={tokenizer}"]
 
     def repositories(self) -> dict[str, Path]:
-        """Every folder by the name that the hub knows it by."""
+        """Return every folder, keyed by its name on the hub."""
         datasets = {f"datasets/{corpus.repo}": self.root / name for name, corpus in self.corpora.items()}
         return datasets | {corpus.tokenizer: self.root / corpus.tokenizer for corpus in self.corpora.values()}
 
 
 def documents_of(folder: Path, split: str) -> list[str]:
-    """The text of each document of a split of token files: what lies before each end of text."""
+    """Return the text of each document in a split of token files, without its end of text."""
     manifest, tokenizer = Manifest.read(folder), Tokenizer.load(folder)
     dtype, files = np.dtype(manifest.dtype).newbyteorder("<"), manifest.splits()[split].files
     ids = np.concatenate([np.fromfile(folder / file.name, dtype) for file in files])
@@ -118,12 +118,12 @@ def documents_of(folder: Path, split: str) -> list[str]:
 
 
 def kept(texts: list[str], tokenizer: str) -> list[str]:
-    """What a tokenizer keeps of texts: T5 knows one kind of white space."""
+    """Return the texts as a tokenizer reproduces them: T5 reduces white space to single spaces."""
     return [" ".join(text.split()) for text in texts] if "t5" in tokenizer else texts
 
 
 def prose(chance: random.Random, words: int) -> str:
-    """Text of so many words, some of them odd ones, in sentences and lines."""
+    """Return text of `words` words, some of them ODDITIES, in sentences and lines."""
     usual = WORDS.split()
     written = [chance.choice(usual) if chance.random() < 0.97 else chance.choice(ODDITIES) for _ in range(words)]
     for place in range(9, words, 10):
@@ -132,7 +132,7 @@ def prose(chance: random.Random, words: int) -> str:
 
 
 def corpora() -> dict[str, Corpus]:
-    """The five, by the names of their configuration files."""
+    """Return the five corpora, by the names of their configuration files."""
     return {"c4": _c4(), "pile": _pile(), "fineweb_edu": _fineweb_edu(), "lm1b": _lm1b(), "olmo2_mix": _olmo2_mix()}
 
 
@@ -241,7 +241,7 @@ def _content(path: str, rows: list[Row]) -> bytes:
 
 
 def tokenizers(texts: Iterable[str]) -> dict[str, str]:
-    """tokenizer.json of each model, trained on the texts: real ids for the end of text and for the last token."""
+    """Train each model's tokenizer.json on the texts, with the real ids of the end of text and of the last token."""
     texts = list(texts)
     return {
         "EleutherAI/gpt-neox-20b": _byte_level(texts, {"<|endoftext|>": 0, "<|padding|>": 1, " " * 24: 50276}),
@@ -259,26 +259,26 @@ def _byte_level(texts: list[str], special: dict[str, int]) -> str:
         vocab_size=600, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     encoder.train_from_iterator(texts, trainer)
-    found = json.loads(encoder.to_str())
-    model = found["model"]
-    # the first ids are left to the special tokens
+    tokenizer = json.loads(encoder.to_str())
+    model = tokenizer["model"]
+    # the first ids are reserved for the special tokens
     model["vocab"] = {token: number + 2 for token, number in model["vocab"].items()} | special
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    found["added_tokens"] = [{"id": number, "content": token} | flags for token, number in special.items()]
-    return json.dumps(found)
+    tokenizer["added_tokens"] = [{"id": number, "content": token} | flags for token, number in special.items()]
+    return json.dumps(tokenizer)
 
 
 def _t5(texts: list[str]) -> str:
-    # T5 normalises text and drops white space but for one space between words.
+    # T5 normalises text and reduces white space to one space between words.
     encoder = Encoder(models.Unigram())
     encoder.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     encoder.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     encoder.decoder = decoders.Metaspace()
     special = ["<pad>", "</s>", "<unk>"]
     trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=special, unk_token="<unk>", show_progress=False)
-    # else the end of text of other tokenizers would be a piece of its own
+    # keeps the end of text of other tokenizers from becoming a piece
     encoder.train_from_iterator((text.replace("<|", "<| ") for text in texts), trainer)
-    found = json.loads(encoder.to_str())
-    vocabulary = found["model"]["vocab"]
+    tokenizer = json.loads(encoder.to_str())
+    vocabulary = tokenizer["model"]["vocab"]
     vocabulary += [[f"<unused{number}>", -1e3] for number in range(32100 - len(vocabulary))]
-    return json.dumps(found)
+    return json.dumps(tokenizer)

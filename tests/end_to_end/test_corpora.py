@@ -1,4 +1,4 @@
-"""The five corpora from the hub and from a mirror, by the commands a user types: token files, then a run on them."""
+"""The five corpora from the hub and from a mirror, with the commands a user types: token files, then a run."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from .corpora import Corpus, Mirrors, corpora, documents_of, kept
 
 CORPORA = corpora()
 FRACTION = 0.1
-# Without it the disk would have to hold the real corpus; no fixture has as many.
+# Without max_tokens the free disk space must suffice for the real corpus; each fixture has fewer tokens.
 PREPARED = [f"data.validation_fraction={FRACTION}", "data.max_tokens=1B"]
 RUN = {
     "size": "micro",
@@ -60,7 +60,7 @@ def hub(mirrors: Mirrors) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the commands of the repository in it and token files of its own below."""
+    """The current folder, with the repository's commands in it and its own token files."""
     (tmp_path / "data").mkdir()
     for name in ("train.py", "conf", "data/prepare.py"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -73,7 +73,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def command(hub: FakeHub, checkout: Path) -> Command:
-    """Run a line as in a shell, on a machine that knows this hub alone."""
+    """Run a shell command in an environment with this hub only."""
 
     def run(line: str, **more: str) -> subprocess.CompletedProcess[str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -128,7 +128,7 @@ def check_run(directory: Path, sources: list[str], weights: Mapping[str, float])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "pile" else pytest.mark.slow) for name in CORPORA]
 )
-def test_a_corpus_is_prepared_and_trained_on_from_the_hub_and_its_mirror_gives_the_same_bytes(
+def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_the_same_bytes(
     name: str, hub: FakeHub, mirrors: Mirrors, command: Command
 ) -> None:
     corpus = CORPORA[name]
@@ -161,7 +161,7 @@ def test_a_corpus_is_prepared_and_trained_on_from_the_hub_and_its_mirror_gives_t
     assert token_bytes(mirrored) == token_bytes(folders)
 
 
-def test_training_on_what_is_not_prepared_says_what_prepares_it_and_downloads_nothing(
+def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothing(
     hub: FakeHub, command: Command
 ) -> None:
     requests = len(hub.requests)
@@ -176,7 +176,7 @@ def test_training_on_what_is_not_prepared_says_what_prepares_it_and_downloads_no
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_without_the_hub_the_command_that_prepares_is_still_told(name: str, checkout: Path) -> None:
+def test_without_the_hub_the_command_that_prepares_is_still_printed(name: str, checkout: Path) -> None:
     config = compose([f"data={name}"])
     with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
         check_prepared(config.data, partial(prepare_command, config))
@@ -184,8 +184,8 @@ def test_without_the_hub_the_command_that_prepares_is_still_told(name: str, chec
 
 
 def test_max_tokens_ends_early_and_keeps_a_prefix(hub: FakeHub, mirrors: Mirrors, command: Command) -> None:
-    # so that the small files are not read ahead whole, as large ones are not
-    code = "import runpy; from depthlm.data import encode; encode.BATCH = 1000; "
+    # small batches, so that the small files are not read completely in advance
+    code = "import runpy; from depthlm.data.preparation import encode; encode.BATCH = 1000; "
     code += 'runpy.run_path("data/prepare.py", run_name="__main__")'
     requests = len(hub.data_requests())
     done = command(f"python -c '{code}' data=pile data.max_tokens=500")
@@ -193,19 +193,19 @@ def test_max_tokens_ends_early_and_keeps_a_prefix(hub: FakeHub, mirrors: Mirrors
     assert set(hub.data_requests()[requests:]) == {"val.jsonl.zst", "00.jsonl.zst"}
     part = token_folders(compose(["data=pile", "data.max_tokens=500"]).data)["pile"]
     whole = prepare(compose(mirrors.overrides("pile")).data, progress=False)["pile"]
-    found, all_of_it = ((folder / "train-00000.bin").read_bytes() for folder in (part, whole))
+    prefix, everything = ((folder / "train-00000.bin").read_bytes() for folder in (part, whole))
     assert 500 <= Manifest.read(part).train.tokens < 700
-    assert all_of_it.startswith(found)
-    assert found.endswith((0).to_bytes(2, "little"))
+    assert everything.startswith(prefix)
+    assert prefix.endswith((0).to_bytes(2, "little"))
 
 
-def test_a_flipped_byte_and_another_tokenizer_are_found(mirrors: Mirrors, command: Command) -> None:
+def test_a_flipped_byte_and_another_tokenizer_are_errors(mirrors: Mirrors, command: Command) -> None:
     overrides = mirrors.overrides("lm1b")
     folder = prepare(compose(overrides).data, progress=False)["lm1b"]
     verify_it = " ".join(["python data/prepare.py --verify", *overrides])
     done = command(verify_it)
     assert done.returncode == 0, done.stderr
-    assert "every file is what its manifest says" in done.stderr
+    assert "every file matches its manifest" in done.stderr
     shard = folder / "train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
@@ -225,7 +225,7 @@ def trained(overrides: list[str], name: str, **changes: str) -> list[dict[str, A
     return rows(Path(name))
 
 
-def test_what_is_set_about_the_data_changes_the_run(mirrors: Mirrors, checkout: Path) -> None:
+def test_data_settings_change_the_run(mirrors: Mirrors, checkout: Path) -> None:
     overrides = mirrors.overrides("lm1b")
     plain = trained(overrides, "plain")
     masked = trained([*overrides, "data.document_mask=true"], "masked")
@@ -279,12 +279,14 @@ def test_a_validation_set_may_come_from_the_hub(hub: FakeHub, mirrors: Mirrors, 
         assert documents_of(folders[name], f"validation-{name}") == held_out
 
 
-def test_text_that_spells_an_end_of_text_stays_text(mirrors: Mirrors) -> None:
+def test_text_that_contains_an_end_of_text_token_stays_text(mirrors: Mirrors) -> None:
     tokenizer = Tokenizer.load(mirrors.tokenizer("google-t5/t5-base"))
     assert tokenizer.end_of_text == 1
     assert 1 not in tokenizer.encode_batch(["the </s> letter"])[0]
 
 
-def test_few_tokens_of_a_corpus_without_a_held_out_split_have_one_held_out(mirrors: Mirrors, checkout: Path) -> None:
+def test_a_small_max_tokens_without_a_held_out_split_still_holds_out_a_document(
+    mirrors: Mirrors, checkout: Path
+) -> None:
     overrides = [*mirrors.overrides("fineweb_edu"), "data.files=sample/100BT/*", "data.validation_fraction=0.001"]
     prepare(compose([*overrides, "data.max_tokens=200"]).data)

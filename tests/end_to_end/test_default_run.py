@@ -1,4 +1,4 @@
-"""The two commands of the README, with nothing but their defaults."""
+"""The two commands of the README, with their defaults."""
 
 import json
 import subprocess

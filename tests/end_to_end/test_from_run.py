@@ -1,4 +1,4 @@
-"""`train.py run=<directory>`: a run taken up, extended, and varied, as a user does it."""
+"""`train.py run=<directory>`: a run resumed, extended and varied from the command line."""
 
 import subprocess
 import sys
@@ -20,7 +20,9 @@ def losses(directory: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_is_complete_extended_and_varied(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_is_recognised_as_complete_then_extended_and_varied(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
     base, six = tmp_path / "mine", "training.max_steps=6"
     assert train(*small_run(six, name="mine")).returncode == 0
     before = losses(base)
@@ -37,7 +39,7 @@ def test_a_run_is_complete_extended_and_varied(small_run: Callable[..., list[str
     varied = train(f"run={base}", "optimizer.lr=0.01", six)
     assert varied.returncode == 0, varied.stderr
     beside = tmp_path / "mine__optimizer.lr-0.01__training.max_steps-6"
-    assert f"a new run, in {beside}" in varied.stdout
+    assert f"a new run in {beside}" in varied.stdout
     assert "optimizer.lr: the run has" in varied.stdout
     assert train(*small_run(six, "optimizer.lr=0.01", name="spelled_out")).returncode == 0
     assert losses(beside) == losses(tmp_path / "spelled_out")
@@ -45,4 +47,4 @@ def test_a_run_is_complete_extended_and_varied(small_run: Callable[..., list[str
 
     swept = train("-m", f"run={base}", "seed=1,2")
     assert (swept.returncode, "Traceback" in swept.stderr) == (2, False)
-    assert "takes up one run" in swept.stderr
+    assert "run=: resumes or varies one run" in swept.stderr

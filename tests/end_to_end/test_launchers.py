@@ -1,4 +1,4 @@
-"""Two ranks as deepspeed's launcher and as srun start them; torchrun starts those of test_train.py."""
+"""Two ranks started by deepspeed's launcher and by srun; test_train.py uses torchrun."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ DEEPSPEED = str(Path(sys.executable).parent / "deepspeed")
 
 
 def without_ranks(**more: str) -> dict[str, str]:
-    """The environment of a shell, where no launcher has set anything."""
+    """Return the environment without any launcher's variables."""
     return {name: value for name, value in os.environ.items() if name not in rank_variables(0, 0)} | more
 
 
@@ -33,7 +33,7 @@ def test_deepspeeds_launcher_starts_two_ranks(small_run: Callable[..., list[str]
         cwd=REPOSITORY, capture_output=True, text=True, timeout=200, env=without_ranks(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("started by deepspeed: 2 ranks on one node, the first on cpu") == 1
+    assert done.stdout.count("started by deepspeed: 2 ranks on one node, rank 0 on cpu") == 1
     assert rows(tmp_path / "run").keys() == {1, 2}
 
 
@@ -52,7 +52,7 @@ def test_srun_starts_two_ranks_that_find_each_other(small_run: Callable[..., lis
     ]  # fmt: skip
     outputs = [task.communicate(timeout=200)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert "started by srun: 2 ranks on one node, the first on cpu" in outputs[0]
+    assert "started by srun: 2 ranks on one node, rank 0 on cpu" in outputs[0]
     assert "they meet at localhost:" in outputs[0]
     assert outputs[1] == ""
     assert rows(tmp_path / "run").keys() == {1, 2}

@@ -1,4 +1,4 @@
-"""The command that prepares a corpus beforehand."""
+"""The command that prepares a corpus."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ def prepare(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
 
 
-def test_a_corpus_is_prepared_once_and_shown(corpus_folder: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_prepared_once_and_summarised(corpus_folder: Path, tmp_path: Path) -> None:
     overrides = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", f"data.path={tmp_path}/tokens"]
     for _ in range(2):
         done = prepare(*overrides)
@@ -21,7 +21,7 @@ def test_a_corpus_is_prepared_once_and_shown(corpus_folder: Path, tmp_path: Path
     assert (tmp_path / "tokens/manifest.json").exists()
 
 
-def test_a_users_mistake_ends_with_2_and_no_traceback(tmp_path: Path) -> None:
+def test_a_user_error_exits_with_2_and_without_a_traceback(tmp_path: Path) -> None:
     for overrides in (["data=local"], ["data=local", f"data.source={tmp_path}"], ["data=locl"]):
         done = prepare(*overrides)
         assert done.returncode == 2, done.stderr

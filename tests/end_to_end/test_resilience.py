@@ -1,4 +1,4 @@
-"""Two ranks that are killed, signalled and started again come to what nobody disturbed."""
+"""Two ranks that are killed, signalled and restarted give the result of an uninterrupted run."""
 
 import signal
 import time
@@ -13,7 +13,7 @@ Overrides = Callable[..., list[str]]
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_comes_to_the_undisturbed_one(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(small_run: Overrides, tmp_path: Path) -> None:
     shared = ("deepspeed=zero1", "training.max_steps=250", "training.checkpoint_every=3", "training.validate_every=10",
               "training.validation_tokens=500", "training.rank_timeout=5")  # fmt: skip
     overrides = small_run(*shared, name="killed")
@@ -39,7 +39,7 @@ def test_a_run_killed_at_random_moments_comes_to_the_undisturbed_one(small_run: 
         pytest.param(1, 1, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_one_rank_has_all_save_and_exit_to_be_requeued(
+def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
     small_run: Overrides, tmp_path: Path, stage: int, rank: int, number: signal.Signals
 ) -> None:
     overrides = small_run(f"deepspeed=zero{stage}", "training.max_steps=100000", "training.checkpoint_every=100000")
@@ -51,7 +51,7 @@ def test_a_signal_to_one_rank_has_all_save_and_exit_to_be_requeued(
     outputs = [process.communicate(timeout=60)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [75, 75], outputs
     stopped_at = chaos.newest_step(tmp_path / "run")
-    assert f"stopped by a signal after step {stopped_at}; the same command goes on" in outputs[0]
+    assert f"stopped by a signal after step {stopped_at}; run the same command again to resume" in outputs[0]
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     chaos.finish([*overrides, f"training.stop_after={stopped_at + 2}"])
     assert chaos.newest_step(tmp_path / "run") == stopped_at + 2

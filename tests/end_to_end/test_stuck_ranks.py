@@ -1,4 +1,4 @@
-"""Two ranks of which one is killed, stopped, fails or falls asleep: the other ends in time and says which it was."""
+"""Two ranks, one of which is killed, stopped, fails or hangs: the other exits in time and names that rank."""
 
 import os
 import re
@@ -37,7 +37,7 @@ Overrides = Callable[..., list[str]]
 
 @pytest.fixture
 def two(small_run: Overrides, tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
-    """Starts two ranks of a run without end; each writes to `rank<n>`. variables: of the environment."""
+    """Start two ranks of an endless run, each with its output in `rank<n>`. variables: of the environment."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*overrides: str, **variables: str) -> list[subprocess.Popen[str]]:
@@ -67,12 +67,12 @@ def wait_for_step(directory: Path, step: int) -> None:
 
 
 def ends(process: subprocess.Popen[str], output: Path) -> tuple[float, str]:
-    """The seconds until this rank ended with 1, and what it said."""
+    """Wait until this rank exits with 1; return the seconds it took and its output."""
     started = time.monotonic()
     code = process.wait(60)
-    told = output.read_text()
-    assert code == 1, told
-    return time.monotonic() - started, told
+    log = output.read_text()
+    assert code == 1, log
+    return time.monotonic() - started, log
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_a_dead_or_stopped_rank_ends_the_other(
     ranks = two()
     wait_for_step(tmp_path / "run", 3)
     ranks[victim].send_signal(how)
-    seconds, told = ends(ranks[1 - victim], tmp_path / f"rank{1 - victim}")
+    seconds, log = ends(ranks[1 - victim], tmp_path / f"rank{1 - victim}")
     assert seconds < TIMEOUT + 4
-    assert f"rank {victim} (host " in told
-    assert f"pid {ranks[victim].pid}) has given no sign of life for 3 s, the last in step" in told
-    assert "Traceback" not in told
+    assert f"rank {victim} (host " in log
+    assert f"pid {ranks[victim].pid}) has sent no heartbeat for 3 s, the last one in step" in log
+    assert "Traceback" not in log
 
 
-def test_an_exception_on_one_rank_ends_the_other_with_its_words(
+def test_an_exception_on_one_rank_ends_the_other_with_its_message(
     two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
 ) -> None:
     (tmp_path / "mischief.py").write_text(MISCHIEF)
@@ -107,14 +107,14 @@ def test_an_exception_on_one_rank_ends_the_other_with_its_words(
     )  # fmt: skip
     _, other = ends(ranks[1], tmp_path / "rank1")
     assert "ZeroDivisionError: on purpose" in other
-    seconds, told = ends(ranks[0], tmp_path / "rank0")
+    seconds, log = ends(ranks[0], tmp_path / "rank0")
     assert seconds < 8
-    assert f"pid {ranks[1].pid}) failed: ZeroDivisionError: on purpose; rank 0 ends" in told
-    assert "Traceback" not in told
+    assert f"pid {ranks[1].pid}) failed: ZeroDivisionError: on purpose; rank 0 ends" in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.slow
-def test_a_rank_that_falls_asleep_in_a_step_ends_both_with_its_name_and_line(
+def test_a_rank_that_hangs_in_a_step_ends_both_with_its_name_and_line(
     two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
 ) -> None:
     (tmp_path / "mischief.py").write_text(MISCHIEF)
@@ -123,8 +123,8 @@ def test_a_rank_that_falls_asleep_in_a_step_ends_both_with_its_name_and_line(
         PYTHONPATH=str(tmp_path), MISCHIEF="sleep",
     )  # fmt: skip
     for rank in range(2):
-        _, told = ends(ranks[rank], tmp_path / f"rank{rank}")
+        _, log = ends(ranks[rank], tmp_path / f"rank{rank}")
         name = rf"rank 1 \(host {os.uname().nodename}, pid {ranks[1].pid}\)"
-        assert re.search(rf"{name} has made no progress for \d+ s, in step", told), told
-        assert "forward, at read (mischief.py:" in told
-        assert ("time.sleep(1e6)" in told) == (rank == 1)
+        assert re.search(rf"{name} has made no progress for \d+ s, in step", log), log
+        assert "forward, at read (mischief.py:" in log
+        assert ("time.sleep(1e6)" in log) == (rank == 1)

@@ -1,4 +1,4 @@
-"""Sweeps as a user runs them: finished points are skipped, broken ones go on, failed ones are tried again."""
+"""Sweeps from the command line: finished points are skipped, interrupted ones resume, failed ones run again."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from depthlm.model.connections.residual import Residual
 
 class Fragile(Residual):
     def read(self, stream):
-        if not (Path(__file__).parent / "mended").exists():
+        if not (Path(__file__).parent / "fixed").exists():
             raise ZeroDivisionError("on purpose")
         return super().read(stream)
 
@@ -33,12 +33,14 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_same_sweep_again_skips_resumes_and_repeats(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_repeating_a_sweep_skips_resumes_and_repeats_points(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "fragile.py").write_text(FRAGILE)
     kept = [text for text in small_run() if not text.startswith("output_dir=")]
     place = f"output_dir={tmp_path}/runs/${{model.connection._target_}}"
     names = ["fragile.Plain", "fragile.Fragile", "depthlm.model.connections.residual.Residual"]
-    # one that was broken off between two checkpoints, by its own command
+    # one point is stopped between two checkpoints, by a separate command
     part = run(tmp_path, *TRAIN, *kept, place, f"model.connection._target_={names[2]}", "training.stop_after=10")
     assert part.returncode == 0, part.stderr
     sweep = [*TRAIN, "-m", *kept, place, f"model.connection._target_={','.join(names)}"]
@@ -53,7 +55,7 @@ def test_the_same_sweep_again_skips_resumes_and_repeats(small_run: Callable[...,
         for name in (names[0], names[2])
     )
     assert resumed == whole
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     second = run(tmp_path, *sweep)
     assert second.returncode == 0, second.stderr
     assert "3 points: 3 complete" in second.stdout
@@ -62,7 +64,7 @@ def test_the_same_sweep_again_skips_resumes_and_repeats(small_run: Callable[...,
 
 
 @pytest.mark.slow
-def test_optuna_tunes_the_learning_rate_and_goes_on_with_its_study(
+def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -80,13 +82,13 @@ def test_optuna_tunes_the_learning_rate_and_goes_on_with_its_study(
 
 
 @pytest.mark.slow
-def test_an_experiment_at_smoke_gives_the_paper_s_table(tmp_path: Path) -> None:
+def test_an_experiment_with_the_smoke_budget_gives_the_papers_table(tmp_path: Path) -> None:
     line = ["experiment=depth_attention/stride", "budget=smoke", "tracker=none"]
     done = run(tmp_path, *TRAIN, "-m", *line)
     assert done.returncode == 0, done.stderr
     assert "5 points: 5 complete" in done.stdout
-    told = run(tmp_path, sys.executable, "-m", "depthlm", "report", *line)
-    assert told.returncode == 0, told.stderr
+    reported = run(tmp_path, sys.executable, "-m", "depthlm", "report", *line)
+    assert reported.returncode == 0, reported.stderr
     (path,) = (tmp_path / "outputs/depth_attention/stride").glob("report-*/report.md")
     report = path.read_text()
     assert "5 runs: 5 complete" in report

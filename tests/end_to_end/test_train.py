@@ -1,4 +1,4 @@
-"""The main job as a user starts it: trained, interrupted, killed, repeated, swept, on one rank and on two."""
+"""train.py from the command line: trained, interrupted, killed, repeated and swept, on one rank and on two."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def wait_for_step(directory: Path, step: int, process: subprocess.Popen[str]) ->
         time.sleep(0.02)
 
 
-def test_a_run_leaves_what_the_documents_promise(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_writes_the_documented_files(small_run: Overrides, tmp_path: Path) -> None:
     command = [*TRAIN, *small_run("training.validate_every=10", "training.sample='the depth'")]
     done = run(command)
     assert done.returncode == 0, done.stderr
@@ -69,14 +69,14 @@ def test_a_run_leaves_what_the_documents_promise(small_run: Overrides, tmp_path:
     assert "This run is complete" in again.stdout
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(small_run: Overrides, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_prints_how_to_resume(small_run: Overrides, tmp_path: Path) -> None:
     overrides = small_run("training.max_steps=400", "training.checkpoint_every=1000")
     process = start([*TRAIN, *overrides])
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert "the same command goes on from there" in output
+    assert "run the same command again to resume from there" in output
     stopped_at = max(curve(tmp_path / "run"))
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     assert run([*TRAIN, *overrides]).returncode == 0
@@ -116,7 +116,7 @@ def test_a_dry_run_takes_one_step_and_writes_nothing(small_run: Overrides, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_profile_is_a_trace_that_a_browser_opens(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_profile_writes_a_trace(small_run: Overrides, tmp_path: Path) -> None:
     done = run([*TRAIN, *small_run("training.max_steps=6", "training.profile=true")])
     assert done.returncode == 0, done.stderr
     trace = json.loads((tmp_path / "run/profile/trace.json").read_text())
@@ -125,7 +125,7 @@ def test_a_profile_is_a_trace_that_a_browser_opens(small_run: Overrides, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_profile_of_a_run_that_is_too_short_says_so(small_run: Overrides) -> None:
+def test_a_profile_reports_that_a_run_is_too_short(small_run: Overrides) -> None:
     done = run([*TRAIN, *small_run("training.max_steps=4", "training.profile=true", name="four")])
     assert done.returncode == 0, done.stderr
     assert "trace of 2 steps" in done.stdout
@@ -134,7 +134,7 @@ def test_a_profile_of_a_run_that_is_too_short_says_so(small_run: Overrides) -> N
     assert "no trace" in done.stdout
 
 
-def test_a_signal_to_the_whole_group_does_not_take_the_data_workers(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_signal_to_the_process_group_does_not_stop_the_data_workers(small_run: Overrides, tmp_path: Path) -> None:
     process = start([*TRAIN, *small_run("training.max_steps=3000", "data.num_workers=1")])
     wait_for_step(tmp_path / "run", 3, process)
     os.killpg(process.pid, signal.SIGTERM)
@@ -143,7 +143,7 @@ def test_a_signal_to_the_whole_group_does_not_take_the_data_workers(small_run: O
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) -> None:
+def test_two_ranks_train_the_same_run_as_one(small_run: Overrides, tmp_path: Path) -> None:
     alone = run([*TRAIN, *small_run("training.max_steps=8", name="one")])
     assert alone.returncode == 0, alone.stderr
     for stage in (0, 1):
@@ -162,10 +162,10 @@ def test_two_ranks_train_the_run_of_one(small_run: Overrides, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_two_ranks_at_zero_3_train_validate_sample_and_save_the_run_of_one(
+def test_two_ranks_with_zero_3_train_validate_sample_and_save_the_same_run_as_one(
     small_run: Overrides, tmp_path: Path
 ) -> None:
-    # of five windows the first rank has three, so two batches of two, and the second rank one
+    # of five windows rank 0 has three, hence two batches of at most two, and rank 1 has two, hence one
     shared = ("model=dca", "training.max_steps=6", "training.validation_tokens=161", "training.sample=depth")
     alone = run([*TRAIN, *small_run(*shared, name="one")])
     assert alone.returncode == 0, alone.stderr
@@ -185,7 +185,7 @@ def test_two_ranks_at_zero_3_train_validate_sample_and_save_the_run_of_one(
     assert "depth" in both.stdout.split("a sample:")[1]
 
 
-def test_wandb_offline_holds_the_run_and_the_run_id_is_in_the_checkpoint(small_run: Overrides, tmp_path: Path) -> None:
+def test_wandb_offline_logs_the_run_and_the_run_id_is_in_the_checkpoint(small_run: Overrides, tmp_path: Path) -> None:
     done = run([*TRAIN, *small_run("training.max_steps=3", "tracker=wandb")], WANDB_API_KEY="", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "run/checkpoints/step-00000003/manifest.json").read_text())

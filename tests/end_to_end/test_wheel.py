@@ -1,4 +1,4 @@
-"""The wheel, installed where it sees the project's dependencies and not its checkout, and used from an empty folder."""
+"""The wheel, installed with the project's dependencies but without its checkout, and used from another folder."""
 
 import json
 import os
@@ -21,7 +21,7 @@ RUN = [
     "training.log_every=1", "training.validate_every=null", "training.num_threads=1", "training.sample=null",
 ]  # fmt: skip
 
-# those of the cluster, as far as the commands and the job need them
+# stand-ins for the cluster's commands, as far as the submission and the job need them
 SBATCH = """#!/bin/sh
 for word in "$@"; do printf '%s\\n' "$word"; done > "$FAKE/arguments"
 env | grep '^DEPTHLM_' > "$FAKE/environment"
@@ -42,7 +42,7 @@ class Mine(Residual):
 
 
 class Reader:
-    """Somebody who has installed the wheel, and has a folder with texts alone."""
+    """A user who has installed the wheel, and works in a folder that contains only texts."""
 
     def __init__(self, folder: Path, wheel: Path) -> None:
         self.work = folder / "work"
@@ -54,7 +54,7 @@ class Reader:
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
         subprocess.run(pip, check=True)
         self.packages = next((folder / "venv").glob("lib/python*/site-packages"))
-        # no .pth file is read there, so that the checkout, which is installed by one, stays out of sight
+        # .pth files in these folders are not read, so the checkout, which is installed by one, cannot be imported
         lines = [f"import sys; sys.path.append({str(Path(path).resolve())!r})" for path in site.getsitepackages()]
         (self.packages / "dependencies.pth").write_text("\n".join(lines) + "\n")
         self.python, self.bin = python, folder / "fake"
@@ -64,7 +64,7 @@ class Reader:
             (self.bin / name).chmod(0o755)
 
     def run(self, *command: str | Path, status: int = 0, **environment: str) -> str:
-        """The standard output of a command in the folder of texts."""
+        """Run a command in the folder of texts; return its standard output, or its standard error on failure."""
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         path = f"{self.bin}:{kept['PATH']}"
         done = subprocess.run(
@@ -79,7 +79,7 @@ class Reader:
         return done.stdout if status == 0 else done.stderr
 
     def depthlm(self, *arguments: str, status: int = 0, **environment: str) -> str:
-        """The standard output of the console script."""
+        """Run the console script; return its standard output, or its standard error on failure."""
         return self.run(self.python.parent / "depthlm", *arguments, status=status, **environment)
 
 
@@ -97,7 +97,7 @@ def reader(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(tmp_path_factory.mktemp("reader"), wheel)
 
 
-def test_the_wheel_holds_what_git_does_of_the_package(wheel: Path) -> None:
+def test_the_wheel_contains_the_packages_files_that_git_tracks(wheel: Path) -> None:
     folders = ["depthlm", "conf", "hydra_plugins"]
     listed = subprocess.run(["git", "ls-files", *folders], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     wanted = {name.replace("conf/", "depthlm/conf/", 1) if name.startswith("conf/") else name
@@ -110,7 +110,7 @@ def test_the_wheel_holds_what_git_does_of_the_package(wheel: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_the_checkout_is_out_of_sight(reader: Reader) -> None:
+def test_the_checkout_cannot_be_imported(reader: Reader) -> None:
     script = (
         "import json, sys, depthlm, hydra_plugins; from depthlm.locations import *; "
         "print(json.dumps([depthlm.__file__, str(CONF), IS_CHECKOUT, command('train.py', 'train'), sys.path]))"
@@ -122,7 +122,7 @@ def test_the_checkout_is_out_of_sight(reader: Reader) -> None:
     assert not {str(REPOSITORY), str(REPOSITORY.resolve())} & set(path)
 
 
-def test_the_version_and_every_commands_help(reader: Reader) -> None:
+def test_the_version_and_the_help_list_every_command(reader: Reader) -> None:
     assert reader.depthlm("--version") == f"depthlm {depthlm.__version__}\n"
     listed = reader.depthlm("--help")
     for name in (
@@ -156,7 +156,7 @@ def test_a_sweep_is_shown_without_being_submitted(reader: Reader) -> None:
 
 
 @pytest.mark.slow
-def test_it_prepares_trains_and_sweeps(reader: Reader) -> None:
+def test_the_wheel_prepares_trains_and_sweeps(reader: Reader) -> None:
     assert "train" in reader.depthlm("prepare", *RUN)
     assert (reader.work / "tokens").is_dir()
     reader.depthlm("train", *RUN, "output_dir=one")
@@ -176,7 +176,7 @@ def test_it_prepares_trains_and_sweeps(reader: Reader) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_from_python(reader: Reader) -> None:
+def test_the_wheel_trains_from_python(reader: Reader) -> None:
     script = (
         "import sys, depthlm; config = depthlm.compose(sys.argv[1:]); code = depthlm.train(config); "
         "model, _ = depthlm.load(config.output_dir); sys.exit(code)"
@@ -186,7 +186,7 @@ def test_it_trains_from_python(reader: Reader) -> None:
 
 
 @pytest.mark.slow
-def test_a_mechanism_of_the_readers_own_trains(reader: Reader) -> None:
+def test_a_users_own_mechanism_trains(reader: Reader) -> None:
     (reader.work / "my_depth.py").write_text(OWN)
     folder = reader.work / "my_conf/model/connection"
     folder.mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_a_job_trains_with_the_copy_of_the_package_that_was_submitted(reader: Re
     ]  # fmt: skip
     variables = dict(line.split("=", 1) for line in (reader.bin / "environment").read_text().splitlines())
     assert variables["DEPTHLM_PYTHON"] == str(reader.python)
-    # what is changed afterwards does not reach the job
+    # later changes do not affect the job
     with (reader.packages / "depthlm/conf/size/micro.yaml").open("a") as file:
         file.write("\nnot_a_key: 1\n")
     job = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "77"}

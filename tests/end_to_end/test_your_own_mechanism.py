@@ -1,6 +1,6 @@
-"""docs/your_own_mechanism.md to the letter: its files written and its commands run, in the order of the page.
+"""docs/your_own_mechanism.md, followed exactly: writes its files and runs its commands, in the order of the page.
 
-A file is a fenced block below a line that holds its name alone, as `check.py`: and commands are the blocks marked sh.
+A file is a fenced block below a line with only its name (such as `check.py`:); commands are the blocks marked sh.
 """
 
 import re
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.
 
 
 def script_of(page: str) -> str:
-    """Everything the page asks for, as one shell session that stops at the first failure."""
+    """Return all steps of the page as one shell script that stops at the first failure."""
     lines = ["set -ex"]
     for block in BLOCK.finditer(page):
         if block["file"]:
@@ -31,13 +31,13 @@ def script_of(page: str) -> str:
     return "\n".join(lines)
 
 
-# its runs take a minute
+# the runs take a minute
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reader's folder after all of the page, beside a checkout of which only links are here."""
+    """The reader's folder after all steps of the page; the checkout next to it consists of links."""
     checkout = tmp_path_factory.mktemp("reader") / "depthlm"
     checkout.mkdir()
     for name in ("train.py", "conf", "depthlm", "README.md"):
@@ -48,7 +48,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout.parent / "my_work"
 
 
-def test_the_page_names_files_and_commands() -> None:
+def test_the_page_has_the_expected_files_and_commands() -> None:
     script = script_of(PAGE)
     assert script.count("END OF FILE'") == 7
     assert script.count("train.py --config-dir") == 3
@@ -60,7 +60,7 @@ def test_the_loss_of_both_runs_falls(work: Path, run: str) -> None:
     assert losses[-1] < losses[0] - 1
 
 
-def test_a_run_is_loaded_with_trust_alone(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_the_run_requires_trust(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(work))
     with pytest.raises(UserError, match=r"name that module in trust=\[\.\.\.\]") as refused:
         depthlm.load(work / "outputs/gated_skip")
@@ -81,7 +81,7 @@ def test_a_run_is_loaded_with_trust_alone(work: Path, monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_a_mistake_is_answered_in_the_words_of_the_page(
+def test_mistakes_raise_the_errors_quoted_on_the_page(
     work: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
     monkeypatch.syspath_prepend(str(work))

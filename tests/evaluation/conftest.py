@@ -8,7 +8,7 @@ from depthlm.training import train
 
 @pytest.fixture(scope="session")
 def trained(corpus_folder: Path, token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run on the small corpus; tests only add files to it."""
+    """A short run on the small corpus. Tests may add files to it, but not change any."""
     directory = tmp_path_factory.mktemp("runs") / "run"
     overrides = [
         "size=micro", "model=moda", "data=local", f"data.source={corpus_folder}", f"data.path={token_folder}",

@@ -19,12 +19,12 @@ from depthlm.runs.records import read_run
 from depthlm.training import train
 
 
-def run(*given: str) -> dict[str, float]:
-    return evaluate(read_arguments(Evaluate, given))
+def run(*arguments: str) -> dict[str, float]:
+    return evaluate(read_arguments(Evaluate, arguments))
 
 
 def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int, int]:
-    """Nats, targets and bytes of the validation tokens, one window at a time in float64."""
+    """Return nats, targets and bytes of the validation tokens, computed one window at a time in float64."""
     (split,) = Manifest.read(folder).validation.values()
     tokens = np.concatenate([np.fromfile(folder / shard.name, dtype="<u2") for shard in split.files]).astype(np.int64)
     model = depthlm.load(directory)[0].double()
@@ -42,9 +42,7 @@ def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int,
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16, 1000])
-def test_the_loss_is_that_of_every_target_once_whatever_the_batch(
-    trained: Path, token_folder: Path, batch_size: int
-) -> None:
+def test_every_target_counts_once_for_any_batch_size(trained: Path, token_folder: Path, batch_size: int) -> None:
     nats, targets, text_bytes = direct(trained, token_folder)
     found = run(f"run={trained}", f"batch_size={batch_size}")
     assert found["validation/local/loss"] == pytest.approx(nats / targets, rel=1e-6)
@@ -52,18 +50,18 @@ def test_the_loss_is_that_of_every_target_once_whatever_the_batch(
     assert found["validation/local/bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
 
 
-def test_the_numbers_of_one_checkpoint_gather_and_the_report_reads_them(trained: Path, tmp_path: Path) -> None:
+def test_results_of_one_checkpoint_accumulate_and_the_report_reads_them(trained: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trained, tmp_path / "run")
     (copy / "evaluation.json").write_text(json.dumps({"step": 12, "zero_shot/piqa": 0.5}))
     run(f"run={copy}")
     assert {"zero_shot/piqa", "validation/local/loss"} < json.loads((copy / "evaluation.json").read_text()).keys()
     assert read_run(copy).number("zero_shot/piqa") == 0.5
-    # those of another checkpoint are not of this model
+    # results of another checkpoint are not of this model
     (copy / "evaluation.json").write_text(json.dumps({"step": 6, "zero_shot/piqa": 0.5}))
     assert "zero_shot/piqa" not in run(f"run={copy}")
 
 
-def test_other_token_files_of_the_same_tokenizer_can_be_measured_on(trained: Path, token_folder: Path) -> None:
+def test_losses_on_other_token_files_of_the_same_tokenizer(trained: Path, token_folder: Path) -> None:
     own = run(f"run={trained}")
     both = run(f"run={trained}", f"sets={token_folder}")
     assert both[f"validation/{token_folder.name}/loss"] == both["validation/local/loss"] == own["validation/local/loss"]
@@ -85,18 +83,18 @@ def test_tokens_of_another_tokenizer_are_refused(trained: Path, token_folder: Pa
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["limit=3"], "limit=: goes with tasks="),
-        (["shots=0"], "shots=: goes with tasks="),
+        (["limit=3"], "limit=: has an effect only with tasks="),
+        (["shots=0"], "shots=: has an effect only with tasks="),
         (["tasks=piqa", "sets=x"], "give sets= or tasks="),
         (["tasks=piqa", "shots=0,-1"], "must be at least 0"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(trained: Path, given: list[str], words: str) -> None:
+def test_invalid_combinations_of_keys_are_refused(trained: Path, given: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         run(f"run={trained}", *given)
 
 
-def test_what_is_no_run_or_has_no_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_or_checkpoint_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in it"):
         run(f"run={tmp_path}")
     shutil.copy(trained / "config.yaml", tmp_path)
@@ -104,14 +102,14 @@ def test_what_is_no_run_or_has_no_checkpoint_is_refused(trained: Path, tmp_path:
         run(f"run={tmp_path}")
 
 
-def test_every_mistake_of_the_arguments_is_told_at_once() -> None:
+def test_all_invalid_arguments_are_reported_at_once() -> None:
     with pytest.raises(UserError, match="5 mistakes") as error:
         run("task=paper", "batch_size=0", "precision=fp8", "verbose")
     for words in ("did you mean `tasks`", "at least 1", "fp32, bf16", "not key=value", "run=...: is missing"):
         assert words in str(error.value)
 
 
-def test_the_numbers_go_to_the_run_of_wandb_that_training_began(
+def test_results_go_to_the_wandb_run_of_training(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train(depthlm.compose(small_run("tracker=wandb", "training.max_steps=2"))) == 0

@@ -20,7 +20,7 @@ def model(request):
     return decoder
 
 
-def test_the_cache_changes_nothing(model):
+def test_the_cache_does_not_change_the_text(model):
     cached = generate(model, PROMPT, 20)
     assert cached.shape == (2, 25)
     assert torch.equal(cached, generate(model, PROMPT, 20, use_cache=False))
@@ -31,14 +31,14 @@ def test_the_cache_changes_nothing(model):
     assert torch.equal(*sampled)
 
 
-def test_sampling_can_be_narrowed_to_the_most_likely(model):
+def test_the_narrowest_top_k_and_top_p_equal_greedy_decoding(model):
     greedy = generate(model, PROMPT, 10)
     assert torch.equal(generate(model, PROMPT, 10, temperature=1.0, top_k=1), greedy)
     assert torch.equal(generate(model, PROMPT, 10, temperature=1.0, top_p=1e-6), greedy)
     assert not torch.equal(generate(model, PROMPT, 10, temperature=5.0), greedy)
 
 
-def test_top_k_and_top_p_keep_what_they_say(model):
+def test_top_k_and_top_p_sample_only_from_the_tokens_they_keep(model):
     generator = torch.Generator().manual_seed(0)
     prompt = PROMPT[:1].expand(400, -1)
     probabilities, order = model(PROMPT[:1])[0, -1].softmax(0).sort(descending=True)
@@ -59,7 +59,7 @@ def test_a_row_ends_at_eos(model):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
-def test_impossible_settings_are_refused(model, settings):
+def test_invalid_settings_are_refused(model, settings):
     with pytest.raises(ValueError, match="must hold"):
         generate(model, PROMPT, 1, **settings)
     with pytest.raises(ValueError, match="empty"):

@@ -1,4 +1,4 @@
-"""The harness on a run, with tasks whose data lie here."""
+"""The harness on a run, with tasks on local data."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def run(*given: str) -> dict[str, float]:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """A task on a file here: which of three words follows two."""
+    """A task on a local file: which of three words follows two others."""
     words, chance = ["depth", "stream", "layer", "head", "read"], random.Random(0)
     rows = [
         {
@@ -56,7 +56,7 @@ def task(tmp_path: Path) -> Path:
 
 
 def most_likely(directory: Path, data: Path) -> float:
-    """The share of questions whose right answer has the largest probability, each answer scored by itself."""
+    """Return the share of questions whose right answer is the most likely one, scoring each answer separately."""
     model = depthlm.load(directory)[0].requires_grad_(False)
     tokenizer, right = Tokenizer.load(directory), []
     for row in map(json.loads, data.read_text().splitlines()):
@@ -70,21 +70,21 @@ def most_likely(directory: Path, data: Path) -> float:
     return sum(right) / len(right)
 
 
-def test_a_task_on_local_data_is_scored_as_one_would_by_hand(trained: Path, task: Path) -> None:
+def test_a_task_on_local_data_has_the_score_computed_by_hand(trained: Path, task: Path) -> None:
     found = run(f"run={trained}", f"tasks={task}", "shots=0,1", "batch_size=4")
     assert found["zero_shot/depth_words/acc"] == pytest.approx(most_likely(trained, task.with_suffix(".jsonl")))
     assert "one_shot/depth_words/acc" in found
     assert json.loads((trained / "evaluation.json").read_text())["zero_shot/depth_words/acc"] is not None
 
 
-def test_a_part_of_the_questions_is_not_kept(trained: Path, task: Path) -> None:
+def test_results_on_a_part_of_the_questions_are_not_written(trained: Path, task: Path) -> None:
     (trained / "evaluation.json").unlink(missing_ok=True)
     assert 0 <= run(f"run={trained}", f"tasks={task}", "limit=3")["zero_shot/depth_words/acc"] <= 1
     assert not (trained / "evaluation.json").exists()
 
 
 @pytest.mark.slow
-def test_a_task_of_the_harness_runs_on_a_copy_of_its_dataset(trained: Path, tmp_path: Path) -> None:
+def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "allenai/sciq"
     folder.mkdir(parents=True)
     row = {"question": "what is read?", "support": "A stream is read by every layer.", "correct_answer": "a stream"}
@@ -96,7 +96,7 @@ def test_a_task_of_the_harness_runs_on_a_copy_of_its_dataset(trained: Path, tmp_
 
 
 @pytest.mark.slow
-def test_without_the_hub_it_says_what_is_missing_and_what_to_do(trained: Path) -> None:
+def test_without_the_hub_every_missing_dataset_is_listed_with_remedies(trained: Path) -> None:
     with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
         run(f"run={trained}", "tasks=paper")
     for task, _ in SUITES["paper"].tasks.values():
@@ -114,7 +114,7 @@ def test_the_harness_knows_the_tasks_of_the_papers_and_their_metrics() -> None:
     assert {name: len(suite.tasks) for name, suite in SUITES.items()} == {"paper": 8, "moda": 10}
 
 
-def test_the_suites_have_the_names_that_the_experiments_read() -> None:
+def test_suites_have_the_metric_names_that_the_experiments_read() -> None:
     for name, experiment in (("paper", "depth_attention/main"), ("moda", "moda/model_size")):
         columns = depthlm.sweeps.points.load_experiment(experiment, None).columns
         read = {column.metric for column in columns.values() if "_shot/" in column.metric}

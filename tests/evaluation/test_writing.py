@@ -16,8 +16,8 @@ from depthlm.evaluation.writing import Generate, write_text
 LINES = ["the depth", "a stream is read by", "x"]
 
 
-def write(*given: str) -> None:
-    write_text(read_arguments(Generate, given))
+def write(*arguments: str) -> None:
+    write_text(read_arguments(Generate, arguments))
 
 
 def greedy(directory: Path, prompt: str, tokens: int) -> str:
@@ -27,12 +27,12 @@ def greedy(directory: Path, prompt: str, tokens: int) -> str:
     return tokenizer.decode(generate(model, torch.tensor([ids]), tokens, use_cache=False)[0, len(ids) :].tolist())
 
 
-def test_a_prompt_is_shown_and_continued(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_is_printed_and_continued(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(f"run={trained}", "prompt=the depth of", "max_new_tokens=20", "temperature=0")
     assert capsys.readouterr().out == "the depth of" + greedy(trained, "the depth of", 20) + "\n"
 
 
-def test_prompts_of_a_file_are_continued_as_each_alone(
+def test_the_batch_does_not_affect_the_continuation_of_a_prompt(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(LINES) + "\n\n")
@@ -45,7 +45,7 @@ def test_prompts_of_a_file_are_continued_as_each_alone(
         assert found == [{"prompt": line, "text": greedy(trained, line, 12)} for line in LINES]
 
 
-def test_a_seed_makes_it_again(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_is_reproducible_by_its_seed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in (1, 1, 2):
         write(f"run={trained}", "prompt=", "max_new_tokens=30", f"seed={seed}", "top_p=0.9")
@@ -53,12 +53,12 @@ def test_a_seed_makes_it_again(trained: Path, capsys: pytest.CaptureFixture[str]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_text_comes_in_whole_characters(
+def test_text_is_streamed_in_complete_characters(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = depthlm.load(trained)
     parts = "a é 深 𝄞".encode()
-    # a model that writes these bytes, one a token
+    # a model that generates these bytes, one per token
     script = iter(parts)
     one_hot = torch.nn.functional.one_hot
     monkeypatch.setattr(model, "logits", lambda hidden: one_hot(torch.tensor([[next(script)]]), 320).float())
@@ -85,13 +85,13 @@ def test_text_comes_in_whole_characters(
         (["prompts={lines}", "max_new_tokens=8"], "line 3: 44 tokens"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(trained: Path, tmp_path: Path, given: list[str], words: str) -> None:
+def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path, given: list[str], words: str) -> None:
     (tmp_path / "lines").write_text("short\n\n" + "x" * 44)
     with pytest.raises(UserError, match=words):
         write(f"run={trained}", *(text.format(lines=tmp_path / "lines") for text in given))
 
 
-def test_padding_on_the_left_changes_nothing(trained: Path) -> None:
+def test_padding_on_the_left_does_not_change_the_text(trained: Path) -> None:
     model, _ = depthlm.load(trained)
     model.end_of_text = 256
     row = torch.tensor([[97, 256, 98, 99]])

@@ -13,7 +13,8 @@ from depthlm.config import Config
 from depthlm.data import bytes_tokenizer
 from depthlm.files import digest
 from depthlm.model import Decoder, initialize
-from depthlm.runs.checkpoints import MANIFEST, NEEDED, WEIGHTS, checkpoint_path
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.checkpoints import MANIFEST, NEEDED, WEIGHTS
 
 from ..model.conftest import SHAPE
 
@@ -21,7 +22,7 @@ MakeRun = Callable[..., Path]
 
 
 def awaken(model: Decoder, config: Config) -> Decoder:
-    """Every parameter away from its start, large enough that a test sees it."""
+    """Move every parameter away from its initial value, far enough to affect the tests."""
     initialize(model, seed=0, std=0.1)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -32,10 +33,10 @@ def awaken(model: Decoder, config: Config) -> Decoder:
 
 
 def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:
-    """A run directory with one checkpoint of a small decoder, as training leaves it, without training."""
-    given = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
-    config = depthlm.compose([*given, f"output_dir={directory}"], config_dir, here=False)
-    checkpoint = checkpoint_path(directory, 1)
+    """Write a run directory with one checkpoint of a small decoder, as training would, without training."""
+    settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
+    config = depthlm.compose([*settings, f"output_dir={directory}"], config_dir, here=False)
+    checkpoint = RunDirectory(directory).checkpoint(1)
     checkpoint.mkdir(parents=True)
     model = awaken(depthlm.build_model(config), config)
     save_file(model.state_dict(), checkpoint / WEIGHTS)
@@ -51,7 +52,7 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """The directory of a run of these overrides."""
+    """Write a run directory for these overrides."""
 
     def make(*overrides: str, name: str = "run", config_dir: str | None = None) -> Path:
         return write_run(tmp_path / name, *overrides, config_dir=config_dir)

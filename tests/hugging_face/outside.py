@@ -1,4 +1,4 @@
-"""Loads exports as a reader does who has transformers alone: run in a process of its own, without depthlm.
+"""Load exports like a user who has transformers but not depthlm. Runs in a separate process.
 
 python -I outside.py <requests.json> <answers.json>; a request is {folder, remote, tokens, texts}.
 """
@@ -9,7 +9,7 @@ import sys
 
 
 class Absent(importlib.abc.MetaPathFinder):
-    """As if depthlm and what it brings were not installed."""
+    """Makes depthlm and its dependencies appear not to be installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("depthlm", "hydra", "omegaconf", "own_mechanism"):
@@ -22,7 +22,7 @@ try:
 except ModuleNotFoundError:
     pass
 else:
-    raise SystemExit("depthlm is there")
+    raise SystemExit("depthlm can be imported")
 
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -38,7 +38,7 @@ def answer(folder, remote, tokens, texts):
     with torch.no_grad():
         output = model(tokens, labels=tokens)
     greedy = {"max_new_tokens": 6, "do_sample": False}
-    # prompts of different lengths, those shorter ones padded on the left
+    # prompts of different lengths, padded on the left
     lengths = [tokens.shape[1] - 3 * row for row in range(len(tokens))]
     rows = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")

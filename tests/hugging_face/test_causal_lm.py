@@ -1,4 +1,4 @@
-"""A decoder in this process behind transformers' interface: masks, caches, losses, and what it refuses."""
+"""A decoder behind transformers' interface, in this process: masks, caches, losses, and refused arguments."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_it_is_the_decoder_itself(wrap: Callable[..., Wrapped]) -> None:
+def test_the_wrapper_shares_the_decoder(wrap: Callable[..., Wrapped]) -> None:
     causal, decoder = wrap("model=moda")
     assert causal.decoder is decoder
     assert not causal.training
@@ -39,7 +39,7 @@ def test_it_is_the_decoder_itself(wrap: Callable[..., Wrapped]) -> None:
 
 @pytest.mark.parametrize("overrides", [[], ["data.document_mask=true"]])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(wrap: Callable[..., Wrapped], overrides: list[str], side: str) -> None:
+def test_padding_does_not_change_logits(wrap: Callable[..., Wrapped], overrides: list[str], side: str) -> None:
     causal, decoder = wrap("model=depth_attention", *overrides)
     rows, mask = tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
     rows[:, 5] = 256
@@ -77,7 +77,7 @@ def test_a_cache_is_filled_in_parts_cropped_and_reordered(
     assert cache.get_seq_length() == 12
 
 
-def test_beams_take_the_ends_of_their_documents_along(wrap: Callable[..., Wrapped]) -> None:
+def test_beam_search_reorders_document_ends(wrap: Callable[..., Wrapped]) -> None:
     causal, decoder = wrap("data.document_mask=true")
     # few tokens are likely, and one of them ends a document
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_beams_take_the_ends_of_their_documents_along(wrap: Callable[..., Wrappe
     assert len({tuple((row == 0).tolist()) for row in written}) > 2
 
 
-def test_it_is_trained_and_runs_in_bf16(wrap: Callable[..., Wrapped]) -> None:
+def test_loss_gradients_and_bf16_generation(wrap: Callable[..., Wrapped]) -> None:
     causal, decoder = wrap("model=mhc", "backbone.tie_embeddings=true")
     labels = tokens(2, 9)
     labels[:, :4] = -100
@@ -108,7 +108,7 @@ def test_it_is_trained_and_runs_in_bf16(wrap: Callable[..., Wrapped]) -> None:
     assert causal.to(torch.bfloat16).generate(tokens(2, 5), max_new_tokens=3, pad_token_id=257).shape == (2, 8)
 
 
-def test_what_it_cannot_do_is_said(wrap: Callable[..., Wrapped]) -> None:
+def test_unsupported_arguments_are_refused(wrap: Callable[..., Wrapped]) -> None:
     causal, _ = wrap()
     mask = torch.tensor([[1, 1, 0, 1]])
     with pytest.raises(ValueError, match="padding between its tokens; pad prompts on the left"):
@@ -121,7 +121,7 @@ def test_what_it_cannot_do_is_said(wrap: Callable[..., Wrapped]) -> None:
     assert causal(tokens(1, 4), output_attentions=False, position_ids=None).logits.shape == (1, 4, 320)
 
 
-def test_a_tokenizer_adds_nothing(tmp_path: Path) -> None:
+def test_the_tokenizer_adds_no_tokens(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Encoder
     from tokenizers.processors import TemplateProcessing
 

@@ -1,4 +1,4 @@
-"""An export, in a process that has transformers alone, computes and writes what the run does."""
+"""An export, loaded in a process without depthlm, computes and generates the same as the run."""
 
 import json
 import subprocess
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """Every case exported, and loaded by one process outside."""
+    """Export every case, and load all of them in one separate process."""
     root = tmp_path_factory.mktemp("exports")
     own, conf = root / "own_mechanism", root / "conf/model/connection"
     own.mkdir()
@@ -122,7 +122,7 @@ def case(cases: dict[str, Case], request: pytest.FixtureRequest) -> Case:
     return cases[request.param]
 
 
-def test_logits_and_loss_are_ours(case: Case) -> None:
+def test_logits_and_loss_equal_those_of_the_run(case: Case) -> None:
     model, answer, tokens = case.model, case.answer, case.tokens
     with torch.no_grad():
         logits, sums = model(tokens), model(tokens[:, :-1], tokens[:, 1:])
@@ -131,7 +131,7 @@ def test_logits_and_loss_are_ours(case: Case) -> None:
     assert answer["loss"] == pytest.approx(float(sums.nll / sums.tokens), rel=1e-5)
 
 
-def test_greedy_generation_is_ours_also_of_padded_prompts(case: Case) -> None:
+def test_greedy_generation_equals_the_run_also_with_padded_prompts(case: Case) -> None:
     model, answer, tokens = case.model, case.answer, case.tokens
     expected = generate(model, tokens, 6)[:, tokens.shape[1] :].tolist()
     assert answer["greedy"] == answer["uncached"] == expected
@@ -139,20 +139,20 @@ def test_greedy_generation_is_ours_also_of_padded_prompts(case: Case) -> None:
     assert answer["padded"] == [row.tolist() for row in alone]
 
 
-def test_beams_take_their_cache_along(case: Case) -> None:
+def test_beam_search_gives_the_same_with_and_without_cache(case: Case) -> None:
     cached, uncached = case.answer["beams"]
     assert cached == uncached
     assert case.answer["sampled"] == [6, 18]
 
 
-def test_the_tokenizer_is_the_runs(case: Case) -> None:
+def test_the_tokenizer_equals_that_of_the_run(case: Case) -> None:
     ours = Tokenizer.load(case.folder)
     assert case.answer["ids"] == ours.encode_batch(TEXTS)
     assert case.answer["ends"] == [256, 257]
     assert case.answer["length"] == 32
 
 
-def test_an_export_is_imported_as_it_was(case: Case) -> None:
+def test_an_export_can_be_read_back_unchanged(case: Case) -> None:
     weights = load_weights(read_pretrained(case.folder))
     assert copy_weights(weights, case.model) == []
     state = case.model.state_dict()
@@ -160,16 +160,16 @@ def test_an_export_is_imported_as_it_was(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_vanilla_is_a_model_of_transformers(cases: dict[str, Case], name: str) -> None:
+def test_vanilla_is_exported_as_a_transformers_model(cases: dict[str, Case], name: str) -> None:
     kind = "olmo2" if "olmo2" in name else "qwen3"
     assert (cases[name].answer["model_type"], cases[name].answer["class"]) == (kind, f"{kind.capitalize()}ForCausalLM")
     assert not [*cases[name].folder.glob("*.py")]
 
 
-def test_what_transformers_cannot_compute_takes_its_code_along(cases: dict[str, Case]) -> None:
+def test_other_models_are_exported_with_their_code(cases: dict[str, Case]) -> None:
     for name in OTHERS:
         assert cases[name].answer["class"] == "DepthLMForCausalLM"
     files = {file.name for file in cases[OWN].folder.glob("*.py")}
     assert {"own_mechanism_own_connection.py", "own_mechanism_own_scale.py"} <= files
-    # what this mechanism does not need stays here
+    # modules that this mechanism does not need are not exported
     assert not any("moda" in file or "config" in file.removesuffix("configuration.py") for file in files)

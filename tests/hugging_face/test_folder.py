@@ -1,4 +1,4 @@
-"""What an export refuses, and that a refused or failed one leaves everything as it was."""
+"""Refused and failed exports, which must not change any file."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_an_earlier_export_is_replaced_whole(make_run: MakeRun, tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_completely(make_run: MakeRun, tmp_path: Path) -> None:
     to = tmp_path / "some/export"
     first = export(make_run("model=mhc", name="mhc"), to)
     left_by_a_killed_export = tmp_path / "some/.export.partial/new"
@@ -41,26 +41,26 @@ def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) 
     run, to = make_run(), tmp_path / "export"
     to.mkdir()
     (to / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"to=.*export: it holds files, and no export \(notes.txt\); give a new folder"):
+    with pytest.raises(UserError, match=r"to=.*export: the folder has files \(notes.txt\), but no export; give a new"):
         export(run, to)
     (to / "notes.txt").unlink()
     export(run, to)
     (to / "README.md").write_text("mine")
     before = contents(to)
-    with pytest.raises(UserError, match=r"README.md is not of the export there, and would be lost; move it"):
+    with pytest.raises(UserError, match=r"README.md is not part of the export in this folder, .* be lost; move it"):
         export(run, to)
-    with pytest.raises(UserError, match="it holds files, and no export"):
+    with pytest.raises(UserError, match=r"the folder has files .*, but no export"):
         export(run, run)
     assert contents(to) == before
 
 
-def test_a_target_that_cannot_be_written_is_named(
+def test_a_target_that_cannot_be_written_is_a_user_error(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
     (tmp_path / "file").touch()
     for to in (tmp_path / "file", tmp_path / "file/export"):
-        with pytest.raises(UserError, match=r"to=.*: .*file is no folder that this user may write to"):
+        with pytest.raises(UserError, match=r"to=.*: .*file is not a folder that this user may write to"):
             export(run, to)
     to = export(run, tmp_path / "export").folder
     before = contents(to)
@@ -88,14 +88,14 @@ def test_a_run_without_a_checkpoint_is_refused(make_run: MakeRun, tmp_path: Path
 MODULES = {
     "imports_whole": ("import depthlm.model.layers\n", "import depthlm.model.layers: .* write `from depthlm"),
     "imports_package": ("from depthlm.model import layers\n", "from depthlm.model import layers: .* defines them"),
-    "needs_more": ("import pytest\n", "import of pytest: .* PyTorch, transformers and NumPy alone"),
+    "needs_more": ("import pytest\n", "import of pytest: .* only need PyTorch, transformers and NumPy"),
     "needs_training": ("from depthlm.config.schema import Config\nimport omegaconf\n", "import of omegaconf"),
     "needs_other": ("from needs_more import x\n", "needs_more.py:1: import of pytest"),
 }
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_code_that_cannot_come_along_is_told_with_its_line(
+def test_code_that_cannot_be_exported_is_reported_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for module, (text, _) in MODULES.items():
@@ -107,7 +107,7 @@ def test_code_that_cannot_come_along_is_told_with_its_line(
         collect([name])
 
 
-def test_code_is_copied_with_its_imports_alone_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "reader"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -130,26 +130,26 @@ def test_code_is_copied_with_its_imports_alone_changed(tmp_path: Path, monkeypat
     assert texts["reader.main"] == expected
 
 
-def test_the_command(
+def test_the_command_prints_files_and_loading_code(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, to = make_run("model=moda"), tmp_path / "export"
     monkeypatch.setattr(sys, "argv", ["depthlm", "export", f"run={run}", f"to={to}"])
     main()
-    told = capsys.readouterr().out
-    assert f"{to}: depthlm, " in told
-    assert "modeling_depthlm.py" in told
-    assert f"AutoModelForCausalLM.from_pretrained('{to}', trust_remote_code=True)" in told
+    output = capsys.readouterr().out
+    assert f"{to}: depthlm, " in output
+    assert "modeling_depthlm.py" in output
+    assert f"AutoModelForCausalLM.from_pretrained('{to}', trust_remote_code=True)" in output
     monkeypatch.setattr(sys, "argv", ["depthlm", "export", "too=x"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "did you mean `to`?" in told
-    assert "run=...: is missing" in told
+    errors = capsys.readouterr().err
+    assert "did you mean `to`?" in errors
+    assert "run=...: is missing" in errors
 
 
-def test_without_transformers_the_extra_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"transformers is not installed; pip install -e '.\[evaluation\]'"):
         export("run", "to")

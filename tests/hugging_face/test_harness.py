@@ -1,4 +1,4 @@
-"""lm-eval's own door, `--model hf`, scores an export as it scores the run."""
+"""lm-eval's `--model hf` gives an export the same scores as the run."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TASKS = {
 
 
 @pytest.mark.slow
-def test_lm_eval_scores_an_export_as_it_scores_the_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_lm_eval_gives_an_export_the_scores_of_the_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

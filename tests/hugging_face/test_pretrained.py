@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as the start of a run."""
+"""Runs that start from a Hugging Face folder."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ OURS = [
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
-    """A folder as transformers writes it, with weights in two files or more."""
+    """Write a folder with transformers, with weights in at least two files."""
 
     def make(kind: str = "qwen3", shards: str = "100KB", **settings: Any) -> Path:
         config, model = CLASSES[kind]
@@ -55,7 +55,7 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("tie", [False, True])
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     small_run: Overrides, make_folder: Callable[..., Path], kind: str, tie: bool
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e6}
@@ -63,7 +63,7 @@ def test_logits_are_those_of_transformers(
     assert len([*folder.glob("*.safetensors")]) > 1
     overrides = [
         f"backbone={kind}", f"backbone.tie_embeddings={tie}".lower(), "backbone.rope_theta=1e6",
-        "backbone.attention_bias=true", "backbone.norm_eps=1e-6", f"import_from={folder}",
+        "backbone.attention_bias=true", "backbone.norm_eps=1e-6", f"init_from={folder}",
     ]  # fmt: skip
     model = depthlm.build_model(depthlm.compose(small_run(*OURS, *overrides)))
     assert copy_weights(load_weights(read_pretrained(folder)), model) == []
@@ -73,20 +73,20 @@ def test_logits_are_those_of_transformers(
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_run_goes_on_from_it_also_as_another_mechanism(
+def test_a_run_starts_from_a_folder_also_with_another_mechanism(
     small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder("qwen3")
-    overrides = [*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}", "training.max_steps=1"]
+    overrides = [*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=1"]
     first = []
     for model in ("vanilla", "dca"):
         assert train(depthlm.compose(small_run(*overrides, f"model={model}", name=model))) == 0
         first.append(next(iter(read_metrics(tmp_path / model / "metrics.jsonl")))["loss"])
-    told = capsys.readouterr().out
-    assert f"weights imported from {folder}" in told
-    assert "these weights are of model vanilla, this run's is dca" in told
+    output = capsys.readouterr().out
+    assert f"weights imported from {folder}" in output
+    assert "the weights are from model vanilla, this run trains dca" in output
     assert first[0] == pytest.approx(first[1], rel=1e-5)
-    # and back: what was trained is a folder again
+    # the run can be exported and read back
     written = export(tmp_path / "vanilla", tmp_path / "again")
     assert written.native
     state = load_file(tmp_path / "vanilla/checkpoints/step-00000001/model.safetensors")
@@ -95,16 +95,18 @@ def test_a_run_goes_on_from_it_also_as_another_mechanism(
     assert all(torch.equal(again[name], state[name]) for name in state)
 
 
-def test_every_difference_is_told_with_what_mends_it(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+def test_every_difference_is_reported_with_the_overrides_that_fix_it(
+    small_run: Overrides, make_folder: Callable[..., Path]
+) -> None:
     folder = make_folder("olmo2", tie_word_embeddings=True)
     with pytest.raises(ConfigError) as caught:
-        depthlm.compose(small_run(f"import_from={folder}"))
+        depthlm.compose(small_run(f"init_from={folder}"))
     text = str(caught.value)
     assert "backbone.norm_placement=pre: the weights have post" in text
     assert "size.hidden_size=64: the weights have 48" in text
-    mending = text.rpartition("to go on with its weights, give ")[2].split()
-    assert {"backbone.tie_embeddings=true", "size.vocab_size=300", "data.pad_vocab_multiple=1"} <= {*mending}
-    assert depthlm.compose(small_run(f"import_from={folder}", *mending)).backbone.qk_norm == "full"
+    fixes = text.rpartition("to start from these weights, give ")[2].split()
+    assert {"backbone.tie_embeddings=true", "size.vocab_size=300", "data.pad_vocab_multiple=1"} <= {*fixes}
+    assert depthlm.compose(small_run(f"init_from={folder}", *fixes)).backbone.qk_norm == "full"
 
 
 def test_an_export_of_a_mechanism_has_its_settings(
@@ -112,10 +114,10 @@ def test_an_export_of_a_mechanism_has_its_settings(
 ) -> None:
     folder = export(make_run("model=moda", "model.attention.slots=3", name="source"), tmp_path / "export").folder
     with pytest.raises(ConfigError) as caught:
-        depthlm.compose(small_run(f"import_from={folder}", "model=moda"))
-    mending = str(caught.value).rpartition("give ")[2].split()
-    assert "model.attention.slots=3" in mending
-    model = depthlm.build_model(depthlm.compose(small_run(f"import_from={folder}", "model=moda", *mending)))
+        depthlm.compose(small_run(f"init_from={folder}", "model=moda"))
+    fixes = str(caught.value).rpartition("give ")[2].split()
+    assert "model.attention.slots=3" in fixes
+    model = depthlm.build_model(depthlm.compose(small_run(f"init_from={folder}", "model=moda", *fixes)))
     assert copy_weights(load_weights(read_pretrained(folder)), model) == []
 
 
@@ -123,17 +125,17 @@ def test_another_tokenizer_is_refused(small_run: Overrides, make_folder: Callabl
     folder = make_folder("qwen3")
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"a":97', '"a":98').replace('"b":98', '"b":97'))
-    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}"))
-    with pytest.raises(UserError, match=r"its tokenizer is another: '[ab]' is .* give data.tokenizer="):
+    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
+    with pytest.raises(UserError, match=r"its tokenizer differs from the run's: '[ab]' has id .* give data.tokenizer="):
         train(config)
 
 
 @pytest.mark.slow
-def test_two_ranks_take_the_same_weights(
+def test_two_ranks_load_the_same_weights(
     small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, two_ranks: TwoRanks
 ) -> None:
     folder = make_folder("olmo2")
-    overrides = [*OURS, "backbone=olmo2", "backbone.tie_embeddings=false", f"import_from={folder}"]
+    overrides = [*OURS, "backbone=olmo2", "backbone.tie_embeddings=false", f"init_from={folder}"]
     overrides.append("training.max_steps=1")
     assert train(depthlm.compose(small_run(*overrides, name="one"))) == 0
     for stage in ("zero0", "zero3"):
@@ -142,9 +144,9 @@ def test_two_ranks_take_the_same_weights(
         first, alone = (next(iter(read_metrics(tmp_path / name / "metrics.jsonl")))["loss"] for name in (stage, "one"))
         assert first == pytest.approx(alone, rel=1e-5)
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace('"a":97', '"a":298'))
-    told = two_ranks(train_on_ranks, small_run(*overrides, name="wrong"))
-    assert told[0] == told[1]
-    assert "its tokenizer is another" in told[0]
+    errors = two_ranks(train_on_ranks, small_run(*overrides, name="wrong"))
+    assert errors[0] == errors[1]
+    assert "its tokenizer differs from the run's" in errors[0]
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
@@ -165,32 +167,37 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "window": (edit(use_sliding_window=True), "sliding-window attention .* not supported"),
     "quantized": (edit(quantization_config={"bits": 4}), "quantized weights"),
     "no width": (edit(hidden_size=None), "size.hidden_size=48: the weights have null"),
-    "not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not that of a model"),
+    "not JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        "config.json is not the configuration of a model",
+    ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     "pickled": (only_pickles, r"its weights are pickled .* save_pretrained"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_cannot_be_the_start_is_refused(small_run: Overrides, make_folder: Callable[..., Path], name: str) -> None:
+def test_unsupported_and_broken_folders_are_refused(
+    small_run: Overrides, make_folder: Callable[..., Path], name: str
+) -> None:
     folder = make_folder("qwen3", shards="1GB")
     breaking, words = BROKEN[name]
     breaking(folder)
     with pytest.raises(ConfigError, match=words):
-        depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}"))
+        depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
 
 
-def test_a_torn_file_of_weights_is_named(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+def test_an_error_names_a_torn_weight_file(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
     folder = make_folder("qwen3", shards="1GB")
-    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}"))
+    config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
     (folder / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
         train(config)
 
 
-def test_a_run_that_has_begun_needs_the_folder_no_more(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
+def test_resuming_does_not_need_the_folder(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
     folder = make_folder("qwen3")
-    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"import_from={folder}", "training.max_steps=2")
+    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=2")
     assert train(depthlm.compose([*overrides, "training.stop_after=1"])) == 0
     shutil.rmtree(folder)
     assert train(depthlm.compose(overrides)) == 0

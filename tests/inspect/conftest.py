@@ -14,7 +14,7 @@ from ..pictures import quick_pictures, rendered
 
 __all__ = ["quick_pictures", "rendered"]
 
-# a small decoder with biases, without QK-norm, so that a bias alone can say what a query or key is
+# a small decoder with biases and without QK-norm, so that a bias alone can set a query or a key
 SHAPE = [
     "size=micro", "backbone=moda_layers", "size.num_layers=4", "size.hidden_size=16", "size.intermediate_size=24",
     "size.num_heads=4", "size.num_kv_heads=2", "size.head_size=8", "size.vocab_size=320", "data.tokenizer=bytes",
@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @pytest.fixture
 def build() -> Callable[..., Decoder]:
-    """The small decoder of overrides, with weights large enough to be seen."""
+    """A small decoder with overrides, and weights large enough to affect the pictures."""
 
     def make(*overrides: str) -> Decoder:
         model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
@@ -40,7 +40,7 @@ def build() -> Callable[..., Decoder]:
 
 @pytest.fixture
 def arrays() -> Callable[..., Arrays]:
-    """The arrays of all pictures of a decoder, which it also draws."""
+    """The arrays of all pictures of a decoder. The fixture also draws the pictures."""
 
     def find(model: Decoder, *windows: torch.Tensor) -> Arrays:
         pictures, _ = collect(model, windows or (TOKENS[:2], TOKENS[2:]))

@@ -1,4 +1,4 @@
-"""`python -m depthlm inspect`: what it writes and says, and what it refuses."""
+"""`python -m depthlm inspect`: its files, its output and its error messages."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path, token_folder: Path) -> Path:
-    """The directory of a run of two mechanisms."""
+    """The directory of a run that combines two mechanisms."""
     folder = tmp_path_factory.mktemp("runs") / "pair"
     settings = [
         "model/connection=attention_residuals", "model/attention=moda", "size=micro", "data=local",
@@ -56,33 +56,33 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 @pytest.mark.usefixtures("rendered")
-def test_it_writes_pictures_and_the_arrays_behind_them(
+def test_writes_pictures_and_arrays(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "tokens=100")
     names = {"moda_maps", "moda_depth_share", "attention_residuals", "blocks"}
     assert {file.stem for file in (trained / "inspect").glob("*.png")} == names
     assert all(file.stat().st_size > 10_000 for file in (trained / "inspect").glob("*.png"))
-    said = capsys.readouterr().out
-    assert "96 tokens of the validation set local, in windows of 32" in said
-    assert all(f"{name}.png" in said for name in names)
+    output = capsys.readouterr().out
+    assert "96 tokens of the validation set local, in windows of 32" in output
+    assert all(f"{name}.png" in output for name in names)
     arrays = np.load(trained / "inspect" / "arrays.npz")
-    assert all(f"{name} {list(arrays[name].shape)}" in said for name in arrays)
+    assert all(f"{name} {list(arrays[name].shape)}" in output for name in arrays)
     np.testing.assert_allclose(arrays["attention_residuals_final"].sum(), 1, rtol=1e-5)
     rows = [json.loads(line) for line in (trained / "blocks.jsonl").read_text().splitlines()]
     assert arrays["blocks_step"].tolist() == [1, 2]
     np.testing.assert_array_equal(arrays["blocks_mlp_gradient"], [row["mlp_gradient"] for row in rows])
 
 
-def test_text_of_ones_own_and_another_folder(
+def test_own_text_and_another_folder(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
-    assert "21 tokens of the text given" in capsys.readouterr().out
+    assert "21 tokens of the given text" in capsys.readouterr().out
     assert np.load(tmp_path / "new" / "there" / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
 
 
-def test_pictures_are_the_same_each_time_and_of_every_token(
+def test_pictures_are_reproducible_and_use_every_token(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, words in (("one", "tokens=64"), ("again", "tokens=64"), ("first", "tokens=32")):
@@ -94,15 +94,15 @@ def test_pictures_are_the_same_each_time_and_of_every_token(
     assert not np.array_equal(one, first, equal_nan=True)
 
 
-def test_windows_hold_every_token_once() -> None:
+def test_windows_contain_every_token_once() -> None:
     tokens = torch.arange(5 * 1024 + 3)
-    found = windows(tokens, 1024)
-    assert [tuple(part.shape) for part in found] == [(2, 1024), (2, 1024), (1, 1024), (1, 3)]
-    assert torch.equal(torch.cat([part.flatten() for part in found]), tokens)
+    batches = windows(tokens, 1024)
+    assert [tuple(part.shape) for part in batches] == [(2, 1024), (2, 1024), (1, 1024), (1, 3)]
+    assert torch.equal(torch.cat([part.flatten() for part in batches]), tokens)
     assert [tuple(part.shape) for part in windows(tokens[:5], 4096)] == [(1, 5)]
 
 
-def test_magnitudes_over_training(tmp_path: Path) -> None:
+def test_picture_of_magnitudes_over_training(tmp_path: Path) -> None:
     assert block_picture(tmp_path) is None
     (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 11, "att')
     picture = block_picture(tmp_path)
@@ -114,27 +114,27 @@ def test_magnitudes_over_training(tmp_path: Path) -> None:
     assert axes[0].lines[-1].get_ydata().tolist() == [1, 20]
 
 
-def test_bad_input(
+def test_bad_arguments_are_refused(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(*words: str) -> str:
+    def message(*words: str) -> str:
         return refused(monkeypatch, capsys, *words)
 
-    assert "run=...: is missing" in told()
-    assert f"{tmp_path}: no run in it" in told(f"run={tmp_path}")
-    assert "did you mean" in told(f"run={trained}", "token=5")
-    assert "tokens=0: must be" in told(f"run={trained}", "tokens=0")
-    assert "it has no tokens" in told(f"run={trained}", "text=")
+    assert "run=...: is missing" in message()
+    assert f"{tmp_path}: no run in it" in message(f"run={tmp_path}")
+    assert "did you mean" in message(f"run={trained}", "token=5")
+    assert "tokens=0: must be" in message(f"run={trained}", "tokens=0")
+    assert "it has no tokens" in message(f"run={trained}", "text=")
     file = tmp_path / "file"
     file.write_text("")
-    assert f"{file}: cannot be written to" in told(f"run={trained}", "text=a", f"to={file}")
-    assert f"{file / 'below'}: cannot be written to" in told(f"run={trained}", "text=a", f"to={file / 'below'}")
+    assert f"{file}: cannot be written to" in message(f"run={trained}", "text=a", f"to={file}")
+    assert f"{file / 'below'}: cannot be written to" in message(f"run={trained}", "text=a", f"to={file / 'below'}")
     bare = tmp_path / "bare"
     shutil.copytree(trained, bare, ignore=shutil.ignore_patterns("checkpoints"))
-    assert f"no checkpoint in it; python train.py run={bare} resume=retrain" in told(f"run={bare}")
+    assert f"no checkpoint in it; python train.py run={bare} resume=retrain" in message(f"run={bare}")
 
 
-def test_a_run_whose_token_files_are_gone_is_told_so(
+def test_missing_token_files_are_reported(
     trained: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     away = token_folder.rename(token_folder.with_name("away"))
@@ -145,7 +145,7 @@ def test_a_run_whose_token_files_are_gone_is_told_so(
         away.rename(token_folder)
 
 
-def test_a_full_disk_is_told_and_leaves_no_traceback(
+def test_full_disk_is_reported_without_traceback(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:

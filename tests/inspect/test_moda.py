@@ -1,4 +1,4 @@
-"""The attention maps of MoDA are the probabilities with which it attends."""
+"""The attention maps of MoDA equal its attention probabilities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ Build = Callable[..., Decoder]
 
 
 class Attended(Observer):
-    """Keeps what each attention was given, and what it gave."""
+    """Records the arguments and the result of each attention."""
 
     def __init__(self) -> None:
         self.seen: dict[int, Any] = {}
@@ -28,7 +28,7 @@ class Attended(Observer):
 
 
 def literal(q: Any, k: Any, depth: Any, seen_ts: Any) -> np.ndarray[Any, Any]:
-    """p[b, h, t, x] in float64, one query after another."""
+    """Compute p[b, h, t, x] in float64, one query at a time."""
     q, k = q.double().numpy(), k.double().numpy()
     entries = [entry[0].double().numpy() for entry in depth]
     batch, heads, t, width = q.shape
@@ -65,7 +65,7 @@ def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list
         entries = [(source, kind) for source in range(layer) for kind in (0, 1)][2 * layer - len(depth) :]
         for number, (source, kind) in enumerate(entries):
             share[layer, source, kind] = p[..., 12 + number].mean()
-        # and with them the values give what the mechanism gives
+        # these probabilities and the values reproduce the context
         keys = [entry[0] for entry in depth]
         made = probabilities(projected[0], projected[1], keys, past.mask_b1ts)
         every = [projected[2], *(entry[1] for entry in depth)]
@@ -75,7 +75,7 @@ def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list
     np.testing.assert_allclose(found["moda_depth_share"], share, atol=1e-5)
 
 
-def test_queries_of_zero_attend_to_all_alike(build: Build, arrays: Find) -> None:
+def test_zero_queries_attend_uniformly(build: Build, arrays: Find) -> None:
     model = build("model=moda")
     for layer in model.layers:
         layer.attention.q_proj.weight.zero_()
@@ -90,7 +90,7 @@ def test_queries_of_zero_attend_to_all_alike(build: Build, arrays: Find) -> None
         assert not row[:, 6:12].any()
 
 
-def test_entries_of_one_kind(build: Build, arrays: Find) -> None:
+def test_only_attention_entries_and_no_entries(build: Build, arrays: Find) -> None:
     share = arrays(build("model=moda", "model.attention.ffn_kv=false"))["moda_depth_share"]
     assert np.isfinite(share[3, :3, 0]).all()
     assert np.isnan(share[..., 1]).all()

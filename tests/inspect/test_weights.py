@@ -1,4 +1,4 @@
-"""The array behind a picture is what was set by hand."""
+"""The array of each picture equals weights that were set by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 def shares(count: int) -> np.ndarray[Any, Any]:
-    """Weights of so many sources, each another, that sum to one."""
+    """Return `count` different weights that sum to one."""
     return np.arange(1, count + 1) / (count * (count + 1) / 2)
 
 
@@ -34,7 +34,7 @@ def test_depth_attention_of_known_queries_and_keys(build: Build, arrays: Find) -
         for projection, value in ((attention.q_proj, q[layer]), (attention.k_proj, k[layer])):
             projection.weight.zero_()
             projection.bias.zero_()
-            # in the first key/value head alone; the other head's weights stay uniform
+            # only in the first key/value head; the weights of the other head remain uniform
             projection.bias.view(-1, 8)[: 2 if projection is attention.q_proj else 1, 0] = value * 8**0.25
     found = arrays(model)
     expected = np.full((4, 4, 2), nan)
@@ -51,14 +51,14 @@ def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays:
     expected = [
         [1, nan, nan, nan],
         [1 / 2, 1 / 2, nan, nan],
-        [1 / 2, nan, 1 / 2, nan],  # layer 0 again: itself of the loop before
+        [1 / 2, nan, 1 / 2, nan],  # layer 0 in the second loop: its source is itself in the first loop
         [nan, 1 / 3, 1 / 3, 1 / 3],
     ]
     same(found["depth_attention"], expected)
 
 
 @pytest.mark.parametrize("block_size", [1, 3])
-def test_attention_residuals_of_scalars(build: Build, arrays: Find, block_size: int) -> None:
+def test_attention_residuals_with_scalars(build: Build, arrays: Find, block_size: int) -> None:
     model = build(
         "model=attention_residuals", "model.connection.mixing=scalars", f"model.connection.block_size={block_size}"
     )
@@ -73,8 +73,8 @@ def test_attention_residuals_of_scalars(build: Build, arrays: Find, block_size: 
     same(found["attention_residuals_final"], expected[-1])
 
 
-def test_attention_residuals_that_score_their_sources(build: Build, arrays: Find) -> None:
-    # at the start every query is zero
+def test_attention_residuals_with_scores(build: Build, arrays: Find) -> None:
+    # initially every query is zero
     found = arrays(build("model=attention_residuals", "model.connection.block_size=4"))
     same(found["attention_residuals_final"], [1 / 3] * 3)
     same(found["attention_residuals_mlp"][3], [1 / 3] * 3)
@@ -83,7 +83,7 @@ def test_attention_residuals_that_score_their_sources(build: Build, arrays: Find
     model = build("model=attention_residuals_recency", "model.connection.block_size=4")
     model.connections[-1].recency.fill_(np.log(6))
     same(arrays(model)["attention_residuals_final"], [1 / 9, 1 / 9, 1 / 9, 6 / 9])
-    # the embedding of the token 7 is along the query, of all others it is zero
+    # the embedding of token 7 is parallel to the query, all others are zero
     model = build("model=attention_residuals_full")
     model.embedding.weight.zero_()
     model.embedding.weight[7, 0] = 3.0
@@ -91,7 +91,7 @@ def test_attention_residuals_that_score_their_sources(build: Build, arrays: Find
     tokens = torch.tensor([[7, 5, 7, 7]])
     connection, found = model.connections[1], []
 
-    class Look(Observer):
+    class Recorder(Observer):
         def read(self, now: Connection, stream: list[torch.Tensor]) -> None:
             if now is connection:
                 one = [
@@ -99,7 +99,7 @@ def test_attention_residuals_that_score_their_sources(build: Build, arrays: Find
                 ]
                 found.append(torch.stack([x[..., 0] for x in one]).softmax(0).mean((1, 2)))
 
-    model(tokens, observer=Look())
+    model(tokens, observer=Recorder())
     same(arrays(model, tokens)["attention_residuals_mlp"][0, :2], found[0].numpy())
 
 
@@ -117,38 +117,38 @@ def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None
     same(found["grn_b_final"], expected[-1])
     assert ("grn_weights" in found) == (version == 3)
     if version == 3:
-        # the gate is shut where b is negative, since w is zero
+        # the gate is 0 where b is negative, since w is zero
         same(found["grn_weights"][0], np.maximum(expected[:-1], 0))
         assert np.nanmax(np.abs(found["grn_b_deviation"])) < 1e-6
 
 
 @pytest.mark.parametrize("gate", ["relu_of_sum", "printed"])
-def test_the_weights_of_dca_are_those_that_make_its_inputs(build: Build, gate: str) -> None:
-    # its inputs cancel to small numbers
+def test_weights_of_dca_reproduce_its_inputs(build: Build, gate: str) -> None:
+    # in double precision, since the terms of its inputs cancel
     model = build("model=dca", f"model.connection.gate={gate}").double()
     generator = torch.Generator().manual_seed(3)
     for connection in model.connections[::2]:
-        # with b the same for all of the hidden size, the mean weight alone gives the input
+        # with the same b for all dimensions, the mean weights determine the input
         connection.b.copy_(torch.randn(connection.b.shape[:2], generator=generator)[..., None])
         connection.w.copy_(torch.randn(connection.w.shape, generator=generator))
     inputs: dict[int, torch.Tensor] = {}
     stacks: dict[int, torch.Tensor] = {}
 
-    class Look(Observer):
+    class Recorder(Observer):
         def read(self, connection: Connection, stream: list[torch.Tensor]) -> None:
             if connection.spec.kind == "attention":
                 stacks[connection.spec.layer] = torch.stack(connection.materialize(stream))[:, 0, 0]
                 inputs[connection.spec.layer] = torch.stack(connection.read(stream)[0])[:, 0, 0]
 
     token = torch.tensor([[42]])
-    model(token, observer=Look())
+    model(token, observer=Recorder())
     (picture,) = (picture for picture in collect(model, [token])[0] if picture.name == "dca_weights")
     for layer, stack in stacks.items():
         weights = picture.arrays["dca_weights"][:, layer, : layer + 1]
         same(weights @ stack.double().numpy(), inputs[layer].numpy())
 
 
-def test_sums_of_older_blocks_have_the_weight_of_each(build: Build, arrays: Find) -> None:
+def test_sum_of_older_blocks_gives_its_weight_to_each_block(build: Build, arrays: Find) -> None:
     model = build("model=dca", "model.connection.last_k=1", "model.connection.version=2")
     for connection in model.connections[::2]:
         for source in range(connection.num_sources):
@@ -190,7 +190,7 @@ def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) ->
     mixing = [1 - sublayer / 10 for sublayer in range(8)]
     for keep, connection in zip(mixing, model.connections[:-1], strict=True):
         connection.alpha.zero_()
-        # doubly stochastic: Sinkhorn-Knopp leaves it as it is
+        # doubly stochastic, so Sinkhorn-Knopp does not change it
         matrix = torch.tensor([[keep, 1 - keep], [1 - keep, keep]]).clamp_min(1e-9)
         pre, post = torch.tensor([0.25, 0.75]).logit(), torch.tensor([0.5, 0.125]).logit()
         connection.bias.copy_(torch.cat([pre, post, matrix.log().flatten()]))
@@ -205,7 +205,7 @@ def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) ->
     same(found["mhc_composite_gain"], 1)
 
 
-def test_gain_of_hyper_connections_is_that_of_the_product_in_its_order(build: Build, arrays: Find) -> None:
+def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build: Build, arrays: Find) -> None:
     model = build("model=hyper_connections", "model.connection.num_streams=2", "model.connection.dynamic=false")
     for connection in model.connections[:-1]:
         connection.static_res.copy_(torch.eye(2))
@@ -225,7 +225,7 @@ def test_gain_of_hyper_connections_is_that_of_the_product_in_its_order(build: Bu
     same(found["hyper_connections_composite_gain"][7], [1, 1])
 
 
-def test_a_mechanism_with_nothing_to_choose_from_is_drawn_too(build: Build, arrays: Find) -> None:
+def test_mechanisms_with_a_single_source_are_drawn(build: Build, arrays: Find) -> None:
     model = build("model=depth_attention", "model.attention.sources=relative", "model.attention.stride=4")
     same(arrays(model)["depth_attention"], np.where(np.eye(4), 1, nan))
     same(arrays(build("model=mhc", "model.connection.num_streams=1"))["mhc_composite_gain"], 1)
@@ -235,18 +235,18 @@ def test_a_mechanism_with_nothing_to_choose_from_is_drawn_too(build: Build, arra
     same(arrays(one)["depth_attention"], [[1]])
 
 
-def test_a_pair_has_the_pictures_of_both(build: Build) -> None:
+def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
     model = build("model/attention=depth_attention", "model/connection=mhc")
-    pictures, told = collect(model, [TOKENS])
+    pictures, messages = collect(model, [TOKENS])
     assert [picture.name for picture in pictures] == ["depth_attention", "mhc_res", "mhc_maps", "mhc_gain"]
-    assert told == []
+    assert messages == []
 
 
-def test_what_has_no_picture_is_told_in_words(build: Build) -> None:
+def test_missing_pictures_are_reported(build: Build) -> None:
     assert collect(build("model=vanilla"), [TOKENS]) == ([], ["this mechanism has no weights over depth to draw"])
-    pictures, told = collect(build("model=laurel", "model.connection.variant=lr"), [TOKENS])
+    pictures, messages = collect(build("model=laurel", "model.connection.variant=lr"), [TOKENS])
     assert not pictures
-    assert "with these settings" in told[0]
+    assert "with these settings" in messages[0]
 
     class Mine(type(build("model=attention_residuals").connections[0])):  # type: ignore[misc]
         pass
@@ -254,7 +254,7 @@ def test_what_has_no_picture_is_told_in_words(build: Build) -> None:
     model = build("model=attention_residuals", "model/attention=depth_attention")
     for connection in model.connections:
         connection.__class__ = Mine
-    pictures, told = collect(model, [TOKENS])
+    pictures, messages = collect(model, [TOKENS])
     assert [picture.name for picture in pictures] == ["depth_attention"]
-    assert "no picture of the connection" in told[0]
-    assert "Mine" in told[0]
+    assert "no picture of the connection" in messages[0]
+    assert "Mine" in messages[0]

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that need not be there, down to their machine code."""
+"""Compiles Triton kernels to machine code for GPUs that this machine need not have."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 ARCHITECTURES = (80, 90)
-# in a process of its own: where triton was imported for its interpreter, it compiles nothing
+# in a separate process, since triton cannot compile after it was imported for its interpreter
 PROGRAM = """
 import importlib, json, sys
 from triton import compile
@@ -26,7 +26,7 @@ for module, name, types, constants, warps, architecture in json.load(sys.stdin):
 
 
 def compile_kernels(module: str, kernels: list[tuple[str, dict[str, Any], dict[str, Any]]], warps: int = 4) -> None:
-    """Fails where one of the kernels of a module, (name, types of arguments, values of constexprs), does not compile.
+    """Fail if a kernel of a module, (name, types of arguments, values of constexprs), does not compile.
 
     Types as Triton writes them: "*bf16", "i32"; a list of them is a tuple of arguments.
     """

@@ -1,4 +1,4 @@
-"""What kernels=auto looks for before Triton's first launch on a GPU, on machines that are made up."""
+"""The requirements that kernels=auto checks before Triton's first launch on a GPU, on simulated machines."""
 
 import logging
 import sysconfig
@@ -14,7 +14,7 @@ from depthlm.kernels import backend
 
 @pytest.fixture
 def complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with a GPU, gcc, Python's headers and the driver's library; its headers and library lie here."""
+    """A machine with a GPU, gcc, Python's headers and the driver's library. The folder contains headers and library."""
     for name in ("Python.h", "libcuda.so.1"):
         (tmp_path / name).touch()
     monkeypatch.delenv("CC", raising=False)
@@ -30,12 +30,12 @@ def complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     backend._say_once.cache_clear()
 
 
-def test_a_complete_machine_lacks_nothing(complete: Path) -> None:
+def test_complete_machine_meets_all_requirements(complete: Path) -> None:
     assert backend.launch_lacks() is None
     assert backend.missing("cuda") is None
 
 
-def test_without_a_compiler_it_says_what_to_install(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton does not look for cc
     monkeypatch.setattr("shutil.which", lambda program: "/bin/cc" if program == "cc" else None)
     assert "needs a C compiler for its launcher; install gcc" in (backend.launch_lacks() or "")
@@ -43,21 +43,21 @@ def test_without_a_compiler_it_says_what_to_install(complete: Path, monkeypatch:
     assert backend.launch_lacks() is None
 
 
-def test_cc_is_taken_as_triton_takes_it(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cc_is_used_like_triton_uses_it(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "icc")
-    assert "CC=icc is no program" in (backend.launch_lacks() or "")
+    assert "CC=icc is not a program" in (backend.launch_lacks() or "")
     monkeypatch.setenv("CC", "gcc")
     assert backend.launch_lacks() is None
 
 
-def test_without_headers_it_says_what_to_install(complete: Path) -> None:
+def test_missing_headers_are_reported(complete: Path) -> None:
     (complete / "Python.h").unlink()
     lack = backend.launch_lacks() or ""
     assert str(complete) in lack
     assert "-dev), or use conda" in lack
 
 
-def test_without_the_drivers_library_it_says_so(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_library_is_reported(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (complete / "libcuda.so.1").unlink()
     assert "TRITON_LIBCUDA_PATH" in (backend.launch_lacks() or "")
     monkeypatch.delenv("TRITON_LIBCUDA_PATH")
@@ -69,7 +69,7 @@ def test_without_the_drivers_library_it_says_so(complete: Path, monkeypatch: pyt
     assert backend.launch_lacks() is None
 
 
-def test_auto_falls_back_with_one_line_and_triton_is_an_error(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_with_one_log_line_and_triton_raises(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (complete / "Python.h").unlink()
     on_gpu: list[Any] = [SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.float32)]
     lines: list[str] = []

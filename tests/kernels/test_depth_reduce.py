@@ -1,4 +1,4 @@
-"""Reductions over sources equal the plain sums, and their backward passes equal numerical derivatives."""
+"""Reductions over sources equal plain sums, and their gradients equal numerical derivatives."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ QUERIES = {"one": lambda n, t, d: (d,), "source": lambda n, t, d: (n, d), "token
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 5), t=st.integers(1, 5), d=st.integers(1, 6), kind=st.sampled_from(sorted(WEIGHTS)))
-def test_a_weighted_sum(n: int, t: int, d: int, kind: str) -> None:
+def test_weighted_sum(n: int, t: int, d: int, kind: str) -> None:
     xs, weights = sources(n, t, d), normal(*WEIGHTS[kind](n, t, d))
     w = weights[..., None] if kind == "token" else weights
     expected = sum(w[j] * x for j, x in enumerate(xs))
@@ -40,7 +40,7 @@ def test_a_weighted_sum(n: int, t: int, d: int, kind: str) -> None:
     kind=st.sampled_from(sorted(QUERIES)),
     eps=st.sampled_from([None, 1e-5, 0.1]),
 )
-def test_scores(n: int, t: int, d: int, kind: str, eps: float | None) -> None:
+def test_source_scores(n: int, t: int, d: int, kind: str, eps: float | None) -> None:
     xs, query = sources(n, t, d), normal(*QUERIES[kind](n, t, d))
     rms = [1.0 if eps is None else (x.square().mean(-1) + eps).sqrt() for x in xs]
     expected = torch.stack([(x * (query[j] if kind == "source" else query)).sum(-1) / rms[j] for j, x in enumerate(xs)])
@@ -49,7 +49,7 @@ def test_scores(n: int, t: int, d: int, kind: str, eps: float | None) -> None:
 
 
 def test_positions_may_have_heads() -> None:
-    """Sources x_btke with a weight and a query for each head."""
+    """Sources x_btke with one weight and one query per head."""
     xs = [normal(2, 3, 2, 4).detach().add(j).requires_grad_() for j in range(3)]
     weights, query = normal(3, 2, 3, 2), normal(2, 3, 2, 4)
     torch.testing.assert_close(
@@ -66,7 +66,7 @@ def test_a_source_used_twice_gets_both_gradients() -> None:
     torch.testing.assert_close(x.grad, weights.sum().expand_as(x))
 
 
-def test_sources_of_two_types_give_a_sum_in_the_wider() -> None:
+def test_sum_has_the_widest_dtype_of_the_sources() -> None:
     wide, narrow = (x.detach() for x in sources(2))
     xs = [wide.float().requires_grad_(), narrow.bfloat16().requires_grad_()]
     weights = normal(2).detach().float().requires_grad_()
@@ -78,7 +78,7 @@ def test_sources_of_two_types_give_a_sum_in_the_wider() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 40])
-def test_sixteen_bit_sums_are_rounded_once(n: int) -> None:
+def test_16_bit_sums_are_rounded_once(n: int) -> None:
     xs = [x.detach().bfloat16() for x in sources(n, 7, 33)]
     weights = normal(n).detach().bfloat16()
     exact = sum(w.double() * x.double() for w, x in zip(weights, xs, strict=True))

@@ -1,4 +1,4 @@
-"""The Triton kernels of reads over depth equal the PyTorch that defines them, forward and every gradient."""
+"""The outputs and all gradients of the Triton kernels of reads over depth equal those of the PyTorch references."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def tensors(kind: str, reads: int, n: int, t: int, d: int, started: bool) -> dict[str, Any]:
-    """The arguments of a read."""
+    """Return the arguments of a read."""
     sources = [normal(2, t, d, seed=j) for j in range(1, n + 1)]
     start = normal(reads, 2, t, d, seed=91)
     if kind == "attend":
@@ -47,7 +47,7 @@ def read(kind: str, parameters: Sequence[Any], sources: Sequence[Tensor], start:
 
 
 def results(kind: str, kernels: str, arguments: dict[str, Any], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The outputs, and the gradients of all inputs."""
+    """Return the outputs, and the gradients of all inputs."""
     made = {
         name: [None if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in part]
         for name, part in arguments.items()
@@ -69,12 +69,12 @@ def assert_same(kind: str, arguments: dict[str, Any], tolerance: float = 1e-5) -
 @pytest.mark.parametrize("kind", READS)
 @settings(max_examples=5, deadline=None)
 @given(reads=st.integers(1, 8), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 33), started=st.booleans())
-def test_they_equal_the_reference(kind: str, reads: int, n: int, t: int, d: int, started: bool) -> None:
+def test_reads_equal_the_reference(kind: str, reads: int, n: int, t: int, d: int, started: bool) -> None:
     assert_same(kind, tensors(kind, reads, n, t, d, started))
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_more_sources_than_a_launch_takes(kind: str) -> None:
+def test_more_sources_than_one_launch_supports(kind: str) -> None:
     assert_same(kind, tensors(kind, 2, 18, 3, 8, started=True))
 
 
@@ -86,7 +86,7 @@ def test_more_sources_than_a_launch_takes(kind: str) -> None:
         pytest.param(torch.bfloat16, 2e-2, marks=pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")),
     ],
 )
-def test_sixteen_bit_sources_beside_a_wide_one(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tolerance: float) -> None:
     arguments = tensors(kind, 3, 3, 5, 16, started=False)
     arguments["sources"][1:] = [x.to(dtype) for x in arguments["sources"][1:]]
     assert_same(kind, arguments, tolerance)
@@ -97,7 +97,7 @@ def test_sixteen_bit_sources_beside_a_wide_one(kind: str, dtype: torch.dtype, to
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_a_chain_of_launches_is_rounded_once(kind: str) -> None:
+def test_chain_of_launches_rounds_once(kind: str) -> None:
     arguments = tensors(kind, 2, 18, 3, 8, started=False)
     arguments["sources"] = [x.half() for x in arguments["sources"]]
     assert results(kind, "triton", arguments)[0].dtype == torch.float16
@@ -107,14 +107,14 @@ def test_a_chain_of_launches_is_rounded_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_more_reads_than_registers_hold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_reads_than_fit_into_registers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend_ops, "TILE", 24)
     monkeypatch.setattr(sums_ops, "TILE", 24)
     assert_same(kind, tensors(kind, 5, 3, 3, 8, started=True))
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_strided_sources_and_one_that_is_used_twice(kind: str) -> None:
+def test_strided_sources_and_a_source_used_twice(kind: str) -> None:
     arguments = tensors(kind, 2, 3, 5, 8, started=False)
     arguments["sources"] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in arguments["sources"]]
     assert_same(kind, arguments)
@@ -127,13 +127,13 @@ def test_strided_sources_and_one_that_is_used_twice(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", READS)
-def test_the_same_bits_twice(kind: str) -> None:
+def test_results_are_bitwise_reproducible(kind: str) -> None:
     arguments = tensors(kind, 3, 3, 20, 8, started=True)
     for x, y in zip(*(results(kind, "triton", arguments) for _ in range(2)), strict=True):
         assert torch.equal(x, y)
 
 
-def test_the_operators_are_registered_whole() -> None:
+def test_operators_pass_opcheck() -> None:
     q, xs, out, lse = (normal(2, 8).requires_grad_(), [normal(3, 8).requires_grad_(), normal(3, 8)],
                        normal(2, 3, 8), normal(2, 3))  # fmt: skip
     for start in ((None, None), (out, lse)):
@@ -147,7 +147,7 @@ def test_the_operators_are_registered_whole() -> None:
         torch.library.opcheck(sums_ops.backward, (out, arguments[0].detach(), arguments[1], [x.detach() for x in xs]))
 
 
-def test_what_does_not_fit_is_refused_at_the_door() -> None:
+def test_invalid_arguments_are_refused() -> None:
     q, x = normal(2, 8), normal(3, 5, 8)
     with using("triton"):
         with pytest.raises(ValueError, match=r"source 1 is \[3, 5, 7\], must be \[3, 5, 8\]"):

@@ -1,4 +1,4 @@
-"""A GPU that is there and cannot be used is refused in words, on machines that are made up."""
+"""Unusable GPUs are explained, on simulated machines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,37 +20,37 @@ OLD = Gpu(
 )
 
 
-def test_a_driver_too_old_for_torch_is_named_with_both_versions() -> None:
+def test_a_driver_too_old_for_torch_is_reported_with_both_versions() -> None:
     reason = unusable(OLD) or ""
     assert "its driver 470.57.02 supports CUDA up to 11.4, and torch 2.13.0 is built for CUDA 13.0" in reason
     assert "update the driver to one for CUDA 13, install a torch build for CUDA 11.4 or older" in reason
     assert "give device=cpu" in reason
 
 
-def test_an_older_driver_of_the_same_major_version_is_not_blamed() -> None:
+def test_an_older_driver_of_the_same_major_version_is_not_the_reason() -> None:
     newer = replace(
         OLD, driver="580.65.06", driver_cuda=(13, 0), torch_cuda="13.1", failure="system not yet initialized"
     )
     assert "CUDA does not start (system not yet initialized)" in (unusable(newer) or "")
 
 
-def test_a_build_for_the_cpu_is_named() -> None:
+def test_a_cpu_build_of_torch_is_reported() -> None:
     reason = unusable(replace(OLD, torch="2.13.0+cpu", torch_cuda=None)) or ""
-    assert "torch 2.13.0+cpu is built for the CPU alone; install one for CUDA 11.4 or older" in reason
+    assert "torch 2.13.0+cpu is built for the CPU only; install a build for CUDA 11.4 or older" in reason
 
 
-def test_a_missing_library_of_the_driver_is_named() -> None:
-    assert "the library of its driver 470.57.02, libcuda.so.1, is not found" in (
+def test_a_missing_driver_library_is_reported() -> None:
+    assert "libcuda.so.1, the library of its driver 470.57.02, was not found" in (
         unusable(replace(OLD, driver_cuda=None)) or ""
     )
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_a_hidden_gpu_is_not_wanted(visible: str) -> None:
+def test_a_gpu_hidden_by_the_user_is_no_error(visible: str) -> None:
     assert unusable(replace(OLD, visible=visible)) is None
 
 
-def test_a_number_that_no_gpu_has_is_shown() -> None:
+def test_an_invalid_cuda_visible_devices_is_shown() -> None:
     typo = replace(OLD, driver_cuda=(13, 0), visible="7", failure="No CUDA GPUs are available")
     assert "with CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)" in (unusable(typo) or "")
 
@@ -59,7 +59,7 @@ def test_a_container_without_device_files_has_no_gpu() -> None:
     assert unusable(replace(OLD, devices=())) is None
 
 
-def test_a_gpu_that_works_is_no_error() -> None:
+def test_a_working_gpu_is_no_error() -> None:
     assert unusable(replace(OLD, driver_cuda=(13, 0), failure=None)) is None
 
 
@@ -72,7 +72,7 @@ def test_a_gpu_that_works_is_no_error() -> None:
         (None, None),
     ],
 )
-def test_the_version_of_the_driver_is_read(tmp_path: Path, text: str | None, version: str | None) -> None:
+def test_driver_version_is_parsed(tmp_path: Path, text: str | None, version: str | None) -> None:
     file = tmp_path / "version"
     if text is not None:
         file.write_text(text)
@@ -85,7 +85,7 @@ def old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "probe", lambda: OLD)
 
 
-def test_a_run_and_every_command_refuse_unless_the_cpu_is_asked_for(old_driver: None) -> None:
+def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(old_driver: None) -> None:
     for choice in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=f"device={choice}: this machine has an NVIDIA GPU"):
             compose([f"device={choice}"])
@@ -93,7 +93,7 @@ def test_a_run_and_every_command_refuse_unless_the_cpu_is_asked_for(old_driver: 
             environment.usable_device(choice)
     assert compose(["device=cpu"]).device == "cpu"
     assert environment.usable_device("cpu") == "cpu"
-    # what only counts does not ask
+    # `here=False` skips checks of this machine
     assert compose([], here=False).device == "auto"
 
 
@@ -105,7 +105,7 @@ def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert compose([]).device == "auto"
 
 
-def test_the_cpu_is_used_beside_a_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cpu_is_used_despite_a_working_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})

@@ -1,4 +1,4 @@
-"""How much memory a rank may use."""
+"""The memory that a rank may use."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from depthlm.machine.memory import available_memory, cgroup_limits, process_byte
 
 
 def machine(root: Path, cgroup: str, **limits: str) -> Path:
-    """A root with proc and sys; limits: by the path of their file below sys/fs/cgroup, with -- for /."""
+    """Return a root with proc and sys. limits: by the path of their file below sys/fs/cgroup, with -- for /."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(cgroup)
     for name, text in limits.items():
@@ -21,7 +21,7 @@ def machine(root: Path, cgroup: str, **limits: str) -> Path:
     return root
 
 
-def test_limits_of_version_2_are_those_of_the_group_and_of_all_above(tmp_path):
+def test_cgroup_v2_limits_are_those_of_the_group_and_its_parents(tmp_path):
     root = machine(
         tmp_path, "0::/slurm/job/step\n",
         **{"slurm--memory_dot_max": "900", "slurm--job--memory_dot_max": "500", "memory_dot_max": "max",
@@ -30,7 +30,7 @@ def test_limits_of_version_2_are_those_of_the_group_and_of_all_above(tmp_path):
     assert sorted(cgroup_limits(root)) == [500, 900]
 
 
-def test_limits_of_version_1_are_those_of_the_memory_controller(tmp_path):
+def test_cgroup_v1_limits_are_those_of_the_memory_controller(tmp_path):
     limits = {f"memory--{path}memory_dot_limit_in_bytes": text for path, text in (("", "800"), ("a--", "300"))}
     root = machine(tmp_path, "5:cpu,cpuacct:/b\n4:memory:/a/gone\n", **limits)
     assert sorted(cgroup_limits(root)) == [300, 800]
@@ -49,10 +49,10 @@ def test_ranks_of_a_node_share_the_smaller_of_ram_and_limit(monkeypatch):
     assert physical == pytest.approx(1024 * int(text.split()[1]), rel=0.01)
 
 
-def test_of_a_gpu_it_is_its_own(monkeypatch):
+def test_a_gpu_rank_has_all_memory_of_its_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
     assert available_memory(torch.device("cuda", 1), 8) == 80 * 2**30
 
 
-def test_this_process_takes_some_memory():
+def test_process_bytes_is_plausible():
     assert 2**26 < process_bytes() < 2**36

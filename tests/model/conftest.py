@@ -16,7 +16,7 @@ from depthlm.model.shape import Backbone, Size
 CONF = Path(__file__).parents[2] / "conf"
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
-# of a small decoder, for `build`
+# the overrides of a small decoder, for `build`
 SHAPE = [
     "size=micro", "size.num_layers=4", "size.hidden_size=32", "size.intermediate_size=48", "size.num_heads=4",
     "size.num_kv_heads=2", "size.head_size=8", "size.vocab_size=320", "data.tokenizer=bytes", "precision=fp32",
@@ -46,7 +46,7 @@ def make_backbone() -> Callable[..., Backbone]:
 
 @pytest.fixture
 def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Backbone]) -> Callable[..., Decoder]:
-    """A decoder with weights; std is large, so that a test sees every part of it."""
+    """A decoder with initialized weights. std is large, so that every part affects the logits."""
 
     def make(
         backbone: str = "qwen3",
@@ -67,7 +67,7 @@ def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Ba
 
 @pytest.fixture(scope="session")
 def build() -> Callable[..., Decoder]:
-    """The decoder of overrides, small. awake: every mechanism's parameters are moved away from their start."""
+    """A small decoder with overrides. awake: whether noise is added to the initial parameters of the connections."""
 
     def make(*overrides: str, awake: bool = True) -> Decoder:
         model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))

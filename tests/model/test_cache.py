@@ -4,7 +4,7 @@ import torch
 from depthlm.model.cache import KVCache
 
 
-def test_update_appends_and_grows():
+def test_update_appends_tokens_and_grows_the_cache():
     cache = KVCache(slots=2, max_length=2)
     k, v = torch.randn(2, 3, 4, 7, 8)
     for start, end in ((0, 2), (2, 3), (3, 7)):
@@ -19,7 +19,7 @@ def test_update_appends_and_grows():
 
 @pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "lm1b"])
 @pytest.mark.parametrize("loops", [1, 2])
-def test_pieces_through_the_cache_equal_the_whole(make_decoder, backbone, loops):
+def test_sequence_in_pieces_with_cache_equals_full_sequence(make_decoder, backbone, loops):
     model = make_decoder(backbone, num_heads=4, num_kv_heads=2, loops=loops)
     tokens = torch.randint(0, 512, (2, 13), generator=torch.Generator().manual_seed(0))
     cache = model.make_cache(4)

@@ -24,7 +24,7 @@ def gradients(model, tokens, targets):
 
 
 def assert_same(model, other, tolerance):
-    """Loss and gradients of two models; tolerance relative to each parameter's largest gradient."""
+    """Compare loss and gradients of two models. The tolerance is relative to each parameter's largest gradient."""
     (expected, expected_grads), (sums, grads) = (gradients(m, *batch()) for m in (model, other))
     for a, b in zip(sums, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
@@ -33,7 +33,7 @@ def assert_same(model, other, tolerance):
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_a_token_sees_only_those_before_it(make_decoder, backbone):
+def test_logits_depend_only_on_earlier_tokens(make_decoder, backbone):
     model = make_decoder(backbone)
     tokens, _ = batch()
     changed = tokens.clone()
@@ -44,7 +44,7 @@ def test_a_token_sees_only_those_before_it(make_decoder, backbone):
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_the_sums_of_the_loss(make_decoder, backbone):
+def test_loss_sums(make_decoder, backbone):
     model = make_decoder(backbone)
     tokens, targets = batch()
     logits = model(tokens)
@@ -61,7 +61,7 @@ def test_the_sums_of_the_loss(make_decoder, backbone):
         torch.testing.assert_close(parameter.grad, expected_grads[name], atol=2e-4, rtol=1e-4, msg=name)
 
 
-def test_sums_add_up_over_micro_batches(make_decoder):
+def test_loss_sums_add_up_over_micro_batches(make_decoder):
     model = make_decoder()
     tokens, targets = batch()
     whole, parts = model(tokens, targets), [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(2)]
@@ -117,7 +117,7 @@ def test_compile_with_inductor_compiles_each_region_once_for_all_layers(make_dec
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
-def test_a_copy_of_a_compiled_model_is_its_own(make_decoder):
+def test_a_copy_of_a_compiled_model_is_independent(make_decoder):
     torch.compiler.reset()
     model = make_decoder()
     compile_sublayers(model, backend="aot_eager")
@@ -127,13 +127,13 @@ def test_a_copy_of_a_compiled_model_is_its_own(make_decoder):
     assert other(tokens, targets).nll != model(tokens, targets).nll
 
 
-def test_tied_embeddings_are_held_once(make_decoder):
+def test_tied_embeddings_are_one_parameter(make_decoder):
     assert "head.weight" not in make_decoder(tie=True).state_dict()
     assert "head.weight" in make_decoder(tie=False).state_dict()
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_loops_pass_through_the_same_layers_again(make_decoder, backbone):
+def test_loops_repeat_the_same_layers(make_decoder, backbone):
     model, looped = make_decoder(backbone, num_layers=4), make_decoder(backbone, loops=2)
     for i in range(4):
         model.layers[i].load_state_dict(looped.layers[i % 2].state_dict())

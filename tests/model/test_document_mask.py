@@ -1,4 +1,4 @@
-"""With an `end_of_text` the logits of packed documents are those of each document alone."""
+"""With `end_of_text`, the logits of packed documents equal those of each document alone."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from .conftest import BACKBONES, PRESETS
 
 OVER_THE_SEQUENCE = ["vanilla", "moda", "depth_attention"]
 END, LENGTH = 7, 16
-# where documents end in each row: one of length 1; the first token and the last; several at the start; nowhere
+# where documents end in each row: a document of length 1; the first and the last token; several early ends; none
 ENDS = [[4, 5, 10], [0, 15], [0, 1, 2, 8], []]
 
 
@@ -29,13 +29,13 @@ def packed(ends: list[list[int]] = ENDS, length: int = LENGTH, seed: int = 0) ->
 
 
 def split(row: Tensor) -> list[Tensor]:
-    """The documents of a row, each with the token that ends it."""
+    """Return the documents of a row, each with its final end-of-text token."""
     cuts = [place + 1 for place in (row == END).nonzero().flatten().tolist() if place + 1 < len(row)]
     return list(row.tensor_split(cuts))
 
 
 def alone(model: Decoder, tokens_bt: Tensor) -> Tensor:
-    """The logits of each document by itself, in its place."""
+    """Return the logits of each document alone, at its place in the row."""
     assert model.end_of_text is None
     return torch.cat([torch.cat([model(one[None]) for one in split(row)], dim=1) for row in tokens_bt])
 
@@ -51,23 +51,27 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_packed_documents_equal_each_alone(build: Any, preset: str) -> None:
+def test_packed_documents_equal_single_documents(build: Any, preset: str) -> None:
     model = build(f"model={preset}").double()
     assert_same(masked(model)(packed()), alone(model, packed()))
-    # what the mask prevents
+    # without a mask the logits differ
     assert (model(packed()) - alone(model, packed())).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("preset", OVER_THE_SEQUENCE)
-def test_packed_documents_equal_each_alone_on_every_backbone_looped(build: Any, preset: str, backbone: str) -> None:
+def test_packed_documents_equal_single_documents_on_every_backbone_with_loops(
+    build: Any, preset: str, backbone: str
+) -> None:
     model = build(f"model={preset}", f"backbone={backbone}", "model.loops=2").double()
     assert_same(masked(model)(packed()), alone(model, packed()))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_gradients_of_packed_documents_are_the_sum_of_those_alone(build: Any, preset: str, checkpointing: bool) -> None:
+def test_gradients_of_packed_documents_equal_the_sum_over_documents(
+    build: Any, preset: str, checkpointing: bool
+) -> None:
     model = build(f"model={preset}").double()
     other = masked(model)
     other.activation_checkpointing = checkpointing
@@ -76,7 +80,7 @@ def test_gradients_of_packed_documents_are_the_sum_of_those_alone(build: Any, pr
     assert_same(torch.autograd.grad(other(packed()), other.parameters(), along, allow_unused=True), expected)
 
 
-def test_moda_without_flash_attention_is_masked_too(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moda_without_flash_attention_applies_the_mask(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("model=moda").double()
     expected = alone(model, packed())
     monkeypatch.setattr(depth_merge, "has_flash", lambda *_: False)
@@ -84,7 +88,7 @@ def test_moda_without_flash_attention_is_masked_too(build: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("preset", OVER_THE_SEQUENCE)
-def test_compiled_it_stays_masked(build: Any, preset: str) -> None:
+def test_compiled_decoder_applies_the_mask(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}").double()
     other = masked(model)
@@ -93,7 +97,7 @@ def test_compiled_it_stays_masked(build: Any, preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_under_autocast_it_stays_masked(build: Any, preset: str) -> None:
+def test_mask_applies_under_autocast(build: Any, preset: str) -> None:
     model = build(f"model={preset}")
     with torch.autocast("cpu", torch.bfloat16):
         logits, unmasked, expected = (
@@ -104,7 +108,7 @@ def test_under_autocast_it_stays_masked(build: Any, preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_token_of_another_document_changes_nothing(build: Any, preset: str) -> None:
+def test_tokens_of_other_documents_have_no_effect(build: Any, preset: str) -> None:
     model = masked(build(f"model={preset}"))
     tokens = packed([[4, 10], [4, 10]])
     changed = tokens.clone()
@@ -122,7 +126,7 @@ def test_one_document_equals_the_unmasked_sequence(build: Any, preset: str) -> N
 
 @pytest.mark.parametrize("backbone", ["qwen3", "lm1b"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_pieces_through_the_cache_equal_the_documents_alone(build: Any, preset: str, backbone: str) -> None:
+def test_pieces_with_cache_equal_single_documents(build: Any, preset: str, backbone: str) -> None:
     model = build(f"model={preset}", f"backbone={backbone}", "model.loops=2").double()
     other = masked(model)
     cache = other.make_cache(4)
@@ -136,7 +140,7 @@ def test_pieces_through_the_cache_equal_the_documents_alone(build: Any, preset: 
     cuts=st.lists(st.integers(1, 11), unique=True, max_size=5).map(sorted),
     preset=st.sampled_from(OVER_THE_SEQUENCE),
 )
-def test_any_documents_in_any_pieces(build: Any, ends: list[list[int]], cuts: list[int], preset: str) -> None:
+def test_random_documents_in_random_pieces(build: Any, ends: list[list[int]], cuts: list[int], preset: str) -> None:
     model = build(f"model={preset}", "size.num_layers=2").double()
     other, tokens = masked(model), packed(ends, 12)
     cache = other.make_cache()
@@ -156,13 +160,13 @@ def test_generation_continues_the_last_document(build: Any, preset: str) -> None
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_padding_on_the_left_is_a_document_of_its_own(build: Any, preset: str) -> None:
+def test_left_padding_is_a_separate_document(build: Any, preset: str) -> None:
     model = build(f"model={preset}").double()
     tokens, padding = packed([[], [], []], 9), [0, 2, 5]
     padded = torch.stack([row.roll(pad) for row, pad in zip(tokens, padding, strict=True)])
     ends = torch.arange(9) < torch.tensor(padding)[:, None]
     cache = model.make_cache(2)
-    # the cache remembers where each prompt begins
+    # the cache stores where each prompt begins
     logits = torch.cat([model(padded[:, :7], cache=cache, ends_bt=ends[:, :7]), model(padded[:, 7:], cache=cache)], 1)
     for row, text, pad in zip(logits, tokens, padding, strict=True):
         assert_same(row[pad:], model(text[None, : 9 - pad])[0])

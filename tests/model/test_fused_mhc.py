@@ -1,4 +1,4 @@
-"""A decoder of mhc with Triton kernels gives the loss and the gradients of one with PyTorch."""
+"""An mhc decoder has the same loss and gradients with Triton kernels as with PyTorch."""
 
 import copy
 from typing import Any
@@ -21,7 +21,7 @@ def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, check
     compare(model, copy.deepcopy(model))
 
 
-def test_compiled_too(build: Any) -> None:
+def test_compiled_mhc_with_triton_equals_pytorch(build: Any) -> None:
     torch.compiler.reset()
     model = build("model=mhc", "size.num_layers=2")
     other = copy.deepcopy(model)

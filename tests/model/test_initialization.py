@@ -6,7 +6,7 @@ from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 
 
-def test_a_parameter_depends_on_seed_and_name_alone():
+def test_a_parameter_depends_only_on_seed_and_name():
     class Two(nn.Module):
         def __init__(self, names):
             super().__init__()
@@ -23,7 +23,7 @@ def test_a_parameter_depends_on_seed_and_name_alone():
     assert not torch.equal(a.first.weight, b.first.weight)
 
 
-def test_distributions(make_decoder):
+def test_initial_distributions(make_decoder):
     model = make_decoder("moda_layers")
     initialize(model, seed=1, std=0.02)
     for name, parameter in model.named_parameters():
@@ -36,7 +36,7 @@ def test_distributions(make_decoder):
             assert abs(parameter.mean()) < 0.002, name
 
 
-def test_from_meta_and_in_bf16(make_decoder):
+def test_initialization_from_meta_and_in_bf16(make_decoder):
     model = make_decoder()
     initialize(model, seed=5, std=0.02)
     with torch.device("meta"):
@@ -55,12 +55,12 @@ class Gate(nn.Module):
         self.gate = nn.Parameter(torch.empty(3))
 
 
-def test_another_module_says_how_it_starts():
-    class Says(Gate):
+def test_a_module_initializes_its_own_parameters():
+    class InitializedGate(Gate):
         def init_parameter(self, name, tensor, generator, std):
             tensor.fill_(7.0)
 
-    module = Says()
+    module = InitializedGate()
     initialize(module, seed=0, std=0.02)
     assert module.gate.tolist() == [7.0] * 3
     with pytest.raises(TypeError, match=r"0\.gate: Gate owns this parameter and has no init_parameter"):

@@ -1,4 +1,4 @@
-"""Every preset trains to the same loss with fused kernels as with PyTorch."""
+"""Every preset reaches the same loss with fused kernels as with PyTorch."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from .conftest import PRESETS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# those that no operator is fused for have nothing to show here
+# presets without a fused operator are not tested
 FUSED = (
     "attention_residuals", "attention_residuals_full", "attention_residuals_recency", "dca", "denseformer",
     "depth_attention", "grn_v1", "grn_v3", "mhc", "moda",
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def losses(build: Any, preset: str, kernels: str, steps: int) -> torch.Tensor:
-    """Of so many steps of AdamW, per token."""
+    """Return the losses per token of `steps` steps of AdamW."""
     model = build(f"model={preset}", "size.num_layers=3").to(DEVICE)
     model.kernels = kernels
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -37,14 +37,14 @@ def losses(build: Any, preset: str, kernels: str, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("preset", FUSED)
-def test_one_step_is_the_same(build: Any, preset: str) -> None:
+def test_one_step_equals_pytorch(build: Any, preset: str) -> None:
     fused, plain = (losses(build, preset, kernels, steps=2) for kernels in ("triton", "torch"))
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
-def test_twenty_steps_are_the_same(build: Any, preset: str) -> None:
+def test_twenty_steps_equal_pytorch(build: Any, preset: str) -> None:
     fused, plain = (losses(build, preset, kernels, steps=20) for kernels in ("triton", "torch"))
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
     assert fused[-1] < 0.9 * fused[0]

@@ -3,7 +3,7 @@ import torch
 from depthlm.model.layers import apply_rope, rope_tables, sinusoids
 
 
-def test_rope_depends_on_the_distance_alone():
+def test_rope_scores_depend_only_on_distance():
     q, k = torch.randn(2, 1, 1, 1, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
     def score(i, j):

@@ -1,4 +1,4 @@
-"""The decoder equals, in float64, a slow one written from the formulas alone: logits and the gradient of everything."""
+"""Logits and all gradients equal, in float64, those of a slow decoder that was written from the formulas."""
 
 from functools import partial
 
@@ -208,7 +208,7 @@ def test_logits_and_every_gradient_equal_the_formulas(
     initialize(model, seed=0, std=0.3)
     model.double()
     with torch.no_grad():
-        # away from their start: gates that start at zero would hide what is behind them
+        # not the initial values: gates that are initially zero would hide errors behind them
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     tokens_bt = torch.randint(size.vocab_size, (2, 5), generator=generator)
@@ -226,7 +226,7 @@ def test_logits_and_every_gradient_equal_the_formulas(
 
 
 def deviation(actual, expected):
-    """The largest difference, relative to the largest entry; no gradient means zero."""
+    """Return the largest difference relative to the largest entry. A missing gradient counts as zero."""
     if actual is None or expected is None:
         given = [tensor for tensor in (actual, expected) if tensor is not None]
         return max((tensor.abs().max().item() for tensor in given), default=0.0)

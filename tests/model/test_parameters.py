@@ -33,7 +33,7 @@ class Mechanism(nn.Module):
         self.gate = nn.Linear(4, 4)
 
 
-def test_a_module_sets_its_own():
+def test_a_module_overrides_optimizer_settings():
     groups = optimizer_groups(nn.Sequential(Mechanism(), nn.Linear(2, 2)), 0.1)
     found = {n: (g["kind"], g["weight_decay"], g["lr_scale"]) for g in groups for n in g["names"]}
     assert found == {
@@ -50,7 +50,7 @@ def test_a_module_sets_its_own():
     ("settings", "message"),
     [({"qeury": {"weight_decay": 0.0}}, "no such parameter"), ({"query": {"decay": 0.0}}, "decay not known")],
 )
-def test_mistakes_are_named(settings, message):
+def test_invalid_optimizer_settings_are_refused(settings, message):
     module = Mechanism()
     module.optimizer_settings = settings
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""The contract that every preset of conf/model keeps, whatever its mechanism."""
+"""Properties that every preset of conf/model must have."""
 
 import copy
 from typing import Any
@@ -33,18 +33,18 @@ def loss_and_gradients(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def assert_same(model: Decoder, other: Decoder, tolerance: float) -> None:
-    """Loss and gradients of two decoders; tolerance relative to each parameter's largest gradient."""
+    """Compare loss and gradients of two decoders. The tolerance is relative to each parameter's largest gradient."""
     (expected, expected_grads), (loss, grads) = loss_and_gradients(model), loss_and_gradients(other)
     torch.testing.assert_close(loss, expected, rtol=max(tolerance, 1e-7), atol=0)
     largest = max(grad.abs().max() for grad in expected_grads.values())
     for name, grad in grads.items():
-        # some gradients are zero but for rounding: that of a factor which the next norm takes out again
+        # some gradients are zero except for rounding, such as that of a factor that the next norm removes
         bound = tolerance * max(expected_grads[name].abs().max(), 1e-3 * largest)
         assert (grad - expected_grads[name]).abs().max() <= bound, name
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_token_sees_only_those_before_it(build: Any, preset: str) -> None:
+def test_logits_depend_only_on_earlier_tokens(build: Any, preset: str) -> None:
     model = build(f"model={preset}")
     tokens, _ = batch()
     changed = tokens.clone()
@@ -55,7 +55,7 @@ def test_a_token_sees_only_those_before_it(build: Any, preset: str) -> None:
 
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
-def test_a_connection_reads_and_writes_each_position_alone(build: Any, connection: str) -> None:
+def test_connections_do_not_mix_positions(build: Any, connection: str) -> None:
     model = build(f"model/connection={connection}")
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(1 + len(model.connections), 1, 6, 32, generator=generator)
@@ -75,7 +75,7 @@ def test_a_connection_reads_and_writes_each_position_alone(build: Any, connectio
 
 
 @pytest.mark.parametrize("attention", ["depth_attention", "moda"])
-def test_a_depth_mix_reads_each_position_alone(build: Any, attention: str) -> None:
+def test_attention_over_depth_does_not_mix_positions(build: Any, attention: str) -> None:
     layer = build(f"model/attention={attention}").layers[2].attention
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
@@ -91,7 +91,7 @@ def test_a_depth_mix_reads_each_position_alone(build: Any, attention: str) -> No
     if attention == "moda":
         assert moved == [3]
         return
-    # the mixed value is one of the sequence: those after it see it too
+    # later tokens attend to the mixed value, so they change too
     assert moved == [3, 4, 5]
     (key, value), (other_key, other_value) = passed_on[2], other_passed_on[2]
     assert positions(value, other_value, dims=(0, 1, 3)) == [3]
@@ -99,7 +99,7 @@ def test_a_depth_mix_reads_each_position_alone(build: Any, attention: str) -> No
 
 
 def positions(a: Tensor, b: Tensor, dims: tuple[int, ...]) -> list[int]:
-    """Where two tensors differ, all other dimensions together."""
+    """Return the positions at which two tensors differ, reduced over all other dimensions."""
     return (a - b).abs().amax(dim=dims).nonzero().flatten().tolist()
 
 
@@ -118,7 +118,7 @@ VANILLA_AT_THE_START = [
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("overrides", VANILLA_AT_THE_START)
-def test_equals_vanilla_at_the_start(build: Any, overrides: str, backbone: str) -> None:
+def test_initially_equals_vanilla(build: Any, overrides: str, backbone: str) -> None:
     model, vanilla = (
         build(f"backbone={backbone}", *o.split(), awake=False).double() for o in (overrides, "model=vanilla")
     )
@@ -128,7 +128,7 @@ def test_equals_vanilla_at_the_start(build: Any, overrides: str, backbone: str) 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_full"])
 @pytest.mark.parametrize("mixing", ["softmax", "scalars"])
-def test_attention_residuals_start_as_the_uniform_mean(build: Any, preset: str, mixing: str) -> None:
+def test_attention_residuals_are_initially_the_uniform_mean(build: Any, preset: str, mixing: str) -> None:
     model = build(f"model={preset}", f"model.connection.mixing={mixing}", awake=False)
     stream = [torch.randn(2, 3, 32)]
     for connection in list(model.connections)[:-1]:
@@ -140,7 +140,7 @@ def test_attention_residuals_start_as_the_uniform_mean(build: Any, preset: str, 
 
 @pytest.mark.parametrize(("noise", "column_bound"), [(0.1, 5e-3), (8.0, 0.5)])
 def test_the_residual_map_of_mhc_lies_on_its_manifold(build: Any, noise: float, column_bound: float) -> None:
-    """Rows are exact, since they are normalised last; columns as far as 20 iterations take them."""
+    """Rows are exact, since they are normalized last. Columns are approximate after 20 iterations."""
     model = build("model=mhc", awake=False)
     generator = torch.Generator().manual_seed(3)
     for connection in list(model.connections)[:-1]:
@@ -152,18 +152,18 @@ def test_the_residual_map_of_mhc_lies_on_its_manifold(build: Any, noise: float, 
         assert (res.sum(-2) - 1).abs().max() < column_bound
 
 
-# parameters that cannot move in the first steps, by construction
+# parameters that by construction get no gradient in the first steps
 UNMOVED = {
-    # one source has weight 1 whatever its score
+    # a single source has weight 1 for any score
     "attention_residuals": ["connections.0.query", "connections.0.key_norm"],
     "attention_residuals_full": ["connections.0.query", "connections.0.key_norm"],
-    # two equal sources, the embedding and the running sum: any mix of them is the same
+    # the two sources, the embedding and the running sum, are equal, so any weights give the same result
     "attention_residuals_recency": ["connections.0.query", "connections.0.key_norm", "connections.0.recency"],
 }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_parameter_has_moved_after_three_steps(build: Any, preset: str) -> None:
+def test_every_parameter_changes_within_three_steps(build: Any, preset: str) -> None:
     model = build(f"model={preset}", awake=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -176,23 +176,23 @@ def test_every_parameter_has_moved_after_three_steps(build: Any, preset: str) ->
     assert sorted(unmoved) == sorted(UNMOVED.get(preset, []))
 
 
-def test_mixing_equal_streams_gives_the_maps_no_gradient(build: Any) -> None:
-    """The first residual map of mhc acts on copies of the embedding, and its rows sum to 1 whatever its bias."""
+def test_maps_over_equal_streams_get_no_gradient(build: Any) -> None:
+    """The first residual map of mhc acts on copies of the embedding, and its rows sum to 1 for any bias."""
     model = build("model=mhc", awake=False).double()
     _, grads = loss_and_gradients(model)
     assert grads["connections.0.bias"][8:].abs().max() < 1e-12
     assert grads["connections.1.bias"][8:].abs().max() > 1e-12
 
 
-def test_projections_that_nobody_reads_get_no_gradient(build: Any) -> None:
+def test_unread_projections_get_no_gradient(build: Any) -> None:
     model = build("model=moda", "model.attention.last_layer_kv=true")
     _, grads = loss_and_gradients(model)
     silent = [name for name, grad in grads.items() if not grad.any()]
     assert silent == ["layers.3.attention.ffn_k_proj.weight", "layers.3.attention.ffn_v_proj.weight"]
 
 
-def test_the_printed_gate_never_wakes(build: Any) -> None:
-    """relu has no gradient at 0, so w of b + relu(w . G) stays at its start; relu(b + w . G) is alive."""
+def test_w_of_the_printed_gate_gets_no_gradient(build: Any) -> None:
+    """relu has no gradient at 0, so w of b + relu(w . G) stays zero. w of relu(b + w . G) gets a gradient."""
     for gate, alive in (("printed", False), ("relu_of_sum", True)):
         _, grads = loss_and_gradients(build("model=grn_v3", f"model.connection.gate={gate}", awake=False))
         assert grads["connections.2.w"].any().item() == alive
@@ -202,7 +202,7 @@ NO_DECAY = {"query", "scores", "recency", "a", "b", "w_of_grn", "static_pre", "s
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_depth_parameters_that_take_no_decay_have_none(build: Any, preset: str) -> None:
+def test_depth_parameters_without_weight_decay(build: Any, preset: str) -> None:
     model = build(f"model={preset}")
     groups = depthlm.model.optimizer_groups(model, 0.1)
     decay = {name: group["weight_decay"] for group in groups for name in group["names"]}
@@ -244,7 +244,7 @@ def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
 
 @pytest.mark.parametrize("loops", [1, 2])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_greedy_generation_with_the_cache_equals_without(build: Any, preset: str, loops: int) -> None:
+def test_greedy_generation_with_cache_equals_generation_without(build: Any, preset: str, loops: int) -> None:
     model = build(f"model={preset}", f"model.loops={loops}")
     prompt = batch(7)[0]
     expected = generate(model, prompt, 12, use_cache=False)
@@ -255,7 +255,7 @@ def test_greedy_generation_with_the_cache_equals_without(build: Any, preset: str
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_cache_is_that_of_a_vanilla_decoder(build: Any, preset: str) -> None:
+def test_cache_has_the_size_of_a_vanilla_cache(build: Any, preset: str) -> None:
     sizes = []
     for name in (preset, "vanilla"):
         model = build(f"model={name}")
@@ -280,7 +280,7 @@ def test_bf16_autocast_is_near_fp32(build: Any, preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_two_mechanisms_share_starts_the_same(build: Any, preset: str) -> None:
+def test_shared_parameters_have_the_same_initial_values(build: Any, preset: str) -> None:
     model, vanilla = (depthlm.build_model(depthlm.compose([*SHAPE, f"model={name}"])) for name in (preset, "vanilla"))
     ours = dict(model.named_parameters())
     for name, parameter in vanilla.named_parameters():
@@ -291,7 +291,7 @@ def test_what_two_mechanisms_share_starts_the_same(build: Any, preset: str) -> N
 
 @pytest.mark.parametrize("connection", CONNECTIONS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_any_pair_has_gradients_on_every_backbone_looped(build: Any, connection: str, attention: str) -> None:
+def test_every_pair_has_gradients_on_every_backbone_with_loops(build: Any, connection: str, attention: str) -> None:
     for backbone in BACKBONES:
         model = build(
             f"model/connection={connection}", f"model/attention={attention}", f"backbone={backbone}",
@@ -307,7 +307,7 @@ def test_any_pair_has_gradients_on_every_backbone_looped(build: Any, connection:
 @pytest.mark.parametrize(
     "pair", ["mhc depth_attention", "dca moda", "attention_residuals moda", "hyper_connections depth_attention"]
 )
-def test_a_pair_generates_from_the_cache_and_compiles(build: Any, pair: str) -> None:
+def test_pairs_generate_with_a_cache_and_compile(build: Any, pair: str) -> None:
     connection, attention = pair.split()
     model = build(f"model/connection={connection}", f"model/attention={attention}", "backbone=olmo2", "model.loops=2")
     prompt = batch(7)[0]
@@ -320,7 +320,7 @@ def test_a_pair_generates_from_the_cache_and_compiles(build: Any, pair: str) -> 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bf16_weights_are_near_fp32(build: Any, preset: str) -> None:
-    """As at ZeRO 1 and above, where the whole model is in bf16."""
+    """At ZeRO 1 and above, all weights are in bf16."""
     model = build(f"model={preset}", awake=False)
     expected, expected_grads = loss_and_gradients(copy.deepcopy(model))
     loss, grads = loss_and_gradients(model.bfloat16())
@@ -342,7 +342,7 @@ def test_every_model_composes_at_every_size() -> None:
             assert config.model.name == preset
 
 
-def test_places_count_loops_for_connections_alone(build: Any) -> None:
+def test_only_the_specs_of_connections_count_loops(build: Any) -> None:
     model = build("model.loops=3", "size.num_layers=2")
     assert [c.spec for c in model.connections][-1] == SublayerSpec(6, "final", 6)
     assert [layer.attention.spec for layer in model.layers] == [SublayerSpec(i, "attention", 2, 3) for i in range(2)]

@@ -1,4 +1,4 @@
-"""The backbones equal transformers' models with the same weights."""
+"""The backbones equal models of transformers with the same weights."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def pair(make_decoder, backbone, tie, kv_heads):
 @pytest.mark.parametrize("backbone", ["qwen3", "olmo2"])
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_logits_and_three_steps_of_training(make_decoder, backbone, tie, kv_heads):
+def test_logits_and_three_training_steps_equal_transformers(make_decoder, backbone, tie, kv_heads):
     ours, theirs, named = pair(make_decoder, backbone, tie, kv_heads)
     generator = torch.Generator().manual_seed(1)
     for length in (1, 7, 40):
@@ -50,7 +50,7 @@ def test_logits_and_three_steps_of_training(make_decoder, backbone, tie, kv_head
         with torch.no_grad():
             assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
 
-    # a larger epsilon, as the step of a gradient near zero is all rounding
+    # a larger epsilon, since the step of a gradient near zero is dominated by rounding
     steps = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5) for model in (ours, theirs)]
     for _ in range(3):
         tokens = torch.randint(0, 512, (2, 24), generator=generator)

@@ -1,4 +1,4 @@
-"""A decoder whose reads are made together computes what one does whose connections read alone."""
+"""Two-phase reads compute the same as connections that read separately."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from .test_presets import assert_same
 
-# eleven layers, so that a phase ends before the last read
+# with eleven layers, a phase ends before the last read
 LAYERS = "size.num_layers=11"
 MECHANISMS = (
     "model=attention_residuals",
@@ -28,14 +28,14 @@ MECHANISMS = (
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_reads_made_together_are_those_made_alone(build: Any, mechanism: str) -> None:
+def test_two_phase_reads_equal_separate_reads(build: Any, mechanism: str) -> None:
     model, alone = (build(*mechanism.split(), LAYERS).double() for _ in range(2))
     alone.read_alone()
     assert_same(alone, model, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_under_autocast_no_read_is_rounded_to_its_newest_source(build: Any, mechanism: str) -> None:
+def test_autocast_does_not_round_reads_to_their_newest_source(build: Any, mechanism: str) -> None:
     model, types = build(*mechanism.split(), LAYERS), []
     for connection in model.connections:
         read = connection.read
@@ -57,7 +57,7 @@ def test_under_autocast_no_read_is_rounded_to_its_newest_source(build: Any, mech
 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "mhc"])
-def test_a_graph_with_recomputation_may_be_used_twice(build: Any, preset: str) -> None:
+def test_graph_with_recomputation_supports_two_backward_passes(build: Any, preset: str) -> None:
     model = build(f"model={preset}")
     model.activation_checkpointing = True
     tokens = torch.ones(1, 4, dtype=torch.long)
@@ -67,14 +67,14 @@ def test_a_graph_with_recomputation_may_be_used_twice(build: Any, preset: str) -
 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "denseformer", "dca"])
-def test_phases_are_recomputed_with_their_layers(build: Any, preset: str) -> None:
+def test_activation_checkpointing_recomputes_phases(build: Any, preset: str) -> None:
     model, recomputed = (build(f"model={preset}", LAYERS).double() for _ in range(2))
     recomputed.activation_checkpointing = True
     assert_same(model, recomputed, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_recency", "denseformer", "dca"])
-def test_a_stream_without_what_waits_is_that_of_reads_alone(build: Any, preset: str) -> None:
+def test_materialized_stream_equals_that_of_separate_reads(build: Any, preset: str) -> None:
     together, alone = build(f"model={preset}", LAYERS), build(f"model={preset}", LAYERS)
     alone.read_alone()
     streams = []

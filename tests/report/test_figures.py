@@ -48,7 +48,7 @@ def test_scaling_tells_the_fit_and_the_saving() -> None:
     [
         ([], [], "no point is complete"),
         ([3.0], [1.0], "one point is complete"),
-        ([3.0, 2.9], [1.0, 1.01], "differs by a factor of 1.01 only"),
+        ([3.0, 2.9], [1.0, 1.01], "differs only by a factor of 1.01"),
         ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
         ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
     ],

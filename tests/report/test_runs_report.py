@@ -33,9 +33,9 @@ def test_numbers_and_what_differs() -> None:
 def test_one_run_and_torn_configurations() -> None:
     folder = write_run("outputs/a/base")
     text = report([f"runs={folder}", "to=report"]).read_text()
-    assert "Nothing that changes a result." in text
+    assert "No setting that affects the result." in text
     (folder / "config.yaml").write_text("a: [")
-    assert "No config.yaml that can be read: base." in report([f"runs={folder}", "to=report"]).read_text()
+    assert "No readable config.yaml: base." in report([f"runs={folder}", "to=report"]).read_text()
 
 
 def test_many_runs_are_spread_over_tables() -> None:
@@ -55,8 +55,8 @@ def test_the_same_run_twice_is_one() -> None:
     ("given", "words"),
     [
         ("outputs/bsae", "no such folder; did you mean `base`?"),
-        ("outputs/empty", "this folder holds no run"),
-        ("outputs/x*", "no run directory is named like this"),
+        ("outputs/empty", "this folder contains no run"),
+        ("outputs/x*", "no run directory matches this pattern"),
         ("", "name run directories"),
         (",", "name run directories"),
         ("outputs/base,nowhere/at/all", "runs=nowhere/at/all: no such folder"),

@@ -1,4 +1,4 @@
-"""A checkpoint is whole and this run's, or it is none."""
+"""A checkpoint is used only if it is valid and belongs to the run."""
 
 import json
 import re
@@ -15,7 +15,8 @@ import depthlm
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.runs.checkpoints import CheckpointError, newest_checkpoint, prune, read_manifest
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.checkpoints import FORMAT_VERSION, CheckpointError, newest_checkpoint, prune, read_manifest
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.plan import make_plan
@@ -23,13 +24,13 @@ from depthlm.training.plan import make_plan
 
 @pytest.fixture
 def config(small_run: Callable[..., list[str]]) -> Config:
-    """Of a tied model, whose run directory is the test's folder."""
+    """The configuration of a model with tied embeddings, with the test's folder as run directory."""
     return depthlm.compose(small_run("backbone.tie_embeddings=true", "training.keep_last=3"))
 
 
 @pytest.fixture
 def saver(config: Config, tmp_path: Path) -> Saver:
-    """Of a fresh engine."""
+    """The saver of a new engine."""
     start_distributed(ranks())
     engine = build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
     OmegaConf.save(OmegaConf.structured(config), tmp_path / "config.yaml")
@@ -46,22 +47,22 @@ def saved(saver: Saver, tmp_path: Path) -> Path:
 
 
 def newest(directory: Path) -> str:
-    found = newest_checkpoint(directory)
-    assert found is not None
-    return found[0].name
+    checkpoint = newest_checkpoint(directory)
+    assert checkpoint is not None
+    return checkpoint[0].name
 
 
-def test_the_manifest_holds_the_state_and_every_file(saved: Path) -> None:
-    found = newest_checkpoint(saved)
-    assert found is not None
-    path, manifest = found
+def test_the_manifest_contains_the_progress_and_lists_every_file(saved: Path) -> None:
+    checkpoint = newest_checkpoint(saved)
+    assert checkpoint is not None
+    path, manifest = checkpoint
     assert path.name == (saved / "checkpoints/latest").read_text().strip() == "step-00000002"
     assert (manifest["step"], manifest["skipped"]) == (2, [7])
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {"manifest.json"}
     assert set(manifest["files"]) == on_disk == {"model.safetensors", "deepspeed/mp_rank_00_model_states.pt"}
 
 
-def test_the_weights_are_readable_by_safetensors_alone(saved: Path) -> None:
+def test_the_weights_are_readable_with_safetensors_alone(saved: Path) -> None:
     weights = load_file(saved / "checkpoints/step-00000002/model.safetensors")
     assert "head.weight" not in weights
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
@@ -97,17 +98,17 @@ def _without_ranks(path: Path) -> None:
         ("model.safetensors", Path.unlink, "is missing"),
         ("deepspeed/mp_rank_00_model_states.pt", _flip, "is not what was saved"),
         ("deepspeed/mp_rank_00_model_states.pt", Path.unlink, "is missing"),
-        ("deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt", Path.touch, "nobody vouches for it"),
+        ("deepspeed/zero_pp_rank_0_mp_rank_00_optim_states.pt", Path.touch, "is not listed in its manifest.json"),
         ("manifest.json", Path.unlink, r"no readable manifest\.json"),
         ("manifest.json", _truncate, r"no readable manifest\.json"),
         ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), r"no readable manifest\.json"),
         ("manifest.json", lambda path: path.write_text("[]"), r"no readable manifest\.json"),
         ("manifest.json", lambda path: path.write_text("{}"), r"no readable manifest\.json"),
         ("manifest.json", _without_ranks, r"manifest\.json lacks world_size"),
-        ("manifest.json", _of_another_run, r"another run's \(optimizer\.lr differs\)"),
+        ("manifest.json", _of_another_run, r"belongs to another run \(optimizer\.lr differs\)"),
     ],
 )
-def test_damage_is_told_and_the_one_before_is_taken(
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
     saved: Path, file: str, damage: Callable[[Path], object], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(saved / "checkpoints/step-00000002" / file)
@@ -118,7 +119,7 @@ def test_damage_is_told_and_the_one_before_is_taken(
     assert re.search(words, caplog.messages[0])
 
 
-def test_a_checkpoint_may_differ_from_the_run_in_what_may_change(saved: Path, config: Config) -> None:
+def test_a_checkpoint_may_differ_from_the_run_in_changeable_settings(saved: Path, config: Config) -> None:
     config.training.max_steps, config.training.micro_batch_size, config.training.log_every = 77, 1, 3
     OmegaConf.save(OmegaConf.structured(config), saved / "config.yaml")
     assert newest(saved) == "step-00000002"
@@ -134,20 +135,31 @@ def test_a_checkpoint_may_differ_from_the_run_in_what_may_change(saved: Path, co
         (1, None, 100, [35]),
     ],
 )
-def test_the_last_the_multiples_and_the_newest_regular_one_are_kept(
+def test_prune_retains_the_last_the_multiples_and_the_newest_regular_checkpoint(
     tmp_path: Path, keep_last: int, keep_every: int | None, checkpoint_every: int, kept: list[int]
 ) -> None:
-    # 40 lies beyond the newest: it was passed over as damaged
+    run = RunDirectory(tmp_path)
+    # 40 is beyond the newest: it was rejected as damaged
     for step in (10, 12, 20, 30, 33, 35, 40):
-        (tmp_path / f"step-{step:08d}").mkdir()
-    for left_over in (".saving-step-00000033", ".universal-step-00000030"):
-        (tmp_path / left_over / "deepspeed").mkdir(parents=True)
-    newest = tmp_path / "step-00000035"
+        run.checkpoint(step).mkdir(parents=True)
+    for leftover in (run.staging(33), run.universal(run.checkpoint(30))):
+        (leftover / "deepspeed").mkdir(parents=True)
+    newest = run.checkpoint(35)
     prune(tmp_path, newest, keep_last=keep_last, keep_every=keep_every, checkpoint_every=checkpoint_every)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in kept]
+    assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(step) for step in kept]
 
 
-def test_nothing_starts_over_where_no_checkpoint_is_whole(saved: Path) -> None:
+@pytest.mark.parametrize("version", [2, "1"])
+def test_a_manifest_of_a_newer_format_is_refused(saved: Path, version: object) -> None:
+    file = RunDirectory(saved).checkpoint(1) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["format_version"] == FORMAT_VERSION == 1
+    file.write_text(json.dumps(manifest | {"format_version": version}))
+    with pytest.raises(CheckpointError, match=f"format version {version}, and this depthlm reads versions up to 1"):
+        read_manifest(file.parent)
+
+
+def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(saved: Path) -> None:
     for path in (saved / "checkpoints").glob("step-*"):
         _truncate(path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no checkpoint in it is valid .* resume=retrain"):
@@ -158,5 +170,5 @@ def test_a_directory_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
-def test_a_checkpoint_is_read_by_its_own_path(saved: Path) -> None:
+def test_a_checkpoint_can_be_read_by_its_path(saved: Path) -> None:
     assert read_manifest(saved / "checkpoints/step-00000001")["step"] == 1

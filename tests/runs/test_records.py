@@ -1,4 +1,4 @@
-"""What a run directory tells, whatever lies in it."""
+"""Reading the record of a run directory, also if its files are missing or damaged."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ def write(folder: Path, rows: int = 0, **files: Any) -> Path:
     return folder
 
 
-def test_the_states_of_a_run(tmp_path: Path) -> None:
+def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
     assert read_run(tmp_path / "none").state == WAITING
     run = write(tmp_path / "run", rows=3)
     assert (read_run(run).state, read_run(run).step, read_run(run).loss) == (STOPPED, 3, 4.97)
@@ -37,29 +37,29 @@ def test_the_states_of_a_run(tmp_path: Path) -> None:
     assert read_run(run).state == COMPLETE
 
 
-def test_only_a_complete_run_has_numbers_and_only_finite_ones(tmp_path: Path) -> None:
+def test_only_a_complete_run_has_numbers_and_only_finite_ones_count(tmp_path: Path) -> None:
     run = write(tmp_path, rows=100, evaluation={"zero_shot/piqa": 0.7})
     assert read_run(run).number("validation_loss") is None
     write(run, summary=SUMMARY)
-    found = read_run(run)
-    assert found.number("validation_loss") == 2.5
-    assert found.number("zero_shot/piqa") == 0.7
-    assert found.number("mfu") is None
-    assert found.number("no such number") is None
-    assert found.number("training_perplexity") == pytest.approx(54.598, rel=1e-3)
-    assert found.number("validation_loss", at=0.5) is None
+    record = read_run(run)
+    assert record.number("validation_loss") == 2.5
+    assert record.number("zero_shot/piqa") == 0.7
+    assert record.number("mfu") is None
+    assert record.number("no such number") is None
+    assert record.number("training_perplexity") == pytest.approx(54.598, rel=1e-3)
+    assert record.number("validation_loss", at=0.5) is None
 
 
-def test_what_evaluate_measured_of_the_last_checkpoint_comes_first(tmp_path: Path) -> None:
+def test_an_evaluation_of_the_last_checkpoint_takes_precedence(tmp_path: Path) -> None:
     name = "validation/stdlib/loss"
     run = write(tmp_path, summary=SUMMARY | {name: 2.5}, evaluation={"step": 100, name: 2.6, "zero_shot/piqa": 0.7})
     assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.6, 0.7)
-    # of a run that was extended since
+    # an evaluation from before the run was extended
     write(run, evaluation={"step": 50, name: 2.9, "zero_shot/piqa": 0.6})
     assert (read_run(run).number(name), read_run(run).number("zero_shot/piqa")) == (2.5, None)
 
 
-def test_a_number_on_the_way_is_that_of_the_nearest_validation(tmp_path: Path) -> None:
+def test_a_number_before_the_end_is_that_of_the_nearest_validation(tmp_path: Path) -> None:
     run = write(tmp_path, summary=SUMMARY)
     rows = [{"step": step, "loss": 3.0, "validation/a/loss": 2.0 + step / 100} for step in (30, 60, 90)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -68,13 +68,13 @@ def test_a_number_on_the_way_is_that_of_the_nearest_validation(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe{", b'{"loss": 2}\n', b"[1, 2]\n", b"nonsense", b""])
-def test_damaged_files_cost_their_own_numbers_alone(
+def test_damaged_files_affect_only_their_own_numbers(
     tmp_path: Path, damage: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken, whole = write(tmp_path / "broken"), write(tmp_path / "whole", rows=100, summary=SUMMARY)
+    broken, valid = write(tmp_path / "broken"), write(tmp_path / "valid", rows=100, summary=SUMMARY)
     for name in ("metrics.jsonl", "summary.json", "evaluation.json", "failure.json"):
         (broken / name).write_bytes(damage)
-    found = read_run(broken)
-    assert (found.step, found.number("validation_loss")) == (None, None)
-    print_points([Point([f"output_dir={path}"], path.name) for path in (broken, whole)])
+    record = read_run(broken)
+    assert (record.step, record.number("validation_loss")) == (None, None)
+    print_points([Point([f"output_dir={path}"], path.name) for path in (broken, valid)])
     assert "2.5000" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""W&B never stops a run."""
+"""Failures of W&B never stop a run."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from depthlm.runs.trackers import NoTracker, WandbTracker, start_tracker
 
 
 class Run:
-    """What W&B gives, as far as it is used; it fails when told to."""
+    """The part of a W&B run that depthlm uses; with `fails`, its calls raise."""
 
     def __init__(self, fails: bool = False, **settings: Any) -> None:
         self.id, self.url, self.settings, self.rows, self.fails = (
@@ -44,7 +44,7 @@ class Run:
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes in which W&B was asked to start; online fails."""
+    """The modes in which W&B was started; online fails."""
     asked: list[str] = []
 
     def init(**settings: Any) -> Run:
@@ -72,7 +72,7 @@ def test_online_falls_back_to_offline(
     assert tracker.id == "kept"
 
 
-def test_a_tracker_that_cannot_start_at_all_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tracker_that_cannot_start_is_replaced_by_no_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def init(**settings: Any) -> None:
         raise OSError("No space left on device")
 
@@ -85,25 +85,25 @@ def test_a_tracker_that_cannot_start_at_all_is_none(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged as a warning."""
+    """The logged warnings."""
     warnings: list[str] = []
     monkeypatch.setattr(trackers.log, "warning", lambda text, *values: warnings.append(text % values))
     return warnings
 
 
-def test_a_tracker_that_fails_on_the_way_is_left_alone_and_told_once(told: list[str], tmp_path: Path) -> None:
+def test_a_tracker_that_fails_stops_with_a_single_warning(told: list[str], tmp_path: Path) -> None:
     tracker = WandbTracker(Run(fails=True), tmp_path)
     tracker.write({"step": 1, "loss": 1.0})
     tracker.write({"step": 2, "loss": 1.0})
     tracker.close({"loss": 1.0})
-    advice = f"metrics.jsonl goes on, and `wandb sync` uploads what is in {tmp_path}/wandb"
+    advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {tmp_path}/wandb"
     assert told == [f"W&B stopped (No space left on device); {advice}"]
     failing = WandbTracker(Run(fails=True), tmp_path)
     failing.close({"loss": 1.0})
     assert len(told) == 2
 
 
-def test_rows_arrive_by_step(tmp_path: Path) -> None:
+def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
     run = Run()
     tracker = WandbTracker(run, tmp_path)
     tracker.write({"step": 3, "loss": 1.0})
@@ -112,7 +112,7 @@ def test_rows_arrive_by_step(tmp_path: Path) -> None:
     assert run.summary == {"validation_loss": 0.5}
 
 
-def test_a_call_that_hangs_holds_up_neither_a_step_nor_the_end(
+def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "FINISH", 0.2)
@@ -128,10 +128,10 @@ def test_a_call_that_hangs_holds_up_neither_a_step_nor_the_end(
     crowded = WandbTracker(run, tmp_path)
     for step in range(10):
         crowded.write({"step": step, "loss": 1.0})
-    assert told[1:] == [told[0].replace("it did not finish within 0 s", "it does not take the last 3 rows")]
+    assert told[1:] == [told[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
 
 
-def test_a_start_that_hangs_is_not_waited_for_and_the_run_keeps_its_id(
+def test_a_start_that_hangs_times_out_and_the_run_keeps_its_id(
     told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "START", 0.2)
@@ -146,7 +146,7 @@ def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
 
 
-def test_a_service_that_dies_costs_no_step_and_no_time(told: list[str], tmp_path: Path) -> None:
+def test_a_service_that_dies_does_not_delay_the_run(told: list[str], tmp_path: Path) -> None:
     tracker = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, None)
     tracker.write({"step": 1, "loss": 1.0})
     for service in services():
@@ -163,11 +163,14 @@ def test_a_service_that_dies_costs_no_step_and_no_time(told: list[str], tmp_path
     again.close(None)
     assert again.id == tracker.id
     assert len(told) == 1
-    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{tracker.id}"))) in (1, 2)  # by the second it began
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{tracker.id}"))) in (
+        1,
+        2,
+    )  # named by second
 
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="mounts a small disk")
-def test_a_folder_that_fills_up_costs_no_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]).returncode:
@@ -192,7 +195,7 @@ def test_a_folder_that_fills_up_costs_no_step(tmp_path: Path, capfd: pytest.Capt
 
 
 class Server(BaseHTTPRequestHandler):
-    """As much of W&B's server as a run needs to start; then, or from the start, it never answers again."""
+    """A server that answers only the calls that start a W&B run; if `silent` is set, it answers none."""
 
     silent = threading.Event()
 
@@ -202,10 +205,10 @@ class Server(BaseHTTPRequestHandler):
             threading.Event().wait()
         project = {"id": "p", "name": "depthlm", "entity": {"id": "e", "name": "me"}}
         run = {"id": "r", "name": "run", "displayName": "name", "config": "{}", "project": project}
-        told: dict[str, Any] = {"model": {"id": "p", "bucket": None}, "project": {"run": None}}
+        data: dict[str, Any] = {"model": {"id": "p", "bucket": None}, "project": {"run": None}}
         if "upsertBucket" in asked:
-            told = {"upsertBucket": {"bucket": run, "inserted": True}}
-        answer = json.dumps({"data": told}).encode()
+            data = {"upsertBucket": {"bucket": run, "inserted": True}}
+        answer = json.dumps({"data": data}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -216,7 +219,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["at the end", "from the start"])
-def test_a_server_that_never_answers_is_waited_for_only_so_long(
+def test_waiting_for_a_server_that_does_not_answer_is_limited(
     told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
@@ -230,7 +233,7 @@ def test_a_server_that_never_answers_is_waited_for_only_so_long(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    trackers.give_up()  # a service of an earlier test knows another server
+    trackers.give_up()  # a service of an earlier test uses another server
     started = time.monotonic()
     tracker = start_tracker(Tracker(mode="online"), tmp_path, "name", {}, None)
     assert isinstance(tracker, WandbTracker)
@@ -244,7 +247,7 @@ def test_a_server_that_never_answers_is_waited_for_only_so_long(
     assert told[0].startswith(expected)
 
 
-def test_a_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

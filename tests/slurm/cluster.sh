@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A SLURM of two nodes on this machine, for the tests; apart from one that may be configured here already.
+# A SLURM cluster of two nodes on this machine for the tests, independent of any SLURM that is already configured.
 #   eval "$(tests/slurm/cluster.sh start)"     prints the SLURM_CONF that its commands need
 #   tests/slurm/cluster.sh stop
 # Needs root, and `apt-get install -y --no-install-recommends slurm-wlm munge`.
@@ -51,7 +51,7 @@ start() {
     /usr/sbin/slurmd -N n2
     for _ in $(seq 60); do up && break || sleep 0.5; done
   fi
-  up || { echo "cluster.sh: the two nodes do not come up; see $folder/*.log" >&2; exit 1; }
+  up || { echo "cluster.sh: the two nodes did not start; see $folder/*.log" >&2; exit 1; }
   echo "export SLURM_CONF=$SLURM_CONF"
 }
 

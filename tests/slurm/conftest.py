@@ -1,4 +1,4 @@
-"""A SLURM of two nodes where its packages are, and sweeps of short runs for it."""
+"""Fixtures: a SLURM cluster of two nodes if SLURM is installed, and a sweep of short runs."""
 
 import os
 import shutil
@@ -23,24 +23,24 @@ experiment:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[dict[str, str]]:
-    """The environment in which the commands of SLURM reach a cluster of two nodes."""
+    """The environment variables with which SLURM commands use a local cluster of two nodes."""
     missing = [name for name in ("slurmctld", "slurmd", "munged") if shutil.which(name, path="/usr/sbin") is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: apt-get install -y --no-install-recommends slurm-wlm munge")
     if os.geteuid() != 0:
-        pytest.skip("a SLURM can be started by root alone")
+        pytest.skip("only root can start a SLURM cluster")
     started = subprocess.run([SCRIPT, "start"], capture_output=True, text=True)
     if started.returncode:
-        # machines differ in what daemons may do on them
-        pytest.skip(f"no SLURM comes up here: {started.stderr.strip()}")
-    # the names of the nodes are this cluster's own
+        # some machines do not allow these daemons
+        pytest.skip(f"SLURM cannot be started here: {started.stderr.strip()}")
+    # the node names are not real host names, so the master address must be given
     yield {"SLURM_CONF": started.stdout.strip().partition("=")[2], "MASTER_ADDR": "127.0.0.1"}
     subprocess.run([SCRIPT, "stop"], check=True)
 
 
 @pytest.fixture
 def four_points(small_run: Callable[..., list[str]], tmp_path: Path) -> list[str]:
-    """The overrides of four short runs, a product of two axes in an experiment of this test's own."""
+    """The overrides of four short runs, the product of two axes, in an experiment written for the test."""
     folder = tmp_path / "conf/experiment/mine"
     folder.mkdir(parents=True)
     (folder / "four.yaml").write_text(EXPERIMENT.lstrip())

@@ -1,4 +1,4 @@
-"""Sweeps on a SLURM of two nodes: what runs, what is told, what is submitted again."""
+"""Sweeps on a SLURM cluster of two nodes: running, status, failure, requeueing and repeated submission."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(cluster: dict[str, str], *command: str, **more: str) -> str:
-    # training in this process may have left its ranks
+    # training in this process may have set the variables of its ranks
     kept = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 0)}
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**kept, **cluster, **more})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -42,22 +42,22 @@ def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
 def test_an_array_of_four_points_over_two_nodes(
     cluster: dict[str, str], four_points: list[str], tmp_path: Path
 ) -> None:
-    told = run(cluster, *SUBMIT, *four_points, *ONE_RANK, "slurm.nodes=2", "slurm.throttle=2")
-    assert "4 points to train" in told
+    output = run(cluster, *SUBMIT, *four_points, *ONE_RANK, "slurm.nodes=2", "slurm.throttle=2")
+    assert "4 points to train" in output
     wait_for_jobs(cluster, 300)
     for name in ("vanilla", "denseformer"):
         for lr in ("0.001", "0.002"):
             directory = tmp_path / "runs" / f"{name}-{lr}"
             assert json.loads((directory / "summary.json").read_text())["steps"] == 20
-            there = json.loads((directory / "environment.json").read_text())
-            assert (there["launcher"], there["world_size"], there["nodes"]) == ("srun", 2, 2)
-            assert there["code"] == str(tmp_path / "runs/.slurm/0001/code")
+            environment = json.loads((directory / "environment.json").read_text())
+            assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", 2, 2)
+            assert environment["code"] == str(tmp_path / "runs/.slurm/0001/code")
     status = run(cluster, *SUBMIT, "--status", *four_points)
     assert "4 points: 4 complete" in status
     assert "0 points to train" in run(cluster, *SUBMIT, *four_points, *ONE_RANK)
 
 
-def test_a_point_that_fails_is_told_and_alone_submitted_again(
+def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
     cluster: dict[str, str], small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "fragile.py").write_text(
@@ -66,7 +66,7 @@ from depthlm.model.connections.residual import Residual
 
 class Fragile(Residual):
     def read(self, stream):
-        if not (Path(__file__).parent / "mended").exists():
+        if not (Path(__file__).parent / "fixed").exists():
             raise RuntimeError("this mechanism is broken")
         return super().read(stream)
 """
@@ -83,14 +83,14 @@ class Fragile(Residual):
     status = run(cluster, *SUBMIT, "--status", *sweep, **path)
     assert "2 points: 1 complete, 1 failed" in status
     assert "RuntimeError: this mechanism is broken" in status
-    (tmp_path / "mended").touch()
+    (tmp_path / "fixed").touch()
     again = run(cluster, *SUBMIT, *sweep, *ONE_RANK, **path)
     assert "1 points to train (1 more are complete, or have a job)" in again
     wait_for_jobs(cluster, 200)
     assert "2 points: 2 complete" in run(cluster, *SUBMIT, "--status", *sweep, **path)
 
 
-def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(
+def test_a_signalled_job_saves_is_requeued_and_resumes(
     cluster: dict[str, str], small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     sweep = [*small_run("training.max_steps=4000", "training.log_every=10"), "seed=1"]
@@ -98,18 +98,18 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(
     metrics = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120, "a few steps")
     job = run(cluster, "squeue", "--noheader", "--format=%i").strip()
-    # to the script alone, as before the time limit: it gives the signal on to the ranks
+    # signal only the batch script, as SLURM does before the time limit; it forwards the signal to the ranks
     run(cluster, "scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: "PD" in run(cluster, "squeue", "--noheader", "--format=%t"), 60, "the job is queued again")
-    # a second submission leaves it alone
+    # a second submission does not submit it again
     assert "0 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK)
     assert "1 waiting" in run(cluster, *SUBMIT, "--status", *sweep)
     saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
     log = tmp_path / "run/train.log"
     wait_until(lambda: log.read_text().count("started by srun") == 2, 300, "the job runs again")
-    wait_until(lambda: json.loads(metrics.read_text().splitlines()[-1])["step"] > saved, 120, "it goes on")
+    wait_until(lambda: json.loads(metrics.read_text().splitlines()[-1])["step"] > saved, 120, "the run resumes")
     assert f"step-{saved:08d}" in log.read_text().rpartition("started by srun")[2]
-    # one that its user cancels saves too, and stays away
+    # a cancelled job also saves, and is not requeued
     run(cluster, "scancel", job)
     wait_for_jobs(cluster, 60)
     assert "1 stopped" in run(cluster, *SUBMIT, "--status", *sweep)
@@ -120,8 +120,8 @@ def test_hydra_launches_points_of_one_node_as_jobs(
 ) -> None:
     flags, overrides = four_points[:2], four_points[2:]
     launcher = ["hydra/launcher=slurm", "hydra.launcher.timeout_min=20", "hydra.launcher.cpus_per_task=1"]
-    told = run(
+    output = run(
         cluster, sys.executable, "train.py", "-m", *flags, *launcher, f"hydra.sweep.dir={tmp_path}/hydra", *overrides
     )
-    assert "4 points: 4 complete" in told
+    assert "4 points: 4 complete" in output
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4

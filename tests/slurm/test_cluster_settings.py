@@ -1,4 +1,4 @@
-"""What a job gets of the cluster: the keys `slurm.` and slurm/cluster.yaml below the current folder."""
+"""The resources of a job, from the keys `slurm.` and slurm/cluster.yaml in the current folder."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SETTINGS.parent.mkdir()
 
 
-def test_without_a_file_every_key_has_its_default() -> None:
+def test_without_a_file_all_keys_have_their_defaults() -> None:
     assert read_cluster([]) == Cluster()
     assert Cluster().options() == [
         "--time=24:00:00", "--nodes=1", "--ntasks-per-node=8", "--cpus-per-task=8", "--gpus-per-node=8",
@@ -22,7 +22,7 @@ def test_without_a_file_every_key_has_its_default() -> None:
     ]  # fmt: skip
 
 
-def test_a_file_changes_defaults_and_the_command_line_wins() -> None:
+def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None:
     SETTINGS.write_text(
         "# ours\npartition: h100\naccount:\nqos: null\nmem: ~\ntime: 12:00:00\nnodes: 2\nthrottle: '4'\n"
         "setup: |\n  module load cuda/13.0\n  export A=[1,2]\n"
@@ -59,13 +59,13 @@ def test_a_file_may_set_nothing(content: str) -> None:
         ("", []),
     ],
 )
-def test_further_options_may_hold_commas_and_brackets(given: str, options: list[str]) -> None:
+def test_extra_options_may_contain_commas_and_brackets(given: str, options: list[str]) -> None:
     assert read_cluster([f"extra={given}"]).extra == options
     SETTINGS.write_text(f"extra: '{given}'\n")
     assert read_cluster([]).extra == options
 
 
-def test_tasks_follow_the_gpus_unless_given() -> None:
+def test_tasks_equal_gpus_unless_given() -> None:
     tasks = [
         next(option for option in read_cluster(list(given)).options() if option.startswith("--ntasks-per-node"))
         for given in (["gpus_per_node=4"], ["gpus_per_node=0"], ["gpus_per_node=0", "tasks_per_node=6"])
@@ -74,12 +74,12 @@ def test_tasks_follow_the_gpus_unless_given() -> None:
     assert not any(option.startswith("--gpus") for option in read_cluster(["gpus_per_node=0"]).options())
 
 
-def test_text_is_taken_as_it_stands() -> None:
+def test_text_is_taken_literally() -> None:
     assert read_cluster(["setup=source env.sh && export X=[a]"]).setup == "source env.sh && export X=[a]"
     assert read_cluster(["partition=a,b"]).partition == "a,b"
 
 
-def test_every_mistake_of_the_command_line_is_named_with_its_key() -> None:
+def test_all_mistakes_of_the_command_line_are_reported_with_their_keys() -> None:
     with pytest.raises(UserError) as error:
         read_cluster(["node=2", "nodes=0", "cpus_per_task=many", "time=null", "oops"])
     text = str(error.value)
@@ -105,7 +105,7 @@ def test_every_mistake_of_the_command_line_is_named_with_its_key() -> None:
         ("extra: [{exclude: n3}]\n", "extra: must be one value, or a list of values"),
     ],
 )
-def test_a_file_that_is_wrong_is_named(content: str, message: str) -> None:
+def test_an_invalid_file_is_reported(content: str, message: str) -> None:
     SETTINGS.write_text(content)
     with pytest.raises(UserError) as error:
         read_cluster([])
@@ -113,7 +113,7 @@ def test_a_file_that_is_wrong_is_named(content: str, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_a_file_that_is_no_text_is_named() -> None:
+def test_a_binary_file_is_reported() -> None:
     SETTINGS.write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UserError, match=r"cluster\.yaml: not a YAML file"):
         read_cluster([])

@@ -1,4 +1,4 @@
-"""What slurm/submit.py makes of a command line, without a cluster."""
+"""slurm/submit.py without a cluster."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_point
     assert not (tmp_path / "runs").exists()
 
 
-def test_settings_of_the_cluster_that_are_wrong_are_told_in_words(four_points: list[str]) -> None:
+def test_invalid_cluster_settings_are_explained(four_points: list[str]) -> None:
     done = submit("--dry-run", *four_points, "slurm.node=2")
     assert done.returncode == 2
     assert "slurm.node" in done.stderr
@@ -43,14 +43,14 @@ def test_settings_of_the_cluster_that_are_wrong_are_told_in_words(four_points: l
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_in_a_point_submits_none(four_points: list[str], tmp_path: Path) -> None:
+def test_a_mistake_in_one_point_prevents_submission(four_points: list[str], tmp_path: Path) -> None:
     done = submit(*four_points, "size.num_kv_heads=2,3")
     assert done.returncode == 2
     assert "size.num_kv_heads=3" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_where_there_is_no_sbatch_it_says_so(four_points: list[str], tmp_path: Path) -> None:
+def test_a_missing_sbatch_is_reported(four_points: list[str], tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/git").symlink_to(shutil.which("git") or "")
     done = submit(*four_points, path=str(tmp_path / "bin"))
@@ -58,9 +58,7 @@ def test_where_there_is_no_sbatch_it_says_so(four_points: list[str], tmp_path: P
     assert "sbatch: no such command" in done.stderr
 
 
-def test_points_that_start_from_another_come_in_a_later_array(
-    small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_points_that_start_from_another_form_a_later_array(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     folder = tmp_path / "conf/experiment/mine"
     folder.mkdir(parents=True)
     (folder / "retrofit.yaml").write_text(
@@ -68,7 +66,7 @@ def test_points_that_start_from_another_come_in_a_later_array(
 experiment:
   points:
     - {label: before, model: vanilla}
-    - {model: [vanilla, dca], import_from: "@before"}
+    - {model: [vanilla, dca], init_from: "@before"}
 """
     )
     kept = [text for text in small_run() if not text.startswith("output_dir=")]
@@ -82,7 +80,7 @@ experiment:
     assert "DEPTHLM_OFFSET=1" in commands[1]
 
 
-def test_a_snapshot_is_the_checkout_as_it_is(tmp_path: Path) -> None:
+def test_a_snapshot_copies_the_checkout(tmp_path: Path) -> None:
     script = (
         "from pathlib import Path; from depthlm.slurm.snapshot import *; "
         "take_snapshot(next_snapshot(Path('there')), ['a', 'b'])"
@@ -92,7 +90,7 @@ def test_a_snapshot_is_the_checkout_as_it_is(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=environment)
         folder = tmp_path / "there" / f"{number:04d}"
         assert (folder / "points").read_text() == "a\nb\n"
-        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema.py", "depthlm/slurm/train.sbatch"):
+        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema/config.py", "depthlm/slurm/train.sbatch"):
             assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
         assert not (folder / "code/.venv").exists()
         assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}

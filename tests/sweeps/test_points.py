@@ -1,4 +1,4 @@
-"""The points of a sweep, as -m, submit.py and report read them."""
+"""The points of a sweep, as used by -m, submit.py and report."""
 
 import itertools
 from pathlib import Path
@@ -16,7 +16,7 @@ experiment:
   points:
     - {label: plain, model: vanilla, paper: {loss: 2.5}}
     - {model: [mhc, dca], size: [micro, tiny], paper: {loss: null}}
-    - {label: later, model: moda, import_from: "@plain", optimizer.betas: [[0.9, 0.99]]}
+    - {label: later, model: moda, init_from: "@plain", optimizer.betas: [[0.9, 0.99]]}
   columns:
     loss: {title: loss, metric: validation_loss}
 """
@@ -33,20 +33,20 @@ def write(tmp_path: Path, text: str) -> Path:
     return tmp_path
 
 
-def test_axes_are_multiplied_in_order() -> None:
+def test_axes_give_all_combinations_in_order() -> None:
     points = sweep_points(["model=vanilla", "seed=1,2", "size=micro,tiny"])
     assert [point.overrides for point in points] == [
         ["model=vanilla", f"seed={seed}", f"size={size}"] for seed in (1, 2) for size in ("micro", "tiny")
     ]
 
 
-def test_a_glob_sweeps_over_every_option_that_matches() -> None:
+def test_a_glob_sweeps_over_all_matching_options() -> None:
     assert [point.overrides for point in sweep_points(["deepspeed=glob(zero*)"])] == [
         [f"deepspeed=zero{stage}"] for stage in (0, 1, 2, 3, "3_offload")
     ]
 
 
-def test_an_experiment_gives_its_points_times_the_axes(folder: Path) -> None:
+def test_an_experiment_multiplies_its_points_by_the_axes(folder: Path) -> None:
     points = sweep_points(["experiment=mine/it", "seed=1,2"], folder)
     assert len(points) == 12
     assert len({tuple(point.overrides) for point in points}) == 12
@@ -69,28 +69,28 @@ def test_a_point_may_start_from_another_of_the_same_seed(folder: Path) -> None:
     }
     for seed in "12":
         later, plain = points["later", seed], points["plain", seed]
-        assert f"import_from={point_directory(plain.overrides, folder)}" in later.overrides
+        assert f"init_from={point_directory(plain.overrides, folder)}" in later.overrides
         assert "optimizer.betas=[0.9,0.99]" in later.overrides
         assert later.follows
     assert len(check_points(["experiment=mine/it"], folder)) == 6
 
 
-def test_a_value_that_points_have_selects_them(folder: Path) -> None:
+def test_a_value_of_the_points_selects_them(folder: Path) -> None:
     points = sweep_points(["experiment=mine/it", "model=mhc,vanilla,moda"], folder)
     assert [point.label for point in points] == ["mhc, micro", "mhc, tiny", "plain", "later"]
     whole = {tuple(sorted(point.overrides)) for point in sweep_points(["experiment=mine/it"], folder)}
-    # the run that `later` starts from is still that of `plain`
+    # `later` still starts from the run of `plain`
     assert {tuple(sorted(point.overrides)) for point in points} <= whole
 
 
-def test_a_value_is_the_same_however_it_is_spelt(tmp_path: Path) -> None:
+def test_different_spellings_of_a_value_select_the_same_point(tmp_path: Path) -> None:
     folder = write(tmp_path, MINE.replace("model: vanilla, paper", "model: vanilla, optimizer.lr: 0.001, paper"))
     (point,) = sweep_points(["experiment=mine/it", "optimizer.lr=1e-3"], folder)
     assert (point.label, point.paper) == ("plain", {"loss": 2.5})
     assert "optimizer.lr=0.001" in point.overrides
 
 
-def test_a_seed_goes_to_points_that_name_none(tmp_path: Path) -> None:
+def test_a_seed_applies_to_points_without_one(tmp_path: Path) -> None:
     lines = MINE.replace("model: [mhc, dca], size: [micro, tiny]", "model: [mhc, dca], seed: [1, 2]")
     points = sweep_points(["experiment=mine/it", "seed=2"], write(tmp_path, lines))
     assert [(point.label, point.settings["seed"]) for point in points] == [
@@ -98,22 +98,22 @@ def test_a_seed_goes_to_points_that_name_none(tmp_path: Path) -> None:
     ]
 
 
-def test_a_point_waits_until_the_one_it_starts_from_is_complete(folder: Path, tmp_path: Path) -> None:
+def test_a_point_cannot_start_from_an_incomplete_one(folder: Path, tmp_path: Path) -> None:
     later = sweep_points(["experiment=mine/it", "model=moda", f"output_dir={tmp_path}/${{model.name}}"], folder)[0]
     (tmp_path / "vanilla/checkpoints/step-00000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match="not complete; train it first"):
         compose(later.overrides, folder)
     (tmp_path / "vanilla/summary.json").write_text("{}")
-    assert compose(later.overrides, folder).import_from == f"{tmp_path}/vanilla"
+    assert compose(later.overrides, folder).init_from == f"{tmp_path}/vanilla"
 
 
-def test_a_directory_that_a_file_gives_is_refused(tmp_path: Path) -> None:
+def test_an_output_dir_set_in_a_file_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, MINE.replace("training:", "output_dir: elsewhere/${model.name}\ntraining:"))
     with pytest.raises(ConfigError, match="give it on the command line"):
         check_points(["experiment=mine/it", "model=vanilla"], folder)
 
 
-def test_a_value_that_none_has_takes_the_place_of_theirs(folder: Path) -> None:
+def test_a_value_that_no_point_has_replaces_theirs(folder: Path) -> None:
     points = sweep_points(["experiment=mine/it", "model=denseformer"], folder)
     assert all("model=denseformer" in point.overrides and point.paper == {} for point in points)
     settings = [{text for text in point.overrides if not text.startswith("model=")} for point in points]
@@ -126,17 +126,17 @@ def test_a_value_that_none_has_takes_the_place_of_theirs(folder: Path) -> None:
         ("- vanilla", ["points[0]=vanilla", "must be settings"]),
         ("- {model: vanilla, paper: {los: 2}}", ["points[0].paper.los", "no such column", "`loss`"]),
         ("- {model: [vanilla, vanilla]}", ["points[0]", "a second point with the label vanilla"]),
-        ("- {model: mhc, import_from: '@plain'}", ["points[0]", "@plain", "no point above has this label"]),
+        ("- {model: mhc, init_from: '@plain'}", ["points[0]", "@plain", "no earlier point has this label"]),
     ],
 )
-def test_points_that_are_mistaken_are_told(tmp_path: Path, line: str, words: list[str]) -> None:
+def test_invalid_points_are_reported(tmp_path: Path, line: str, words: list[str]) -> None:
     text = MINE[: MINE.index("    - {label")] + f"    {line}\n" + MINE[MINE.index("  columns") :]
     with pytest.raises(ConfigError) as caught:
         sweep_points(["experiment=mine/it"], write(tmp_path, text))
     assert all(word in str(caught.value) for word in words)
 
 
-def test_an_unknown_column_setting_or_experiment_is_told(tmp_path: Path) -> None:
+def test_an_unknown_column_setting_or_experiment_is_reported(tmp_path: Path) -> None:
     folder = write(tmp_path, MINE.replace("metric:", "metrik:"))
     with pytest.raises(ConfigError, match="metrik"):
         load_experiment("mine/it", folder)
@@ -155,6 +155,6 @@ def test_two_points_in_one_directory_are_refused() -> None:
         check_points(["seed=1,2", "output_dir=x"])
 
 
-def test_a_run_keeps_the_name_of_its_experiment_alone(folder: Path) -> None:
+def test_a_run_keeps_only_the_name_of_its_experiment(folder: Path) -> None:
     config = compose(["experiment=mine/it", "model=mhc"], folder)
     assert (config.experiment.name, config.experiment.points) == ("mine/it", [])

@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Fixtures for the tests of training."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from depthlm.distributed.process_group import start_distributed
 
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fp16 train on the CPU: it computes it, slowly, but the configuration and DeepSpeed refuse it there."""
+    """Allow fp16 on the CPU, which can compute it slowly, but which the configuration and DeepSpeed refuse."""
     start_distributed(ranks())
     from deepspeed.accelerator import get_accelerator
 

@@ -1,4 +1,4 @@
-"""Runs in which the numbers of chosen steps are bad, or that are killed: the same on every attempt."""
+"""Runs with non-finite values or spikes at chosen steps, or that are killed at one; the same on every attempt."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,28 +10,28 @@ import depthlm
 from depthlm.training import run as run_module
 from depthlm.training import train
 
-# what is added to the loss of a step, and the factor on a gradient of it
+# the term added to the loss of a step, and the factor on one of its gradients
 KINDS = {"gradient": (0.0, float("nan")), "loss": (float("inf"), 1.0), "spike": (1e4, 1.0)}
 
 
 def train_spoiled(
     overrides: list[str], spoiled: dict[int, str], ranks: Iterable[int] = (0, 1), killed_at: int | None = None
 ) -> int | str:
-    """Train under these overrides: the exit code, or "killed".
+    """Train with these overrides. Returns the exit code, or "killed".
 
-    spoiled: the steps (from 1) that are bad, each with one of KINDS; a bad loss has finite gradients. ranks: where they
-    are bad. killed_at: the step in which the run ends, without a word.
+    spoiled: the bad steps (from 1), each with one of KINDS; a bad loss has finite gradients. ranks: the ranks on which
+    they are bad. killed_at: the step during which the run is killed.
     """
     train_steps = run_module.train_steps
 
     def spoil_and_train(run: Any, progress: Any, *others: Any) -> bool:
-        here = torch.distributed.get_rank() in ranks
+        spoils = torch.distributed.get_rank() in ranks
 
         def numbers() -> tuple[float, float]:
             step = progress.step + 1
             if step == killed_at:
                 raise KeyboardInterrupt
-            return KINDS[spoiled[step]] if here and step in spoiled else (0.0, 1.0)
+            return KINDS[spoiled[step]] if spoils and step in spoiled else (0.0, 1.0)
 
         def spoil_loss(model: Any, inputs: Any, sums: Any) -> Any:
             return sums._replace(nll=sums.nll + numbers()[0]) if torch.is_grad_enabled() else sums

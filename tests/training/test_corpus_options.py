@@ -1,4 +1,4 @@
-"""What a configuration says about its data reaches the training."""
+"""Data settings take effect in training."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows(folder)]
 
 
-def test_a_mixture_logs_the_share_and_epochs_of_each_source_actually_seen(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_mixture_logs_the_share_and_epochs_of_each_source(small_run: Overrides, tmp_path: Path) -> None:
     config = depthlm.compose(small_run(*MIXTURE))
     assert train(config) == COMPLETE
     corpus = open_corpus(config.data)
@@ -47,7 +47,7 @@ def test_a_mixture_logs_the_share_and_epochs_of_each_source_actually_seen(small_
     assert {"validation/a/loss", "validation/b/loss"} <= rows(tmp_path / "run")[-1].keys()
 
 
-def test_a_mixture_goes_on_as_if_it_had_not_stopped(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_resumed_mixture_equals_an_uninterrupted_one(small_run: Overrides, tmp_path: Path) -> None:
     assert train(depthlm.compose(small_run(*MIXTURE, name="straight"))) == COMPLETE
     assert train(depthlm.compose(small_run(*MIXTURE, "training.stop_after=5"))) == COMPLETE
     assert train(depthlm.compose(small_run(*MIXTURE, "data.num_workers=2"))) == COMPLETE
@@ -77,14 +77,14 @@ def test_a_run_of_epochs_is_as_long_as_its_corpus(small_run: Overrides, tmp_path
     assert train(config) == COMPLETE
     windows = open_corpus(config.data).windows(32)
     assert len(rows(tmp_path / "run")) == 2 * windows // 4
-    # the length is known once the corpus is, so what depends on it is judged then
+    # the length is known only once the corpus is open, so settings that depend on it are checked then
     with pytest.raises(UserError, match="longer than the run of"):
         train(
             depthlm.compose(small_run(*settings, "schedule.warmup_ratio=null", "schedule.warmup_steps=999", name="b"))
         )
 
 
-def test_the_shuffle_seed_changes_the_order_of_the_data_alone(small_run: Overrides, tmp_path: Path) -> None:
+def test_the_shuffle_seed_changes_only_the_order_of_the_data(small_run: Overrides, tmp_path: Path) -> None:
     for name, settings in {
         "one": ["seed=1"], "same": ["seed=1", "data.shuffle_seed=1"], "other": ["seed=1", "data.shuffle_seed=2"],
     }.items():  # fmt: skip
@@ -101,14 +101,14 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(small_run: Overrides, tmp_
     model, _ = depthlm.load(tmp_path / "run")
     corpus = open_corpus(config.data)
     assert model.end_of_text == corpus.tokenizer.end_of_text
-    found = total_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu")).mean
-    assert found == pytest.approx(rows(tmp_path / "run")[-1]["validation/local/loss"], rel=1e-6)
+    masked = total_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu")).mean
+    assert masked == pytest.approx(rows(tmp_path / "run")[-1]["validation/local/loss"], rel=1e-6)
     model.end_of_text = None
     unmasked = total_loss(model, validation_batches(corpus.validation["local"], 32, 4), torch.device("cpu")).mean
-    assert abs(unmasked - found) > 1e-5
+    assert abs(unmasked - masked) > 1e-5
 
 
-def test_what_is_too_large_to_prepare_on_the_way_is_asked_for_and_nothing_is_written(
+def test_a_corpus_too_large_to_prepare_automatically_ends_with_the_command_to_prepare_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.estimate.BY_ITSELF", 100)

@@ -1,4 +1,4 @@
-"""`deterministic=true` holds for every mechanism."""
+"""`deterministic=true` works for every mechanism."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,11 +31,11 @@ def test_a_deterministic_run_gives_the_same_bits_twice(
 ) -> None:
     allowed, train_step = [], loop.train_step
 
-    def watched(*arguments: Any) -> torch.Tensor:
+    def recorded(*arguments: Any) -> torch.Tensor:
         allowed.append(torch.are_deterministic_algorithms_enabled())
         return train_step(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", watched)
+    monkeypatch.setattr(loop, "train_step", recorded)
     for name in ("one", "two"):
         overrides = small_run(f"model={preset}", "training.max_steps=2", "deterministic=true", name=name)
         assert train(depthlm.compose(overrides)) == 0
@@ -46,7 +46,7 @@ def test_a_deterministic_run_gives_the_same_bits_twice(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_next_run_may_use_any_algorithm(small_run: Callable[..., list[str]]) -> None:
+def test_deterministic_does_not_affect_the_next_run(small_run: Callable[..., list[str]]) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=1", "deterministic=true", name="one"))) == 0
     assert train(depthlm.compose(small_run("training.max_steps=1", name="two"))) == 0
     assert not torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""The first 20 losses of every preset, as they were; beside the tests against independent references."""
+"""The first 20 losses of every preset equal stored values; other tests compare with independent references."""
 
 import json
 from collections.abc import Callable

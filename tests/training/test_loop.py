@@ -1,4 +1,4 @@
-"""What the loop does when something goes wrong, and what it counts."""
+"""The training loop: which rows it logs, and settings that must not change the curve."""
 
 import weakref
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from depthlm.training import train
 from depthlm.training.run import build_model, forget_the_run_before
 
 
-def test_rows_come_every_log_every_steps_with_the_first_the_last_and_the_saved(
+def test_rows_are_logged_every_log_every_steps_and_at_the_first_last_and_saved_steps(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     overrides = (
@@ -31,7 +31,7 @@ def test_rows_come_every_log_every_steps_with_the_first_the_last_and_the_saved(
 
 
 @pytest.mark.parametrize("setting", ["training.activation_checkpointing=true", "training.micro_batch_size=2"])
-def test_what_saves_memory_does_not_change_the_curve(
+def test_settings_that_save_memory_do_not_change_the_curve(
     small_run: Callable[..., list[str]], tmp_path: Path, setting: str
 ) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=5", name="plain"))) == 0
@@ -40,17 +40,17 @@ def test_what_saves_memory_does_not_change_the_curve(
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
 
 
-def test_z_loss_reaches_the_updates(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_z_loss_changes_the_updates(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     for name, weight in (("without", 0.0), ("with", 0.1)):
         assert train(depthlm.compose(small_run("training.max_steps=4", f"training.z_loss={weight}", name=name))) == 0
     curves = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("without", "with")]
-    # the first loss is before any update, and what is logged leaves the z-loss out
+    # the first loss is before any update, and logged losses exclude the z-loss
     assert curves[0][0] == curves[1][0]
     assert curves[0][1] != curves[1][1]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_run_that_has_ended_leaves_its_memory_to_the_next(
+def test_a_finished_run_frees_its_model(
     small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     models = []

@@ -1,4 +1,4 @@
-"""The dynamic loss scale of fp16, by its logic alone: a CPU is let compute it."""
+"""The logic of the dynamic fp16 loss scale, computed on the CPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,24 +27,25 @@ pytestmark = pytest.mark.usefixtures("fp16_on_the_cpu")
 
 @pytest.fixture
 def scaled_steps(small_run: Callable[..., list[str]]) -> Callable[..., Any]:
-    """Take steps, each as its gradient says: g good, o an overflow. Gives the loss scale before each and at the end."""
+    """Take one step per letter, g with a finite gradient, o with an overflow. Returns the loss scale before each step
+    and at the end."""
 
     def steps(kinds: str, *overrides: str) -> list[float]:
         config = depthlm.compose(small_run("precision=fp16", *overrides))
         start_distributed(ranks())
-        plan, found = make_plan(config, ranks()), []
+        plan, scales = make_plan(config, ranks()), []
         engine = build_engine(config, plan, depthlm.build_model(config))
         factor = [1.0]
         engine.module.final_norm.weight.register_hook(lambda gradient: gradient * factor[0])
         for kind, tokens in zip(kinds, synthetic_tokens(config, len(kinds)), strict=True):
             factor[0] = 1.0 if kind == "g" else float("inf")
             before = whole_weights(engine)
-            found.append(loss_scale(engine))
+            scales.append(loss_scale(engine))
             train_step(engine, tokens[None], plan, 0.0)
             assert engine.was_step_applied() == (kind == "g")
             changed = any(not torch.equal(before[name], value) for name, value in whole_weights(engine).items())
             assert changed == (kind == "g")
-        return [*found, loss_scale(engine)]
+        return [*scales, loss_scale(engine)]
 
     return steps
 
@@ -55,9 +56,9 @@ def test_the_scale_halves_on_overflows_and_doubles_after_its_window(
 ) -> None:
     settings = ["precision.initial_scale_power=8", "precision.loss_scale_window=3", f"deepspeed={stage}"]
     assert scaled_steps("ggoo", "precision.hysteresis=1", *settings) == [256, 256, 256, 128, 64]
-    # the first overflow is forgiven, and again after the scale has doubled
-    found = scaled_steps("ooggggoo", "precision.hysteresis=2", *settings)
-    assert found == [256, 256, 128, 128, 128, 128, 256, 256, 128]
+    # hysteresis ignores the first overflow, and the first one after the scale has doubled
+    scales = scaled_steps("ooggggoo", "precision.hysteresis=2", *settings)
+    assert scales == [256, 256, 128, 128, 128, 128, 256, 256, 128]
 
 
 def test_the_scale_does_not_go_below_its_smallest(scaled_steps: Callable[..., list[float]]) -> None:
@@ -70,17 +71,17 @@ FP16 = ("precision=fp16", "deepspeed=zero1", "precision.initial_scale_power=4", 
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
-def test_an_overflow_is_the_search_for_the_scale_whatever_the_policy(
+def test_an_overflow_lowers_the_scale_and_is_no_bad_batch_whatever_the_policy(
     small_run: Callable[..., list[str]], tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = small_run(*FP16, f"training.on_bad_numbers={policy}", "training.max_skipped=1")
+    overrides = small_run(*FP16, f"training.on_nonfinite={policy}", "training.max_skipped=1")
     assert train_spoiled(overrides, {7: "gradient", 8: "gradient", 9: "gradient"}) == 0
-    told = manifest(tmp_path / "run")
-    assert (told["skipped"], told["overflows"], told["rewound"]) == ([7, 8, 9], [7, 8, 9], [])
+    saved = manifest(tmp_path / "run")
+    assert (saved["skipped"], saved["overflows"], saved["rewound"]) == ([7, 8, 9], [7, 8, 9], [])
     assert bad_batches(tmp_path / "run") == []
     scales = [row["loss_scale"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert scales == [16] * 7 + [8, 4] + [2] * 3
-    assert "step 9 left out: its gradient overflows fp16 at a loss scale of 4, which is too large" in (
+    assert "step 9 skipped: its gradient overflows fp16 at a loss scale of 4, which is too large" in (
         capsys.readouterr().out
     )
 
@@ -90,10 +91,11 @@ def test_an_overflow_at_the_smallest_scale_is_a_bad_gradient(
 ) -> None:
     overrides = small_run(*FP16, "precision.min_loss_scale=8", "training.max_skipped=2")
     assert train_spoiled(overrides, dict.fromkeys(range(3, 13), "gradient")) == FAILED
-    told = capsys.readouterr().out
-    # the one that brought the scale down does not count
-    assert "3 bad batches in a row, the last at step 6: the norm of its gradient is not finite, at the smallest" in told
-    assert "precision.min_loss_scale=8" in told
+    output = capsys.readouterr().out
+    # the overflow that lowered the scale does not count
+    reason = "the norm of its gradient is not finite, at the smallest"
+    assert f"3 bad batches in a row, the last at step 6: {reason}" in output
+    assert "precision.min_loss_scale=8" in output
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_an_overflow_at_the_smallest_scale_is_a_bad_gradient(
 def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str
 ) -> None:
-    overrides = [*FP16, f"deepspeed={stage}", "precision.loss_scale_window=2", "training.on_bad_numbers=rewind"]
+    overrides = [*FP16, f"deepspeed={stage}", "precision.loss_scale_window=2", "training.on_nonfinite=rewind"]
     spoiled = {3: "gradient", 8: "loss"}
     assert train_spoiled(small_run(*overrides, name="straight"), spoiled) == 0
     assert train_spoiled(small_run(*overrides, "training.stop_after=4"), spoiled) == 0
@@ -118,7 +120,7 @@ def test_a_run_in_fp16_resumes_and_rewinds_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_whole_run_in_fp16_learns(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_in_fp16_learns(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     overrides = ["deepspeed=zero2", "precision=fp16", "precision.initial_scale_power=8"]
     assert train(depthlm.compose(small_run(*overrides))) == 0
     assert train(depthlm.compose(small_run(name="fp32"))) == 0

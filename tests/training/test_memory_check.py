@@ -1,4 +1,4 @@
-"""Whether a run fits is decided before anything is built, with what would fit."""
+"""A run that does not fit in memory is refused before it is built, with settings that fit."""
 
 import re
 
@@ -18,17 +18,17 @@ EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 
 def small(*overrides: str) -> Config:
-    given = ["size=micro", "size.num_layers=6", "training.batch_size=64", "precision=bf16", *overrides]
-    return depthlm.compose(given, here=False)
+    settings = ["size=micro", "size.num_layers=6", "training.batch_size=64", "precision=bf16", *overrides]
+    return depthlm.compose(settings, here=False)
 
 
 def fitting(error: pytest.ExceptionInfo[UserError]) -> list[list[str]]:
-    """The overrides of each line that says what fits."""
+    """Return the overrides of each line that suggests settings."""
     lines = re.findall(r"^  - (.*) \([\d.]+ GiB\)$", str(error.value), re.MULTILINE)
     return [line.split() for line in lines]
 
 
-def test_what_fits_does_and_the_next_larger_micro_batch_does_not():
+def test_suggested_settings_fit_and_include_the_largest_micro_batch():
     estimator = MemoryEstimator(small(), "cuda")
     available = int(estimator.estimate(0, 1, 16, 4).total) + 1
     with pytest.raises(
@@ -44,7 +44,7 @@ def test_what_fits_does_and_the_next_larger_micro_batch_does_not():
         assert memory.total <= available
 
 
-def test_several_ranks_are_offered_zero_stages_that_fit():
+def test_on_several_ranks_zero_stages_that_fit_are_suggested():
     config = small("size.hidden_size=512", "training.sequence_length=16")
     available = int(MemoryEstimator(config, "cuda").estimate(0, 8, 8).total * 0.8)
     with pytest.raises(UserError) as error:
@@ -59,17 +59,17 @@ def test_several_ranks_are_offered_zero_stages_that_fit():
         assert check_memory(again, EIGHT, GPU, available) is not None
 
 
-def test_where_nothing_fits_the_error_says_so():
+def test_the_error_says_if_nothing_fits():
     with pytest.raises(UserError, match="no micro-batch fits, with or without activation checkpointing"):
         check_memory(small(), ALONE, GPU, 2**20)
 
 
-def test_ignore_starts_anyway_and_says_that_it_does_not_fit(caplog):
+def test_ignore_starts_the_run_with_a_warning(caplog):
     assert check_memory(small("memory=ignore"), ALONE, GPU, 2**20) is not None
     assert "the run does not fit in memory" in caplog.text
 
 
-def test_above_80_percent_there_is_a_warning_and_below_none(caplog):
+def test_there_is_a_warning_only_above_80_percent(caplog):
     total = MemoryEstimator(small(), "cuda").estimate(0, 1, 64).total
     check_memory(small(), ALONE, GPU, int(total / 0.79))
     assert "in memory" not in caplog.text
@@ -77,13 +77,13 @@ def test_above_80_percent_there_is_a_warning_and_below_none(caplog):
     assert "the run may not fit in memory" in caplog.text
 
 
-def test_on_a_cpu_the_process_itself_counts():
+def test_on_a_cpu_the_memory_of_the_process_is_included():
     memory = check_memory(small(), ALONE, CPU, 2**40)
     assert memory is not None
     assert memory.process > 2**27
 
 
-def test_a_run_that_does_not_fit_leaves_nothing_behind(small_run, monkeypatch, tmp_path):
+def test_a_run_that_does_not_fit_writes_nothing(small_run, monkeypatch, tmp_path):
     monkeypatch.setattr("depthlm.training.run.available_memory", lambda *_: 2**20)
     overrides = [*small_run(), f"output_dir={tmp_path / 'not-made'}", f"data.path={tmp_path / 'no-tokens'}"]
     for dry_run in ("false", "true"):

@@ -1,4 +1,4 @@
-"""What bad numbers do to a run: batches left out, undone, or the end of it, by the policy; and spikes."""
+"""Non-finite losses and gradients: batches are skipped, updates rewound, or the run ends, by the policy; and spikes."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def bad_batches(directory: Path) -> list[dict[str, Any]]:
     return list(read_metrics(directory / "bad_batches.jsonl"))
 
 
-def test_a_bad_batch_is_left_out_and_listed(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_bad_batch_is_skipped_and_listed(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     assert train_spoiled(small_run(*KEPT, "training.checkpoint_every=1"), {4: "gradient", 6: "loss"}) == 0
     run = tmp_path / "run"
     for step in range(2, 13):
@@ -58,11 +58,11 @@ def test_a_bad_batch_is_left_out_and_listed(small_run: Callable[..., list[str]],
     rows = list(read_metrics(run / "metrics.jsonl"))
     assert [row["step"] for row in rows if row["grad_norm"] is None] == [4, 6]
     assert [row["step"] for row in rows if row["loss"] is None] == [6]
-    # the schedule rests with the weights
+    # a skipped update does not advance the schedule
     assert rows[4]["learning_rate"] == rows[3]["learning_rate"]
 
 
-def test_a_bad_batch_is_told_with_its_windows(
+def test_a_bad_batch_is_logged_with_its_windows(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = small_run(*KEPT, "training.batch_size=10")
@@ -72,31 +72,31 @@ def test_a_bad_batch_is_told_with_its_windows(
     windows = {step: batches.samples(step - 1)[1].tolist() for step in (4, 6)}
     rows = bad_batches(tmp_path / "run")
     assert [(row["step"], row["outcome"], row["samples"]) for row in rows] == [
-        (step, "left out", {"local": windows[step]}) for step in (4, 6)
+        (step, "skipped", {"local": windows[step]}) for step in (4, 6)
     ]
     assert rows[0]["loss"] > 0
     assert (rows[0]["grad_norm"], rows[1]["loss"], rows[1]["grad_norm"]) == (None, None, None)
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     few = ", ".join(map(str, windows[4][:8]))
-    assert f"step 4 left out: the norm of its gradient is not finite; its batch is windows {few} and 2 more of" in told
-    assert "step 6 left out: its loss is not finite; its batch is windows" in told
+    assert f"step 4 skipped: the norm of its gradient is not finite; its batch is windows {few} and 2 more of" in output
+    assert "step 6 skipped: its loss is not finite; its batch is windows" in output
 
 
 @pytest.mark.parametrize(
     "stage", ["zero0", "zero3", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero1", "zero2"))]
 )
-def test_stop_ends_the_run_and_skip_goes_on_from_there(
+def test_stop_ends_the_run_and_skip_resumes_it(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     overrides, spoiled = [*KEPT, "training.checkpoint_every=3", f"deepspeed={stage}"], {5: "loss"}
-    assert train_spoiled(small_run(*overrides, "training.on_bad_numbers=stop"), spoiled) == FAILED
-    told = capsys.readouterr().out
-    assert "step 5 ends the run: its loss is not finite; its batch is windows" in told
-    way_on = f"the same command with training.on_bad_numbers=skip output_dir={tmp_path}/run goes on from the last"
-    assert way_on in told
+    assert train_spoiled(small_run(*overrides, "training.on_nonfinite=stop"), spoiled) == FAILED
+    output = capsys.readouterr().out
+    assert "step 5 ends the run: its loss is not finite; its batch is windows" in output
+    advice = f"the same command with training.on_nonfinite=skip output_dir={tmp_path}/run resumes from the last"
+    assert advice in output
     assert [(row["step"], row["outcome"]) for row in bad_batches(tmp_path / "run")] == [(5, "ends the run")]
-    # a second attempt tells the same once more
-    assert train_spoiled(small_run(*overrides, "training.on_bad_numbers=stop"), spoiled) == FAILED
+    # a second attempt ends in the same way
+    assert train_spoiled(small_run(*overrides, "training.on_nonfinite=stop"), spoiled) == FAILED
     assert len(bad_batches(tmp_path / "run")) == 1
     assert train_spoiled(small_run(*overrides), spoiled) == 0
     assert train_spoiled(small_run(*overrides, name="skipping"), spoiled) == 0
@@ -105,13 +105,13 @@ def test_stop_ends_the_run_and_skip_goes_on_from_there(
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "skipping"))
 
 
-REWIND = ("training.on_bad_numbers=rewind", "training.checkpoint_every=5", *KEPT)
+REWIND = ("training.on_nonfinite=rewind", "training.checkpoint_every=5", *KEPT)
 
 
 def by_hand(directory: Path, step: int) -> None:
-    """Make the checkpoint of step 5 that of a later step, with the batches between them left out."""
-    left_out = list(range(6, step + 1))
-    changed = {"step": step, "tokens": step * 128, "skipped": left_out, "rewound": [[5, step]]}
+    """Make the checkpoint of step 5 that of a later step, with the batches between them skipped."""
+    skipped = list(range(6, step + 1))
+    changed = {"step": step, "tokens": step * 128, "skipped": skipped, "rewound": [[5, step]]}
     old = directory / "checkpoints/step-00000005"
     (old / "manifest.json").write_text(json.dumps(manifest(directory, 5) | changed))
     old.rename(old.with_name(f"step-{step:08d}"))
@@ -122,7 +122,7 @@ def by_hand(directory: Path, step: int) -> None:
     [("zero0", "fp32"), ("zero3", "bf16"), pytest.param("zero1", "bf16", marks=pytest.mark.slow),
      *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in ("zero2", "zero3_offload"))],
 )  # fmt: skip
-def test_a_rewound_run_is_one_that_went_on_from_the_checkpoint(
+def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str, precision: str
 ) -> None:
     overrides = [*REWIND, f"deepspeed={stage}", f"precision={precision}", "training.micro_batch_size=2"]
@@ -134,19 +134,19 @@ def test_a_rewound_run_is_one_that_went_on_from_the_checkpoint(
     assert curve(run)[8:] == curve(hand)[5:]
     assert_same(weights(run), weights(hand))
     assert_same(states(run), states(hand))
-    told = [
+    manifests = [
         {name: manifest(folder)[name] for name in ("skipped", "rewound", "recent_losses")} for folder in (run, hand)
     ]
-    assert told[0] == told[1]
-    assert told[0]["skipped"] == [6, 7, 8]
-    assert bad_batches(run)[0]["outcome"] == "left out with all since step 5"
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["skipped"] == [6, 7, 8]
+    assert bad_batches(run)[0]["outcome"] == "skipped with all steps since step 5"
 
 
 @pytest.mark.parametrize("stage", ["zero0", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_a_rewound_run_that_is_stopped_or_killed_is_the_undisturbed_one(
+def test_a_rewound_run_that_is_stopped_or_killed_equals_an_uninterrupted_one(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str
 ) -> None:
-    # before the first checkpoint; twice back to step 5; and at the step of a checkpoint
+    # before the first checkpoint; two rewinds to step 5; and at the step of a checkpoint
     spoiled = {2: "loss", 8: "gradient", 9: "loss", 15: "gradient"}
     overrides = [*REWIND, f"deepspeed={stage}", "training.max_steps=17"]
     assert train_spoiled(small_run(*overrides, name="straight"), spoiled) == 0
@@ -159,14 +159,14 @@ def test_a_rewound_run_that_is_stopped_or_killed_is_the_undisturbed_one(
     assert curve(run)[-1][0] == 17
     assert_same(weights(run, 17), weights(straight, 17))
     assert_same(states(run, 17), states(straight, 17))
-    told = [{**manifest(folder, 17), "wall_seconds": 0, "config": 0, "files": 0} for folder in (run, straight)]
-    assert told[0] == told[1]
-    assert told[0]["skipped"] == [2, 6, 7, 8, 9, 11, 12, 13, 14, 15]
-    assert told[0]["rewound"] == [[5, 8], [5, 9], [10, 15]]
+    manifests = [{**manifest(folder, 17), "wall_seconds": 0, "config": 0, "files": 0} for folder in (run, straight)]
+    assert manifests[0] == manifests[1]
+    assert manifests[0]["skipped"] == [2, 6, 7, 8, 9, 11, 12, 13, 14, 15]
+    assert manifests[0]["rewound"] == [[5, 8], [5, 9], [10, 15]]
     assert bad_batches(run) == bad_batches(straight)
     outcomes = [row["outcome"] for row in bad_batches(run)]
-    assert outcomes[0].startswith("left out, with no regular checkpoint")
-    assert outcomes[1:] == [f"left out with all since step {step}" for step in (5, 5, 10)]
+    assert outcomes[0].startswith("skipped (no regular checkpoint")
+    assert outcomes[1:] == [f"skipped with all steps since step {step}" for step in (5, 5, 10)]
 
 
 def test_a_rewind_waits_for_the_checkpoint_that_is_being_written(
@@ -179,7 +179,7 @@ def test_a_rewind_waits_for_the_checkpoint_that_is_being_written(
 
 
 @pytest.mark.slow
-def test_a_rewind_reaches_back_to_a_checkpoint_of_other_ranks(
+def test_a_rewind_loads_a_checkpoint_of_another_number_of_ranks(
     two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     overrides, spoiled = [*REWIND, "deepspeed=zero1"], {9: "gradient"}
@@ -191,7 +191,7 @@ def test_a_rewind_reaches_back_to_a_checkpoint_of_other_ranks(
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
-def test_without_its_checkpoint_a_run_leaves_out_the_bad_batch_alone(
+def test_without_its_checkpoint_a_run_skips_only_the_bad_batch(
     small_run: Callable[..., list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -206,25 +206,25 @@ def test_without_its_checkpoint_a_run_leaves_out_the_bad_batch_alone(
     monkeypatch.setattr(restoring, "read_manifest", damage)
     assert train_spoiled(small_run(*REWIND), {8: "gradient"}) == 0
     assert (manifest(tmp_path / "run")["skipped"], manifest(tmp_path / "run")["rewound"]) == ([8], [])
-    told = capsys.readouterr().out
-    assert "the run does not go back to step 5: " in told
-    assert "model.safetensors is not what was saved" in told
-    assert "step 8 left out alone: the norm of its gradient is not finite" in told
+    output = capsys.readouterr().out
+    assert "cannot rewind to step 5: " in output
+    assert "model.safetensors is not what was saved" in output
+    assert "step 8 skipped without a rewind: the norm of its gradient is not finite" in output
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed(
     small_run: Callable[..., list[str]], policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limited = [*REWIND, f"training.on_bad_numbers={policy}", "training.max_skipped=2"]
+    limited = [*REWIND, f"training.on_nonfinite={policy}", "training.max_skipped=2"]
     # a good batch between them, which rewinding undoes
     spoiled = {1: "loss", 7: "loss", 8: "gradient", **({9: "loss"} if policy == "skip" else {10: "loss"})}
     assert train_spoiled(small_run(*limited, "training.stop_after=8"), spoiled) == 0
     capsys.readouterr()
     assert train_spoiled(small_run(*limited), spoiled) == FAILED
-    told = capsys.readouterr().out
-    assert f"3 bad batches in a row, the last at step {max(spoiled)}: its loss is not finite" in told
-    assert "training.max_skipped=2" in told
+    output = capsys.readouterr().out
+    assert f"3 bad batches in a row, the last at step {max(spoiled)}: its loss is not finite" in output
+    assert "training.max_skipped=2" in output
     assert train_spoiled(small_run(*limited, "training.max_skipped=3"), spoiled) == 0
 
 
@@ -243,11 +243,11 @@ def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed
         (Progress(step=9, skipped=[4, 5, 6, 7, 8, 9], rewound=[[3, 5], [5, 9]]), 2),
     ],
 )
-def test_bad_batches_count_in_a_row_until_an_update_that_stays(progress: Progress, count: int) -> None:
+def test_bad_batches_count_in_a_row_until_an_update_is_kept(progress: Progress, count: int) -> None:
     assert in_a_row(progress) == count
 
 
-def test_a_spike_stands_out_of_half_a_window_of_losses() -> None:
+def test_a_spike_needs_half_a_window_of_losses() -> None:
     training = depthlm.compose(["training.max_steps=1"]).training
     training.spike_window, training.spike_deviations = 6, 2.0
     assert spike_limit(training, [4.0, 6.0], 100) == float("inf")
@@ -259,7 +259,7 @@ def test_a_spike_stands_out_of_half_a_window_of_losses() -> None:
 SPIKES = ("training.spike_window=4", "training.checkpoint_every=5", *KEPT)
 
 
-def test_a_spike_is_told_and_kept(
+def test_a_spike_is_logged_and_kept(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [*SPIKES, "training.spike_deviations=20"]
@@ -272,29 +272,29 @@ def test_a_spike_is_told_and_kept(
     assert row["grad_norm"] > 0
     assert bad_batches(tmp_path / "plain") == []
     losses = [values[2] for values in curve(tmp_path / "plain")]
-    told = capsys.readouterr().out
-    assert f"step 9 kept: its loss {row['loss']:.2f} is a spike: " in told
-    assert f"deviations above the mean {sum(losses[4:8]) / 4:.2f}; its batch is windows" in told
+    output = capsys.readouterr().out
+    assert f"step 9 kept: its loss {row['loss']:.2f} is a spike: " in output
+    assert f"standard deviations above the mean {sum(losses[4:8]) / 4:.2f}; its batch is windows" in output
     recent = manifest(tmp_path / "run")["recent_losses"]
     assert recent == [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")][-4:]
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
-def test_a_spike_is_left_out_whatever_the_policy_for_bad_numbers(
+def test_a_spike_is_skipped_whatever_the_policy_for_non_finite_values(
     small_run: Callable[..., list[str]], tmp_path: Path, policy: str
 ) -> None:
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=20"]
-    spiked = small_run(*overrides, f"training.on_bad_numbers={policy}")
+    spiked = small_run(*overrides, f"training.on_nonfinite={policy}")
     assert train_spoiled(spiked, {8: "spike", 9: "spike"}) == 0
     assert train_spoiled(small_run(*overrides, name="bad"), {8: "gradient", 9: "loss"}) == 0
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "bad"))
     assert manifest(tmp_path / "run")["skipped"] == [8, 9]
     assert manifest(tmp_path / "run")["recent_losses"] == manifest(tmp_path / "bad")["recent_losses"]
-    assert [row["outcome"] for row in bad_batches(tmp_path / "run")] == ["left out"] * 2
+    assert [row["outcome"] for row in bad_batches(tmp_path / "run")] == ["skipped"] * 2
 
 
 def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    # it hardly learns, and the line is drawn so low that losses cross it now and then
+    # it hardly learns, and the limit is so low that some losses exceed it
     overrides = [*SPIKES, "training.on_spike=skip", "training.spike_deviations=0.7", "training.max_steps=20",
                  "optimizer.lr=1e-6"]  # fmt: skip
     assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
@@ -323,15 +323,15 @@ def test_a_resumed_run_takes_the_same_losses_for_spikes(small_run: Callable[...,
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_what_is_bad_on_one_rank_is_bad_on_both(
+def test_a_bad_batch_on_one_rank_is_bad_on_both(
     two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str], policy: str
 ) -> None:
     spoiled = {8: "gradient", 9: "loss", 12: "loss"}
-    overrides = [*REWIND, *kind, f"training.on_bad_numbers={policy}", "training.max_steps=14"]
+    overrides = [*REWIND, *kind, f"training.on_nonfinite={policy}", "training.max_steps=14"]
     for name, ranks in (("one", (1,)), ("both", (0, 1))):
         assert two_ranks(train_spoiled, small_run(*overrides, name=name), spoiled, ranks) == [0, 0]
     one, both = tmp_path / "one", tmp_path / "both"
-    # the loss that is told is infinite only where it is so
+    # the loss is logged as infinite only where the loss itself is bad
     assert curve(one) == curve(both)
     assert_same(weights(one, 14), weights(both, 14))
     assert_same(states(one, 14), states(both, 14))
@@ -344,6 +344,6 @@ def test_what_is_bad_on_one_rank_is_bad_on_both(
 
 
 def test_stop_ends_both_ranks(two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    overrides = small_run("training.on_bad_numbers=stop")
+    overrides = small_run("training.on_nonfinite=stop")
     assert two_ranks(train_spoiled, overrides, {5: "gradient"}, (1,)) == [FAILED, FAILED]
     assert [row["step"] for row in bad_batches(tmp_path / "run")] == [5]

@@ -1,4 +1,4 @@
-"""The numbers of a step: accumulation, stages, precisions, bad gradients, and a golden curve."""
+"""The values of a training step: accumulation, stages, precisions, non-finite gradients, optimizers."""
 
 import math
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from depthlm.training.plan import make_plan
 
 
 def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
-    """[steps, batch, T + 1] tokens with something to learn, the same on every machine."""
+    """Return learnable tokens [steps, batch, T + 1], the same on every machine."""
     shape = (steps, config.training.batch_size, config.training.sequence_length + 1)
     noise = torch.randint(7, shape, generator=torch.Generator().manual_seed(0))
     return (torch.arange(shape[-1]) * 3 + noise) % config.size.vocab_size
 
 
 def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]:
-    """The curve of `steps` updates on synthetic tokens."""
+    """Return the losses of `steps` updates on synthetic tokens."""
     torch.set_num_threads(1)
     config = depthlm.compose(overrides)
     start_distributed(ranks())
@@ -45,10 +45,10 @@ def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_accumulation_gives_the_whole_batch(small_run: Callable[..., list[str]], precision: str) -> None:
-    whole = losses(small_run(f"precision={precision}"), 5)
+def test_accumulation_equals_one_large_batch(small_run: Callable[..., list[str]], precision: str) -> None:
+    at_once = losses(small_run(f"precision={precision}"), 5)
     split = losses(small_run(f"precision={precision}", "training.micro_batch_size=1"), 5)
-    torch.testing.assert_close(whole, split, rtol=1e-5 if precision == "fp32" else 3e-3, atol=0)
+    torch.testing.assert_close(at_once, split, rtol=1e-5 if precision == "fp32" else 3e-3, atol=0)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -99,11 +99,11 @@ def test_updates_equal_plain_pytorch(
         with torch.no_grad():
             for copy, parameter in zip(master, model.parameters(), strict=True):
                 parameter.copy_(copy)
-    found = losses([*overrides, "precision.initial_scale_power=8"], 4)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=0)
+    actual = losses([*overrides, "precision.initial_scale_power=8"], 4)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=0)
 
 
-def test_z_loss_pulls_the_normaliser_down(small_run: Callable[..., list[str]]) -> None:
+def test_z_loss_lowers_the_normaliser(small_run: Callable[..., list[str]]) -> None:
     def normaliser(z_loss: float) -> float:
         config = depthlm.compose(small_run())
         engine = build_engine(config, make_plan(config, ranks()), model := depthlm.build_model(config))
@@ -118,7 +118,7 @@ def test_z_loss_pulls_the_normaliser_down(small_run: Callable[..., list[str]]) -
 
 
 def spoil(engine: Any, **added: float) -> Callable[[], None]:
-    """Add to the sums of the first micro-batch, whose gradients stay as they were. Returns what undoes it."""
+    """Add values to the sums of the first micro-batch without changing its gradients. Returns the undo function."""
     seen: list[int] = []
 
     def add(model: Any, inputs: Any, sums: Any) -> Any:
@@ -136,7 +136,7 @@ def spoil(engine: Any, **added: float) -> Callable[[], None]:
      ["deepspeed=zero3_offload", "precision=bf16"], ["optimizer=muon"]],
     ids=" ".join,
 )  # fmt: skip
-def test_a_loss_or_gradient_that_is_not_finite_never_reaches_the_weights(
+def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(
     small_run: Callable[..., list[str]], kind: list[str]
 ) -> None:
     config = depthlm.compose(small_run(*kind, "training.micro_batch_size=2"))
@@ -152,27 +152,27 @@ def test_a_loss_or_gradient_that_is_not_finite_never_reaches_the_weights(
     engine = start()
     before = whole_weights(engine)
 
-    def left_out(highest: float = float("inf")) -> float:
+    def skipped_loss(highest: float = float("inf")) -> float:
         loss = float(train_step(engine, batch, plan, 0.1, highest))
         assert not engine.was_step_applied()
         assert all(torch.equal(before[name], value) for name, value in whole_weights(engine).items())
         return loss
 
     poison = engine.module.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
-    whole = left_out()
+    batch_loss = skipped_loss()
     poison.remove()
     for value in (float("inf"), float("-inf"), float("nan")):
         undo = spoil(engine, nll=value)
-        assert not math.isfinite(left_out())
+        assert not math.isfinite(skipped_loss())
         undo()
     undo = spoil(engine, z=float("inf"))
-    assert left_out() == whole
+    assert skipped_loss() == batch_loss
     undo()
-    assert left_out(highest=float(np.nextafter(np.float32(whole), np.float32(0)))) == whole
-    # nothing of all that is left
+    assert skipped_loss(highest=float(np.nextafter(np.float32(batch_loss), np.float32(0)))) == batch_loss
+    # skipped steps leave no trace in the next update
     other = start()
     for trained in (engine, other):
-        train_step(trained, batch, plan, 0.1, highest=whole)
+        train_step(trained, batch, plan, 0.1, highest=batch_loss)
         assert trained.was_step_applied()
     after, expected = whole_weights(engine), whole_weights(other)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
@@ -190,17 +190,17 @@ def test_without_z_loss_the_normaliser_may_be_infinite(small_run: Callable[..., 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_the_gradient_norm_is_told_and_clipped(small_run: Callable[..., list[str]], stage: int) -> None:
+def test_the_gradient_norm_is_reported_and_clipped(small_run: Callable[..., list[str]], stage: int) -> None:
     def norms(clipping: float) -> list[float]:
         config = depthlm.compose(small_run(f"deepspeed=zero{stage}", f"training.gradient_clipping={clipping}"))
         start_distributed(ranks())
         plan = make_plan(config, ranks())
         engine = build_engine(config, plan, depthlm.build_model(config))
-        found: list[Any] = []
+        measured: list[Any] = []
         for tokens in synthetic_tokens(config, 2):
             train_step(engine, tokens[None], plan, 0.0)
-            found.append(float(engine.get_global_grad_norm()))
-        return found
+            measured.append(float(engine.get_global_grad_norm()))
+        return measured
 
     free, clipped = norms(0.0), norms(1e-8)
     assert free[0] == pytest.approx(clipped[0], rel=1e-4)
@@ -208,7 +208,7 @@ def test_the_gradient_norm_is_told_and_clipped(small_run: Callable[..., list[str
     assert free[1] != pytest.approx(clipped[1], rel=1e-5)
 
 
-def test_muon_equals_torchs_muon_beside_its_adamw(small_run: Callable[..., list[str]]) -> None:
+def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Callable[..., list[str]]) -> None:
     overrides = small_run("optimizer=muon", "schedule=constant", "training.gradient_clipping=0")
     config = depthlm.compose(overrides)
     model = depthlm.build_model(config)
@@ -233,7 +233,7 @@ def test_muon_equals_torchs_muon_beside_its_adamw(small_run: Callable[..., list[
     torch.testing.assert_close(losses(overrides, 4), expected, rtol=1e-5, atol=0)
 
 
-def test_bf16_at_stage_1_holds_the_gradients_that_the_memory_estimate_counts(
+def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(
     small_run: Callable[..., list[str]],
 ) -> None:
     start_distributed(ranks())
@@ -242,7 +242,7 @@ def test_bf16_at_stage_1_holds_the_gradients_that_the_memory_estimate_counts(
     count = sum(parameter.numel() for parameter in model.parameters())
     engine = build_engine(config, make_plan(config, ranks()), model)
     in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.optimizer.fp32_groups_gradients_flat)
-    # flat groups are padded a little
+    # flat groups are slightly padded
     assert MemoryEstimator(config, "cpu").states(1, 1).gradients == pytest.approx(2 * count + in_fp32, rel=0.01)
 
 
@@ -255,12 +255,12 @@ def test_bf16_at_stage_1_holds_the_gradients_that_the_memory_estimate_counts(
     ],
     ids=" ".join,
 )
-def test_zero_3_with_every_weight_in_shards_gives_the_same_curve(
+def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
     small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, kind: list[str]
 ) -> None:
     def sharded(*arguments: Any) -> dict[str, Any]:
         settings = deepspeed_settings(*arguments)
-        # DeepSpeed keeps small weights whole, and small models for the whole step
+        # by default DeepSpeed keeps small weights gathered, and small models gathered for the whole step
         for name in ("param_persistence_threshold", "max_reuse_distance", "max_live_parameters"):
             settings["zero_optimization"][f"stage3_{name}"] = 0
         return settings
@@ -274,22 +274,22 @@ def test_zero_3_with_every_weight_in_shards_gives_the_same_curve(
         plan, model = make_plan(config, ranks()), depthlm.build_model(config)
         model.activation_checkpointing = config.training.activation_checkpointing
         engine, tokens = build_engine(config, plan, model), synthetic_tokens(config, 1)[0]
-        found, at_work = [], set()
+        curve_losses, active_counts = [], set()
         for step in range(5):
-            # what the model gives outside of training steps too, and before the first of them
+            # also evaluate the model between training steps, and before the first one
             with torch.no_grad():
-                found.append(model(tokens[:, :-1], tokens[:, 1:]).nll.item())
+                curve_losses.append(model(tokens[:, :-1], tokens[:, 1:]).nll.item())
             if step < 4:
-                found.append(float(train_step(engine, tokens.view(2, 2, -1), plan, 0.0)))
-                at_work.add(len(FWD_MODULE_STACK))
-        assert len(at_work) == 1
+                curve_losses.append(float(train_step(engine, tokens.view(2, 2, -1), plan, 0.0)))
+                active_counts.add(len(FWD_MODULE_STACK))
+        assert len(active_counts) == 1
         assert all((parameter.numel() == 0) == (stage == 3) for parameter in model.parameters())
-        return found
+        return curve_losses
 
     torch.testing.assert_close(curve(3), curve(0), rtol=1e-5, atol=0)
 
 
-def test_the_run_after_one_at_zero_3_has_torchs_own_linear(small_run: Callable[..., list[str]]) -> None:
+def test_a_run_after_zero_3_uses_torchs_own_linear(small_run: Callable[..., list[str]]) -> None:
     losses(small_run("deepspeed=zero3"), 1)
     assert torch.nn.functional.linear is not PLAIN_LINEAR
     losses(small_run(), 1)

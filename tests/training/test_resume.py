@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped, bit for bit."""
+"""A resumed run equals an uninterrupted one bit for bit; run directories that cannot be resumed are refused."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ def curve(directory: Path) -> list[tuple[Any, ...]]:
 
 
 def tensors(value: Any, path: str = "") -> dict[str, Any]:
-    """Every tensor and number inside nested state, by its path."""
+    """Return every leaf of a nested state by its path."""
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, (list, tuple)):
@@ -40,12 +40,12 @@ def tensors(value: Any, path: str = "") -> dict[str, Any]:
 
 def optimizer_state(directory: Path) -> dict[str, Any]:
     folder = directory / "checkpoints" / "step-00000020" / "deepspeed"
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for file in sorted(folder.glob("*.pt")):
         state = torch.load(file, weights_only=False)
         state = state.get("optimizer_state_dict") or state.get("optimizer")
-        found.update(tensors(state, file.name))
-    return {name: value for name, value in found.items() if isinstance(value, (torch.Tensor, float, int))}
+        leaves.update(tensors(state, file.name))
+    return {name: value for name, value in leaves.items() if isinstance(value, (torch.Tensor, float, int))}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_straight_equals_resumed_bit_for_bit(
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][name])), name
 
 
-def test_a_complete_run_says_so_and_changes_nothing(
+def test_repeating_a_complete_run_changes_nothing(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = small_run("training.max_steps=2")
@@ -94,7 +94,7 @@ def test_a_complete_run_says_so_and_changes_nothing(
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
 
 
-def test_another_configuration_in_the_directory_is_refused_with_the_differences(
+def test_another_configuration_in_the_run_directory_is_refused_with_the_differences(
     small_run: Callable[..., list[str]],
 ) -> None:
     assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
@@ -112,7 +112,7 @@ def test_resume_never_refuses_a_directory_that_holds_a_run(small_run: Callable[.
         train(depthlm.compose(small_run("resume=never")))
 
 
-def test_rows_after_the_checkpoint_and_torn_lines_are_cut_off(
+def test_rows_after_the_checkpoint_and_truncated_rows_are_removed(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     assert train(depthlm.compose(small_run("training.stop_after=10"))) == 0
@@ -125,7 +125,7 @@ def test_rows_after_the_checkpoint_and_torn_lines_are_cut_off(
     assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 13))
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(depthlm.compose(small_run("training.checkpoint_every=5", "training.stop_after=10"))) == 0
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert "5 steps done" in output
 
 
-def test_a_validation_that_a_kill_prevented_is_made_up_for(
+def test_a_validation_missed_because_of_a_kill_is_run_on_resuming(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object) -> float:
@@ -157,7 +157,7 @@ def test_a_validation_that_a_kill_prevented_is_made_up_for(
     assert losses[0]["validation_loss"] == losses[1]["validation_loss"]
 
 
-def test_a_run_does_not_go_on_with_other_tokens(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_does_not_resume_on_other_tokens(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for number in range(30):
@@ -172,15 +172,15 @@ def test_a_run_does_not_go_on_with_other_tokens(small_run: Callable[..., list[st
 
 
 @pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0), (1, 3), (3, 2), (3, 0)])
-def test_a_stage_that_an_optimizer_cannot_be_brought_to_is_refused_and_its_weights_go(
+def test_resuming_at_an_incompatible_stage_is_refused_but_its_weights_can_be_used(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, now: int
 ) -> None:
     assert train(depthlm.compose(small_run(f"deepspeed=zero{before}", "training.stop_after=1"))) == 0
     with monkeypatch.context() as patch:
         patch.setattr("depthlm.training.run.build_model", lambda *_, **__: pytest.fail("something was built"))
-        with pytest.raises(UserError, match=f"ZeRO {before}, .* to ZeRO {now}; .*import_from={tmp_path}/run"):
+        with pytest.raises(UserError, match=f"ZeRO {before}, .* to ZeRO {now}; .*init_from={tmp_path}/run"):
             train(depthlm.compose(small_run(f"deepspeed=zero{now}")))
-    with_weights = small_run(f"deepspeed=zero{now}", "training.max_steps=1", f"import_from={tmp_path}/run", name="next")
+    with_weights = small_run(f"deepspeed=zero{now}", "training.max_steps=1", f"init_from={tmp_path}/run", name="next")
     assert train(depthlm.compose(with_weights)) == 0
 
 
@@ -195,7 +195,7 @@ def test_a_looped_decoder_resumes_and_loads(small_run: Callable[..., list[str]],
     assert len(model.connections) == 2 * 2 * config.size.num_layers + 1
 
 
-def test_two_processes_do_not_train_in_one_directory(
+def test_two_processes_cannot_train_in_one_directory(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("depthlm.runs.directory.LOCK_SECONDS", 0.1)
@@ -207,14 +207,14 @@ def test_two_processes_do_not_train_in_one_directory(
     assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
 
 
-def test_what_another_process_did_until_the_lock_was_free_is_gone_on_from(
+def test_a_run_resumes_from_what_another_process_saved_while_it_waited_for_the_lock(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
     lock = run.lock_run_directory
 
     def late(directory: Path) -> Any:
-        # the other one saves and ends while this one waits
+        # the other process saves and ends while this one waits
         monkeypatch.setattr(run, "lock_run_directory", lock)
         assert train(depthlm.compose([*overrides, "training.stop_after=3"])) == 0
         return lock(directory)
@@ -225,7 +225,7 @@ def test_what_another_process_did_until_the_lock_was_free_is_gone_on_from(
     assert [row[0] for row in curve(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_file_system_without_locks_is_told_and_trained_on(
+def test_a_file_system_without_locks_is_logged_and_used(
     small_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def flock(*_: Any) -> None:
@@ -236,15 +236,15 @@ def test_a_file_system_without_locks_is_told_and_trained_on(
     assert "cannot be locked" in capsys.readouterr().out
 
 
-def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.runs.directory.SHARED_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"rank 3 on .* does not see what the first rank has written there"):
+    with pytest.raises(UserError, match=r"rank 3 on .* does not see what rank 0 has written there"):
         run_directory.check_shared(tmp_path, 3)
     (tmp_path / "config.yaml").touch()
     run_directory.check_shared(tmp_path, 3)
 
 
-def test_a_summary_that_cannot_be_read_is_told(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_read_is_reported(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     overrides = small_run("training.max_steps=1")
     assert train(depthlm.compose(overrides)) == 0
     (tmp_path / "run/summary.json").write_text("{")
@@ -266,7 +266,7 @@ def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
 
 
 @pytest.mark.parametrize("text", ["", "seed: [1", None])
-def test_a_config_that_cannot_be_read_is_told(
+def test_a_config_that_cannot_be_read_is_reported(
     small_run: Callable[..., list[str]], tmp_path: Path, text: str | None
 ) -> None:
     assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
@@ -278,7 +278,7 @@ def test_a_config_that_cannot_be_read_is_told(
         train(depthlm.compose(small_run()))
 
 
-def test_lost_metrics_do_not_lose_the_run(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_run_resumes_without_its_metrics(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     (tmp_path / "run/summary.json").unlink()
@@ -293,9 +293,7 @@ def test_lost_metrics_do_not_lose_the_run(small_run: Callable[..., list[str]], t
     [["precision=fp32"], ["precision=bf16", "deepspeed=zero1"], ["precision=bf16", "deepspeed=zero3"]],
     ids=" ".join,
 )
-def test_load_gives_the_newest_weights_back(
-    small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]
-) -> None:
+def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=4", "training.checkpoint_every=2", *kind))) == 0
     model, config = depthlm.load(tmp_path / "run")
     assert config.training.max_steps == 4
@@ -322,7 +320,7 @@ def test_load_gives_the_newest_weights_back(
         ("depthlm.model.connections.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),
     ],
 )
-def test_load_builds_nothing_foreign(
+def test_load_builds_no_foreign_classes(
     small_run: Callable[..., list[str]], tmp_path: Path, target: str, words: str
 ) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0

@@ -22,7 +22,7 @@ def test_warm_up_is_linear_and_reaches_the_peak(name: str) -> None:
     assert curve[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
 
 
-def test_cosine_passes_the_middle_and_ends_on_the_floor() -> None:
+def test_cosine_is_halfway_in_the_middle_and_ends_on_the_floor() -> None:
     curve = factors(Schedule(name="cosine", min_lr_ratio=0.1), 10, 110)
     assert curve[59] == pytest.approx(0.55)
     assert curve[-1] == pytest.approx(0.1)

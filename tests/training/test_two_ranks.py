@@ -1,4 +1,4 @@
-"""Two ranks compute what one computes, whatever is spread over them, and go on where they stopped, bit for bit."""
+"""Two ranks compute what one rank computes at every stage, and resume bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +22,13 @@ PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of this module lie; several tests look at each."""
+    """The folder of this module's runs, which several tests share."""
     return tmp_path_factory.mktemp("curves")
 
 
 @pytest.fixture
 def trained(two_ranks: TwoRanks, small_run: Callable[..., list[str]], folder: Path) -> Callable[..., Path]:
-    """The directory of a run in micro-batches of two, trained if it is not there. name: what else sets it apart."""
+    """Return the directory of a run with micro-batches of two, trained on first use. name: distinguishes runs."""
 
     def find(stage: str, precision: str, *overrides: str, world_size: int = 2, name: str = "straight") -> Path:
         path = folder / f"{stage}-{precision}-{world_size}-{name}"
@@ -53,14 +53,14 @@ def norms(directory: Path) -> list[float]:
 
 
 def assert_close(one: Path, other: Path, precision: str) -> None:
-    """The same curve within rounding: losses, gradient norms and the weights at the end."""
+    """Assert that losses, gradient norms and final weights of two runs are equal within rounding."""
     tolerance = {"fp32": 1e-5, "bf16": 3e-3}[precision]
     assert len(losses(one)) == STEPS
     torch.testing.assert_close(losses(one), losses(other), rtol=tolerance, atol=0)
     torch.testing.assert_close(norms(one), norms(other), rtol=10 * tolerance, atol=0)
-    found, expected = weights(one, STEPS), weights(other, STEPS)
+    first, expected = weights(one, STEPS), weights(other, STEPS)
     for name in expected:
-        assert torch.dist(found[name].float(), expected[name].float()) <= 10 * tolerance * expected[name].float().norm()
+        assert torch.dist(first[name].float(), expected[name].float()) <= 10 * tolerance * expected[name].float().norm()
 
 
 @pytest.mark.parametrize(("stage", "precision"), PAIRS)
@@ -72,15 +72,15 @@ def test_straight_equals_resumed_bit_for_bit(trained: Callable[..., Path], stage
     assert curve(straight) == curve(resumed)
     assert len(curve(straight)) == STEPS
     assert_same(weights(straight, STEPS), weights(resumed, STEPS))
-    found = states(straight, STEPS)
-    assert_same(found, states(resumed, STEPS))
-    # of both ranks where they are sharded
-    large = [name for name, value in found.items() if isinstance(value, torch.Tensor) and value.numel() > 9]
+    state = states(straight, STEPS)
+    assert_same(state, states(resumed, STEPS))
+    # sharded states are compared on both ranks
+    large = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 9]
     assert len({name.split("/")[1] for name in large}) == {"zero0": 1, "zero1": 3, "zero2": 3, "zero3": 2}[stage]
 
 
 @pytest.mark.parametrize(("stage", "precision"), PAIRS)
-def test_two_ranks_train_as_one_that_accumulates_two_batches(
+def test_two_ranks_equal_one_that_accumulates_two_batches(
     trained: Callable[..., Path], stage: str, precision: str
 ) -> None:
     one = trained(stage, precision, world_size=1)

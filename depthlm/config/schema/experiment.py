@@ -1,4 +1,4 @@
-"""What a file of conf/experiment and one of conf/budget say: points, the paper's numbers, and how runs are shrunk."""
+"""The schema of conf/experiment and conf/budget: points, the paper's numbers, and how runs are shrunk."""
 
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -8,69 +8,70 @@ from depthlm.fields import key
 
 @dataclass
 class Column:
-    """A column of the report's table: a number of ours, and what it is in the paper."""
+    """A column of the report's table: a number of our runs and its counterpart in the paper."""
 
-    title: str = key("", "its head")
-    metric: str = key("", "a number of summary.json or of evaluation.json, as validation_loss")
-    group: str = key("", "the table it stands in, where the report has several")
-    better: str = key("lower", "which numbers are better", choices=("lower", "higher"))
-    scale: float = key(1.0, "unit of the paper's number: ours is divided by it, as 1e6 for millions", above=0)
+    title: str = key("", "heading of the column")
+    metric: str = key("", "key of summary.json or evaluation.json, such as validation_loss")
+    group: str = key("", "table that contains the column, if the report has several")
+    better: str = key("lower", "whether lower or higher numbers are better", choices=("lower", "higher"))
+    scale: float = key(1.0, "unit of the paper's number: ours is divided by it, e.g. 1e6 for millions", above=0)
     digits: int = key(3, "decimals shown", minimum=0)
-    at: float = key(1.0, "share of the run's steps after which it is taken, from metrics.jsonl", above=0, maximum=1)
+    at: float = key(1.0, "share of the run's steps at which the number is read from metrics.jsonl", above=0, maximum=1)
 
 
 @dataclass
 class Experiment:
-    """A table or figure that compares trained models. The protocol is the rest of its file."""
+    """A table or figure that compares trained models. The rest of its file is the training protocol."""
 
-    name: str = key("", "the experiment of this run")
+    name: str = key("", "name of the experiment this run belongs to")
     title: str = key("", "what is compared")
-    source: str = key("", "the paper, and its table or figure")
+    source: str = key("", "paper, and table or figure in it")
     points: list[Any] = key(
         [],
-        "what `-m` trains: one line a point, `{model: mhc, size: 1.5b}`; lists are multiplied. `label` names it, "
-        "`paper` has the paper's numbers by column (null: none printed), and the value `@label` is the run directory "
-        "of that point",
+        "what `-m` trains: one entry per point, `{model: mhc, size: 1.5b}`; lists give every combination. `label` "
+        "names the point, `paper` holds the paper's numbers by column (null: not printed there), and a value `@label` "
+        "stands for the run directory of that point",
     )
     flops: Optional[float] = key(
         None,
-        "training FLOPs of its largest point, by 6 N a token: a budget cuts all points in this proportion",
+        "training FLOPs of the largest point, at 6 N per token; a budget shrinks all points in this proportion",
         above=0,
     )
-    columns: dict[str, Column] = key({}, "columns of the table; the first is what the figure draws")
+    columns: dict[str, Column] = key({}, "columns of the table; the figure shows the first")
     figure: str = key(
         "none",
-        "bars of the points; scaling: L = a C^b for each series; lines along x; heatmap over x and y, one a series",
+        "bars: one per point; scaling: the fit L = a C^b of each series; lines: along x; heatmap: over x and y, one "
+        "per series",
         choices=("none", "bars", "scaling", "lines", "heatmap"),
     )
-    series: str = key("model", "the setting that tells curves apart")
-    baseline: str = key("vanilla", "the value of it that the others are compared with")
-    fits: dict[str, list[float]] = key({}, "scaling: the paper's a and b of L = a C^b by series, C in PFLOP/s-days")
-    x: str = key("parameters", "along what: a setting of the points, or a number of summary.json")
-    y: Optional[str] = key(None, "heatmap: the second setting")
-    assumed: list[str] = key([], "settings that the paper leaves out, and what was taken for them")
-    notes: list[str] = key([], "what else a reader must know to compare")
+    series: str = key("model", "setting that distinguishes the curves")
+    baseline: str = key("vanilla", "value of that setting with which the others are compared")
+    fits: dict[str, list[float]] = key({}, "scaling: a and b of L = a C^b in the paper, by series; C in PFLOP/s-days")
+    x: str = key("parameters", "x axis: a setting of the points, or a key of summary.json")
+    y: Optional[str] = key(None, "heatmap: setting of the y axis")
+    assumed: list[str] = key([], "settings that the paper does not give, and the values assumed for them")
+    notes: list[str] = key([], "further notes that a comparison needs")
 
 
 @dataclass
 class Budget:
-    """How far an experiment's runs are shrunk. What the command line sets itself stays."""
+    """How far the runs of an experiment are shrunk. Settings given on the command line stay unchanged."""
 
     name: str = key("", "name of the budget")
     flops: Optional[float] = key(
         None,
-        "training FLOPs of a run, and of an experiment's largest, at most, by 6 N a token: tokens are cut",
+        "maximum training FLOPs of a run, or of an experiment's largest point, at 6 N per token; reduces the tokens",
         above=0,
     )
-    max_steps: Optional[int] = key(None, "steps of a run at most", minimum=1)
-    batch_tokens: Optional[Any] = key(None, "tokens of a batch at most", minimum=1, count=True)
+    max_steps: Optional[int] = key(None, "maximum number of steps of a run", minimum=1)
+    batch_tokens: Optional[Any] = key(None, "maximum number of tokens per batch", minimum=1, count=True)
     micro_batch_tokens: Optional[Any] = key(
-        None, "tokens of one forward pass at most; null: the whole share of a rank", minimum=1, count=True
+        None, "maximum number of tokens per forward pass; null: the whole share of a rank", minimum=1, count=True
     )
-    sequence_length: Optional[int] = key(None, "tokens of a sequence at most", minimum=1)
-    width_divisor: int = key(1, "hidden_size, intermediate_size and head_size are divided by this", minimum=1)
+    sequence_length: Optional[int] = key(None, "maximum number of tokens per sequence", minimum=1)
+    width_divisor: int = key(1, "divisor of hidden_size, intermediate_size and head_size", minimum=1)
     offline: bool = key(
         False,
-        "any machine: the standard library as bytes, precision=fp32, deepspeed=zero0 and one thread, in place of the "
-        "protocol's",
+        "run on any machine: replace the protocol's settings by the standard library as bytes, precision=fp32, "
+        "deepspeed=zero0 and one thread",
     )

@@ -1,4 +1,4 @@
-"""The flat list of the schema's keys, each with its type and its documentation."""
+"""The flat list of the schema's keys, each with its type and documentation."""
 
 import dataclasses
 import types
@@ -15,7 +15,7 @@ from depthlm.config.schema.experiment import Column
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the schema."""
+    """A leaf of the schema."""
 
     name: str
     type: Any
@@ -28,7 +28,7 @@ class Key:
 
     @property
     def wanted(self) -> str:
-        """What a value must be, in words."""
+        """The allowed values, in words."""
         m = self.metadata
         if m["choices"]:
             return "one of " + ", ".join(m["choices"])
@@ -53,12 +53,12 @@ class Key:
 
 
 def keys() -> dict[str, Key]:
-    """Every key of the schema by its dotted name."""
+    """Return every key of the schema by its dotted name."""
     return {key.name: key for key in walk(Config, "")}
 
 
 def leaves(raw: DictConfig) -> list[str]:
-    """The dotted name of every value in a composed configuration."""
+    """Return the dotted name of every value in a composed configuration."""
 
     def walk(node: dict[Any, Any], prefix: str) -> Iterator[str]:
         for name, value in node.items():
@@ -73,7 +73,7 @@ def leaves(raw: DictConfig) -> list[str]:
 
 
 def walk(schema: type, prefix: str) -> Iterator[Key]:
-    """Every key of a dataclass of the schema, its name after the prefix."""
+    """Yield every key of a dataclass of the schema, with its name after `prefix`."""
     hints = typing.get_type_hints(schema)
     for entry in dataclasses.fields(schema):
         if dataclasses.is_dataclass(hints[entry.name]):

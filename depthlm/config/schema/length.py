@@ -1,4 +1,4 @@
-"""How long a run is, in steps."""
+"""The length of a run and of its warm-up, in steps."""
 
 import math
 
@@ -6,9 +6,9 @@ from depthlm.config.schema import Config
 
 
 def run_steps(config: Config, windows: int | None = None) -> int | None:
-    """Steps of the whole run; `max_tokens` is rounded up to whole steps, `max_epochs` down to whole batches.
+    """Return the steps of the whole run. `max_tokens` is rounded up to whole steps, `max_epochs` down to whole batches.
 
-    windows: the sequences in the training tokens; null where they are not known, and then so are max_epochs' steps.
+    windows: number of sequences in the training tokens; None if unknown, in which case `max_epochs` gives None.
     """
     training = config.training
     if training.max_steps is not None:
@@ -20,7 +20,7 @@ def run_steps(config: Config, windows: int | None = None) -> int | None:
 
 
 def warmup_steps(config: Config, steps: int) -> int:
-    """Steps of the linear warm-up, of a run of so many steps."""
+    """Return the steps of the linear warm-up in a run of `steps` steps."""
     schedule = config.schedule
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps

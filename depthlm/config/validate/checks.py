@@ -1,4 +1,4 @@
-"""What a configuration must satisfy: each field alone, then the fields together. Every mistake is reported."""
+"""Checks of a configuration: each field alone, then combinations of fields. All mistakes are reported."""
 
 import math
 import os
@@ -28,13 +28,14 @@ from depthlm.data import (
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.machine import environment
+from depthlm.run_directory import RunDirectory
 
-# the settings of a mechanism are its own: its code says which there are
+# the class of a mechanism defines its settings, so the schema does not list them
 FREE_GROUPS = ("model.connection", "model.attention")
 
 
 def check_fields(raw: DictConfig) -> list[str]:
-    """Choices and bounds of every key, and the settings of the two mechanisms against what their code takes."""
+    """Return the mistakes in single fields: choices, bounds, and settings that a mechanism does not accept."""
     known, errors = keys(), []
     for name in leaves(raw):
         if name not in known and not any(name.startswith(f"{key}.") for key in known):
@@ -49,7 +50,7 @@ def check_fields(raw: DictConfig) -> list[str]:
 
 
 def fits(key: Key, value: Any) -> bool:
-    """Whether a value is what its key allows."""
+    """Return whether a key allows a value."""
     bounds = key.metadata
     if value is None:
         return key.optional
@@ -70,9 +71,9 @@ def fits(key: Key, value: Any) -> bool:
 
 
 def check_together(config: Config, given: set[str], here: bool) -> list[str]:
-    """What spans fields: shapes that divide, settings that exclude each other, what this device can do.
+    """Return the mistakes across fields: indivisible shapes, conflicting settings, unsupported devices.
 
-    given: the keys and groups named by the overrides. here: whether it is to run on this machine.
+    given: the keys and groups that the overrides set. here: whether the run is for this machine.
     """
     return [
         *_check_shape(config, given),
@@ -89,16 +90,16 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
 
 
 def check_starts(config: Config, starts: set[str]) -> list[str]:
-    """Of the keys whose values are other points of the experiment: whether those have been trained to their end.
+    """Return an error for each key in `starts` whose run, another point of the experiment, is not complete.
 
-    Not asked of a run that has begun, nor where the command line names a checkpoint.
+    A run that already has checkpoints is not checked, nor is a key whose value is itself a checkpoint.
     """
     errors = []
     for key in sorted(starts):
         start = getattr(config, key, None)
         if start is None or _holds_checkpoints(config.output_dir or "") or (Path(start) / "manifest.json").exists():
             continue
-        if Path(start).exists() and not (Path(start) / "summary.json").exists():
+        if Path(start).exists() and not RunDirectory(Path(start)).summary.exists():
             errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
     return errors
 
@@ -128,10 +129,10 @@ def _check_batch(config: Config, given: set[str]) -> list[str]:
         if "training.batch_size" in given:
             return ["training.batch_size and training.batch_tokens: both given; give one"]
         if training.batch_tokens % length:
-            return [f"training.batch_tokens={training.batch_tokens}: does not divide by sequence_length={length}"]
+            return [f"training.batch_tokens={training.batch_tokens}: is not divisible by sequence_length={length}"]
     if training.batch_size % ranks:
         return [
-            f"training.batch_size={training.batch_size}: does not divide by the {ranks} ranks of this run; "
+            f"training.batch_size={training.batch_size}: is not divisible by the {ranks} ranks of this run; "
             f"allowed: multiples of {ranks}"
         ]
     share = training.batch_size // ranks
@@ -151,7 +152,7 @@ def _check_length(config: Config) -> list[str]:
         errors.append(f"{' and '.join(lengths)}: both given; give one")
     if not lengths:
         errors.append(
-            "training.max_steps: how long is the run? give training.max_steps, training.max_tokens or "
+            "training.max_steps: the run has no length; give training.max_steps, training.max_tokens or "
             "training.max_epochs"
         )
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
@@ -163,7 +164,7 @@ def _check_length(config: Config) -> list[str]:
 
 
 def check_steps(config: Config, steps: int) -> list[str]:
-    """Whether the schedule fits into a run of so many steps."""
+    """Return the mistakes of a schedule that does not fit into a run of `steps` steps."""
     schedule, errors = config.schedule, []
     warmup = warmup_steps(config, steps)
     if warmup > steps:
@@ -203,11 +204,11 @@ def _check_sharding(config: Config) -> list[str]:
     if config.deepspeed.offload != "none" and config.deepspeed.stage != 3:
         return [
             f"deepspeed.offload={config.deepspeed.offload} with deepspeed.stage={config.deepspeed.stage}: only ZeRO 3 "
-            "puts its shards aside; allowed: deepspeed=zero3_offload"
+            "can offload its shards; allowed: deepspeed=zero3_offload"
         ]
     if config.deepspeed.stage == 3 and config.training.compile:
         return [
-            "training.compile=true with deepspeed.stage=3: compiled code cannot follow weights that come and go; "
+            "training.compile=true with deepspeed.stage=3: torch.compile cannot follow weights that ZeRO 3 frees; "
             "allowed: deepspeed=zero0, zero1 or zero2, or training.compile=false"
         ]
     return []
@@ -245,7 +246,7 @@ def _check_data(config: Config) -> list[str]:
         except DataError as error:
             errors.append(f"{error.where}: {error.what}; {error.remedy}")
     if both := sorted(data.validation.keys() & train_sources(data).keys()):
-        errors.append(f"data.validation.{both[0]}: also the name of a source; give the validation set another")
+        errors.append(f"data.validation.{both[0]}: also the name of a source; give the validation set another name")
     for name, source in data.validation.items():
         if source.weight is not None:
             errors.append(f"data.validation.{name}.weight={source.weight}: a validation set has none; leave it out")
@@ -272,19 +273,19 @@ def _check_files(config: Config) -> list[str]:
         )
     if not config.output_dir:
         return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
-    if config.import_from is not None and config.fork_from is not None:
-        errors.append("import_from and fork_from: both given; import_from takes the weights alone, fork_from all")
-    for key, start in (("import_from", config.import_from), ("fork_from", config.fork_from)):
+    if config.init_from is not None and config.fork_from is not None:
+        errors.append("init_from and fork_from: both given; init_from takes only the weights, fork_from the full state")
+    for key, start in (("init_from", config.init_from), ("fork_from", config.fork_from)):
         if start is None or any(map(_holds_checkpoints, (config.output_dir, start))):
             continue
-        if key == "import_from" and is_pretrained(Path(start)):
+        if key == "init_from" and is_pretrained(Path(start)):
             errors.extend(_check_pretrained(config, Path(start)))
         else:
             errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
     folder = Path(config.output_dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        errors.append(f"output_dir={config.output_dir}: {existing} is no folder that this user may write to")
+        errors.append(f"output_dir={config.output_dir}: {existing} is not a folder that this user may write to")
     return errors
 
 
@@ -298,4 +299,4 @@ def _check_pretrained(config: Config, folder: Path) -> list[str]:
 
 
 def _holds_checkpoints(directory: str) -> bool:
-    return (Path(directory) / "manifest.json").exists() or any(Path(directory).glob("checkpoints/step-*"))
+    return (Path(directory) / "manifest.json").exists() or bool(RunDirectory.of(directory).checkpoint_folders())

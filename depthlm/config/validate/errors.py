@@ -1,4 +1,4 @@
-"""The error that a wrong configuration raises, and its words."""
+"""The error raised for an invalid configuration, and helpers for its message."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from depthlm.errors import UserError
 
 
 class ConfigError(UserError):
-    """Everything that is wrong with a configuration, one line a mistake."""
+    """All mistakes in a configuration, one per line."""
 
     def __init__(self, errors: Iterable[str]) -> None:
         self.errors = list(dict.fromkeys(errors))
@@ -17,19 +17,19 @@ class ConfigError(UserError):
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """`; did you mean ...?` where something close is allowed, else nothing."""
+    """Return `; did you mean ...?` if an allowed value is similar, otherwise an empty string."""
     candidates = list(allowed)
     # a leaf typed without its group, as in `lr` for `optimizer.lr`
-    close = sorted((name for name in candidates if name.rsplit(".", 1)[-1] == given), key=_least_asked_last)[:3]
+    close = sorted((name for name in candidates if name.rsplit(".", 1)[-1] == given), key=_is_size_key)[:3]
     close = close or difflib.get_close_matches(given, candidates, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
 
 
-def _least_asked_last(name: str) -> bool:
-    # size.lr is but the default of optimizer.lr, and so on
+def _is_size_key(name: str) -> bool:
+    # keys of size, such as size.lr, are only defaults of others
     return name.startswith("size.")
 
 
 def listed(allowed: Iterable[object]) -> str:
-    """`a, b, c` in the order given."""
+    """Return `a, b, c` in the given order."""
     return ", ".join(str(name) for name in allowed)

@@ -1,4 +1,4 @@
-"""Why overrides do not compose: every mistake of a command line at once, each with what is allowed."""
+"""Explain why overrides do not compose: all mistakes of a command line, each with the allowed values."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
 
 def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, compose: Compose) -> list[str]:
-    """One line a mistake. Groups are judged first; then each key alone, on top of the groups that are right."""
+    """Return one line per mistake. Groups are checked first, then each key alone on top of the valid groups."""
     errors: list[str] = []
     parsed: list[Override] = []
     for text in overrides:
@@ -39,36 +39,36 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     values: dict[str, Override] = {}
     for override in parsed:
         name = override.key_or_group
-        given = override.input_line or name
+        text = override.input_line or name
         if override.is_delete():
-            errors += _refuse_deletion(given, name, available)
+            errors += _refuse_deletion(text, name, available)
         elif override.value() == {}:
-            errors.append(f"{given}: sets nothing; give the keys inside it, or leave it out")
+            errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
         elif override.is_sweep_override():
-            errors.append(f"{given}: several values; add -m to train each, or write [a,b] for a list")
+            errors.append(f"{text}: several values; add -m to train each, or write [a,b] for a list")
         elif name in available:
             options = available[name]
             if override.value() in options or (override.value() is None and name == "experiment"):
-                groups.append(given)
+                groups.append(text)
             else:
-                # mechanisms are what readers add
-                own = "; one of your own: --config-dir" if name.startswith("model") and config_dir is None else ""
+                # mechanisms are the options that users add most
+                own = "; for your own, give --config-dir" if name.startswith("model") and config_dir is None else ""
                 errors.append(
-                    f"{given}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{own}"
+                    f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{own}"
                 )
         else:
-            values[given] = override
+            values[text] = override
     composed, failure = _try(compose, groups, config_dir)
     if composed is None:
         return [*errors, *failure]
     base = set(check_fields(composed))
-    for given, override in values.items():
-        alone, failure = _try(compose, [*groups, given], config_dir)
+    for text, override in values.items():
+        alone, failure = _try(compose, [*groups, text], config_dir)
         if alone is None:
             errors.append(_explain_value(override, composed, available, failure, config_dir))
         else:
             errors.extend(error for error in check_fields(alone) if error not in base)
-    # what the groups themselves leave open, such as data.source of data=local, unless an override closes it
+    # keys that a group leaves unset, such as data.source of data=local, unless an override sets them
     everything, failure = _try(compose, [*groups, *values], config_dir)
     if everything is not None:
         errors.extend(check_fields(everything))
@@ -78,19 +78,19 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
 
 
 def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
-    """Every configuration group with its options, those of config_dir included."""
+    """Return every configuration group with its options, including those of config_dir."""
     folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
-    found: dict[str, set[str]] = {}
+    options_by_group: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.rglob("*.yaml"):
             group, _, option = file.relative_to(folder).with_suffix("").as_posix().rpartition("/")
             root, _, rest = group.partition("/")
             if root == "experiment":
-                # a folder for each paper, and one choice among all their files
+                # each paper has a folder; all their files are options of one group
                 group, option = root, f"{rest}/{option}".lstrip("/")
             if group and root != "hydra" and not file.stem.startswith("_"):
-                found.setdefault(group, set()).add(option)
-    return {group: sorted(options) for group, options in sorted(found.items())}
+                options_by_group.setdefault(group, set()).add(option)
+    return {group: sorted(options) for group, options in sorted(options_by_group.items())}
 
 
 def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) -> tuple[DictConfig | None, list[str]]:
@@ -115,9 +115,9 @@ def _broken_file(error: yaml.YAMLError) -> str:
 
 
 def is_odd(text: str) -> bool:
-    """Whether an override is to be explained although it composes: it deletes, or sets nothing."""
+    """Return whether an override that composes is still a mistake: it deletes a key, or sets an empty group."""
     if not text.startswith("~") and "{" not in text:
-        # parsing each override of each point of a sweep takes time
+        # parsing every override of every point of a sweep would be slow
         return False
     try:
         override = OverridesParser.create().parse_override(text)
@@ -126,17 +126,17 @@ def is_odd(text: str) -> bool:
     return override.is_delete() or (not override.is_sweep_override() and override.value() == {})
 
 
-def _refuse_deletion(given: str, name: str, groups: Iterable[str]) -> list[str]:
+def _refuse_deletion(text: str, name: str, groups: Iterable[str]) -> list[str]:
     if name in groups:
-        return [f"{given}: every group has an option; choose another by {name}=..."]
+        return [f"{text}: every group has an option; choose another by {name}=..."]
     if name in keys():
-        return [f"{given}: a key cannot be removed; set it to another value"]
-    # a source of a mixture, or a setting of a mechanism
-    return [] if name.startswith(OPEN) else [f"{given}: no such key{nearest(name, keys())}"]
+        return [f"{text}: a key cannot be removed; set it to another value"]
+    # sources of a mixture and settings of a mechanism may be deleted
+    return [] if name.startswith(OPEN) else [f"{text}: no such key{nearest(name, keys())}"]
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of Hydra or OmegaConf says, with the key that it is about."""
+    """Return the message of a Hydra or OmegaConf error on one line, with the key it concerns."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -144,7 +144,7 @@ def one_line(error: BaseException) -> str:
     key = getattr(cause, "full_key", None)
     if lines and re.match(r"Key '.*' (is )?not in '", lines[0]):
         return f"{key}: no such key"
-    # what Hydra says of a file ends in a colon, and the reason follows
+    # if the first line of a Hydra message ends in a colon, the next line gives the reason
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else next(iter(lines), type(cause).__name__)
     return (f"{key}: " if key else "") + text
 
@@ -156,27 +156,27 @@ def _explain_value(
     failure: list[str],
     config_dir: str | Path | None,
 ) -> str:
-    name, given = override.key_or_group, override.input_line
+    name, text = override.key_or_group, override.input_line
     known = keys()
     if name in known:
         if "interpolation" in failure[0].lower():
-            return f"{given}: {failure[0].split(': ', 1)[-1]}"
-        return f"{given}: must be {known[name].wanted}"
+            return f"{text}: {failure[0].split(': ', 1)[-1]}"
+        return f"{text}: must be {known[name].wanted}"
     present = list(dict.fromkeys([*known, *leaves(composed), *groups]))
     if name in present or name.startswith("hydra"):
-        return f"{given}: {failure[0]}"
+        return f"{text}: {failure[0]}"
     sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
     if name in sections:
         inside = [key for key in known if key.startswith(name + ".")]
-        return f"{given}: a group of keys; set one of {listed(inside)}"
+        return f"{text}: a group of keys; set one of {listed(inside)}"
     group, _, setting = name.rpartition(".")
     if group in MECHANISM and (owners := _owners(group.replace(".", "/"), setting, groups, config_dir)):
-        return f"{given}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
-    return f"{given}: no such key{nearest(name, present)}"
+        return f"{text}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
+    return f"{text}: no such key{nearest(name, present)}"
 
 
 def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> list[str]:
-    """The presets, and the parts that are in none, that have a setting."""
+    """Return the presets that have a setting, and the parts with it that no preset uses."""
     having = [option for option in groups[group] if setting in read_yaml(option_file(group, option, config_dir))]
     part, presets, used = group.rpartition("/")[2], [], set()
     for preset in groups["model"]:
@@ -188,6 +188,6 @@ def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: 
 
 
 def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:
-    """The file of an option; one of config_dir takes the place of ours."""
+    """Return the file of an option; a file in config_dir takes precedence over conf/."""
     folders = [CONF] if config_dir is None else [Path(config_dir), CONF]
     return next(file for folder in folders if (file := folder / group / f"{option}.yaml").is_file())

@@ -1,6 +1,6 @@
-"""The mechanism of a configuration: whether its classes are there, whether they take its settings, and their factories.
+"""Checks of the mechanism of a configuration (its classes exist and accept its settings), and its factories.
 
-The settings of a mechanism are its own: its code says which there are and what they may be.
+The class of a mechanism defines its settings and their allowed values.
 """
 
 import importlib
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
     from depthlm.model.connections.connection import ConnectionFactory
 
-# what the decoder itself passes to each of its parts
+# arguments that the decoder passes to each part
 PASSED = ("spec", "size", "backbone")
 
 
 def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
-    """What makes a connection and an attention at a place. Settings are data: no `_target_` inside them is built."""
+    """Return the factories of connections and attentions. A `_target_` nested in their settings is not instantiated."""
     return (
         hydra.utils.instantiate(model.connection, _partial_=True, _recursive_=False),
         hydra.utils.instantiate(model.attention, _partial_=True, _recursive_=False),
@@ -32,7 +32,7 @@ def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
 
 
 def check_target(name: str, settings: Any) -> list[str]:
-    """Whether the settings of model.connection or model.attention name such a class and what it takes; the mistakes."""
+    """Return the mistakes in model.connection or model.attention: a wrong class, or settings it does not accept."""
     from depthlm.model.attention.self_attention import SelfAttention
     from depthlm.model.connections.connection import Connection
 
@@ -44,14 +44,14 @@ def check_target(name: str, settings: Any) -> list[str]:
         source = importlib.import_module(module)
     except ImportError as error:
         return [f"{name}._target_={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
-    found = getattr(source, attribute, None)
-    if found is None:
+    mechanism_class = getattr(source, attribute, None)
+    if mechanism_class is None:
         classes = [other for other, value in vars(source).items() if inspect.isclass(value)]
         return [f"{name}._target_={target}: {module} has no {attribute}{nearest(attribute, classes)}"]
     interface = {"model.connection": Connection, "model.attention": SelfAttention}[name]
-    if not (inspect.isclass(found) and issubclass(found, interface)):
+    if not (inspect.isclass(mechanism_class) and issubclass(mechanism_class, interface)):
         return [f"{name}._target_={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
-    parameters = inspect.signature(found).parameters
+    parameters = inspect.signature(mechanism_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return []
     allowed = [p for p in parameters if p not in PASSED]
@@ -64,12 +64,12 @@ def check_target(name: str, settings: Any) -> list[str]:
 
 
 def check_values(config: Config) -> list[str]:
-    """What the mechanism's code says of its settings: its parts are made, on meta, at the first and the last places."""
+    """Return the mistakes that the mechanism reports when its first and last parts are built on the meta device."""
     import torch
 
     size, depth = config.size, config.model.loops * config.size.num_layers
     connection, attention = factories(config.model)
-    # a setting may be wrong for a later layer alone, or for the final read, as one that counts layers
+    # a setting, such as a number of layers, may be invalid only for a later layer or for the final read
     connected = [SublayerSpec(layer, kind, depth) for layer in (0, depth - 1) for kind in ("attention", "mlp")]
     connected.append(SublayerSpec(depth, "final", depth))
     attending = [SublayerSpec(i, "attention", size.num_layers, config.model.loops) for i in (0, size.num_layers - 1)]
@@ -87,7 +87,7 @@ def check_values(config: Config) -> list[str]:
                     for line in str(error).splitlines():
                         errors.append(f"{name}.{line}" if re.match(r"\w+=", line) else f"{name}: {line}")
                 except (TypeError, RuntimeError) as error:
-                    # a value that its code did not expect
-                    given = {k: v for k, v in getattr(config.model, name.split(".")[1]).items() if k != "_target_"}
-                    errors.append(f"{name}: {str(error).splitlines()[0]}; its settings are {given}")
+                    # a value of a type that the class does not handle
+                    settings = {k: v for k, v in getattr(config.model, name.split(".")[1]).items() if k != "_target_"}
+                    errors.append(f"{name}: {str(error).splitlines()[0]}; its settings are {settings}")
     return list(dict.fromkeys(errors))

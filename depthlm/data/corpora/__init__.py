@@ -1,1 +1,1 @@
-"""Corpora: where their text lies, and the documents in it."""
+"""Corpora: where their text is stored, and the documents in it."""

@@ -1,4 +1,4 @@
-"""Documents out of files of text: one a file, one a line of JSON or one a row of parquet; what is bad is named."""
+"""Documents read from files: one per text file, line of JSON or row of parquet; bad documents are reported."""
 
 import io
 import json
@@ -10,12 +10,12 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 from depthlm.data.corpora.sources import TextFile
 from depthlm.data.errors import DataError
 
-# Characters of one document where the source is a single file of text: smaller in a short file, so that some can be
-# held out.
+# Where the source is a single text file, it is cut into documents of PIECE characters; a short file is cut into about
+# PIECES documents, so that some can be held out.
 PIECE = 8192
 PIECES = 32
 
-# The codec of each ending, as pyarrow calls it.
+# The codec of each file name suffix, by pyarrow's name.
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _CHUNK = 2**20
 
@@ -28,10 +28,10 @@ REASONS = {
 
 
 class Record(NamedTuple):
-    """One document of a file, or a bad one.
+    """A document of a file, possibly a bad one.
 
-    name: of the document, the same wherever its file lies. next: the number of the record after this, from 0.
-    text: null in a bad one; bad then is a key of REASONS, and why says where and what.
+    name: the document's name, the same wherever its file is stored. next: the number of the next record, from 0.
+    text: null in a bad document; then bad is a key of REASONS, and why says where and what the problem is.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Record(NamedTuple):
 
 
 class Reader:
-    """The records of one file from number `first` on, and how much of the file has been read.
+    """Reads the records of one file, and says how much of the file has been read.
 
-    text_field: of a JSON object or parquet table. cut: whether a file of plain text is many documents, cut at line
-    ends; else it is one. Raises DataError, while iterating, for a file that cannot be read or ends early.
+    text_field: of a JSON object or parquet table. cut: whether a plain-text file is cut into many documents, at line
+    ends; otherwise it is one document. Raises DataError, while iterating, for a file that cannot be read or ends early.
     """
 
     def __init__(self, file: TextFile, text_field: str, cut: bool = False) -> None:
@@ -55,14 +55,14 @@ class Reader:
 
     @property
     def share_read(self) -> float:
-        """How much of the file has been read, 0 to 1."""
+        """The share of the file that has been read, 0 to 1."""
         if self._raw is None or self._raw.closed:
             return 1.0
         return min(1.0, self._raw.tell() / max(self._size, 1))
 
     def records(self, first: int = 0) -> Iterator[Record]:
-        """The records from number `first` on."""
-        plain, codec = _kind(self.file.name)
+        """Yield the records from number `first` on."""
+        plain, codec = _split_codec(self.file.name)
         with _reading(self.file), self._open() as raw:
             if plain.endswith(".parquet"):
                 yield from self._rows(raw, first)
@@ -84,14 +84,14 @@ class Reader:
         with self._raw:
             self._size = self._raw.seek(0, io.SEEK_END)
             self._raw.seek(0)
-            if not self._size and _kind(self.file.name) != (self.file.name, None):
-                raise DataError("an empty file where a compressed one belongs", self.file.location, _DOWNLOAD)
+            if not self._size and _split_codec(self.file.name) != (self.file.name, None):
+                raise DataError("an empty file instead of a compressed one", self.file.location, _DOWNLOAD)
             yield self._raw
 
     def _lines(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
         for number, line in enumerate(stream):
             if number >= first and not line.isspace():
-                yield self._checked(number, f"line {number + 1}", line)
+                yield self._json_document(number, f"line {number + 1}", line)
 
     def _rows(self, raw: BinaryIO, first: int) -> Iterator[Record]:
         import pyarrow as pa
@@ -102,12 +102,12 @@ class Reader:
         if self.text_field not in names:
             remedy = f"Set data.text_field to one of its columns: {', '.join(names)}."
             raise DataError(f"no column {self.text_field!r}", self.file.location, remedy)
-        kind = table.schema_arrow.field(self.text_field).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-        if not is_text and not pa.types.is_binary(kind) and not pa.types.is_large_binary(kind):
+        dtype = table.schema_arrow.field(self.text_field).type
+        dtype = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+        is_text = pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype)
+        if not is_text and not pa.types.is_binary(dtype) and not pa.types.is_large_binary(dtype):
             remedy = "Set data.text_field to a column of text."
-            raise DataError(f"the column {self.text_field!r} is of type {kind}", self.file.location, remedy)
+            raise DataError(f"the column {self.text_field!r} is of type {dtype}", self.file.location, remedy)
         number = 0
         for group in range(table.num_row_groups):
             rows = table.metadata.row_group(group).num_rows
@@ -115,7 +115,7 @@ class Reader:
                 number += rows
                 continue
             for batch in table.iter_batches(1024, row_groups=[group], columns=[self.text_field]):
-                # as bytes, so that a bad one is told apart from its neighbours
+                # as bytes, so that a value that is not UTF-8 does not fail its neighbours
                 text = batch.column(0).cast(pa.large_string()) if is_text else batch.column(0)
                 for value in text.cast(pa.large_binary()).to_pylist():
                     if number >= first:
@@ -135,28 +135,28 @@ class Reader:
         except UnicodeDecodeError as error:
             raise DataError(f"not UTF-8 ({error.reason})", self.file.location, "Convert the file to UTF-8.") from error
 
-    def _checked(self, number: int, place: str, line: bytes) -> Record:
+    def _json_document(self, number: int, place: str, line: bytes) -> Record:
         name = f"{self.file.name}:{number}"
         try:
-            found = json.loads(line.decode("utf-8"))
+            value = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             return Record(name, number + 1, None, "utf8", f"{place} is not UTF-8 ({error.reason})")
         except (ValueError, RecursionError) as error:
             return Record(name, number + 1, None, "json", f"{place} is not JSON ({error})")
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             return Record(name, number + 1, None, "json", f"{place} is not a JSON object")
-        if not isinstance(found.get(self.text_field), str):
-            what = "is missing" if self.text_field not in found else "is no text"
-            why = f"{place}: the field {self.text_field!r} {what}; there are {', '.join(map(repr, found)) or 'none'}"
+        if not isinstance(value.get(self.text_field), str):
+            what = "is missing" if self.text_field not in value else "is not a string"
+            why = f"{place}: the field {self.text_field!r} {what}; there are {', '.join(map(repr, value)) or 'none'}"
             return Record(name, number + 1, None, "field", why)
-        return self._text(number, place, found[self.text_field])
+        return self._text(number, place, value[self.text_field])
 
     def _text(self, number: int, place: str, text: Any, name: str = "") -> Record:
         name = name or f"{self.file.name}:{number}"
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
         try:
-            # JSON may spell half of a surrogate pair, which no UTF-8 can hold
+            # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
             text = text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
         except UnicodeError as error:
             return Record(name, number + 1, None, "utf8", f"{place} is not UTF-8 ({error.reason})")  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ class Reader:
 
 
 def documents(files: Iterable[TextFile], text_field: str, cut: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each good document of the files. Raises DataError for a file that cannot be read."""
+    """Yield (name, text) of each valid document of the files. Raises DataError for a file that cannot be read."""
     for file in files:
         for record in Reader(file, text_field, cut).records():
             if record.text is not None:
@@ -177,13 +177,13 @@ _DOWNLOAD = "Download or copy the file again."
 
 
 def pieces(stream: TextIO, size: int) -> Iterator[str]:
-    """Cut a stream at the first line end after each `size` characters; a longer line is cut at `size` more."""
+    """Yield pieces of a stream, cut at the first line end after `size` characters, or after `size` more characters."""
     while piece := stream.read(size):
         yield piece + stream.readline(size)
 
 
-def _kind(name: str) -> tuple[str, str | None]:
-    """The name without the ending of its compression, and the codec."""
+def _split_codec(name: str) -> tuple[str, str | None]:
+    """Return the name without its compression suffix, and the codec."""
     path = Path(name)
     return (str(path.with_suffix("")), _CODECS[path.suffix]) if path.suffix in _CODECS else (name, None)
 
@@ -191,8 +191,8 @@ def _kind(name: str) -> tuple[str, str | None]:
 def _decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
     import pyarrow as pa
 
-    # pyarrow raises at a stream that stops within a frame; fsspec's zstd, with which `datasets` reads, takes that for
-    # its end.
+    # pyarrow raises where a stream ends within a frame; fsspec's zstd, which `datasets` uses, treats that as the end
+    # of the file.
     stream = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
     return io.BufferedReader(stream, _CHUNK)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Where a corpus of the Hugging Face hub lies, file by file, at one commit; and the tokenizer of a model there."""
+"""The files of a dataset on the Hugging Face hub at one commit, and the tokenizer of a model on the hub."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -9,19 +9,19 @@ from typing import Any, BinaryIO, NamedTuple
 
 from depthlm.data.errors import DataError
 
-# `datasets` and `huggingface_hub` take a second to import, and most runs need neither: each function imports them.
+# `datasets` and `huggingface_hub` take a second to import, and most runs need neither, so each function imports them.
 
-# Other files (scripts, LICENSE.txt) are no text.
+# The formats of data files; others (scripts, LICENSE.txt) are ignored.
 _FORMATS = [".parquet", ".jsonl", ".json"]
 
-# Each block is a request of its own, repeated where the connection drops; the hub limits requests per minute.
+# Bytes per request. A request is repeated where the connection drops; the hub limits requests per minute.
 _BLOCK = 2**24
 
 _TOKENIZER = "tokenizer.json"
 
 
 class HubFile(NamedTuple):
-    """A file of a dataset: its path in the repository, and a url for `open_url` that holds the commit."""
+    """A file of a dataset: its path in the repository, and a url for `open_url`, which includes the commit."""
 
     name: str
     url: str
@@ -30,16 +30,17 @@ class HubFile(NamedTuple):
 def hub_files(
     repo: str, subset: str | None, revision: str | None, splits: Sequence[str]
 ) -> tuple[str, dict[str, list[HubFile]]]:
-    """The commit that the revision (null: main) means now, and the files of each split.
+    """Return the commit to which the revision (null: main) resolves, and the files of each split.
 
-    The repository's README says what a subset (null: its default) and a split are; where it does not, a subset is a
-    folder, and a split goes by names, as `train/` or `val.jsonl`. No data file is read, and no code of the repository.
+    The repository's README defines the subsets (null: its default) and splits; without a definition, a subset is a
+    folder, and a split follows from names such as `train/` or `val.jsonl`. This reads no data files and runs no code of
+    the repository.
 
-    Raises DataError for a repository, revision, subset or split that is not there, or a hub that cannot be reached.
+    Raises DataError for a repository, revision, subset or split that does not exist, or a hub that cannot be reached.
     """
-    # Not `load_dataset_builder`: beside a folder train/ it does not see val.jsonl; it leaves out, or refuses, files of
-    # two formats where there is no README; takes a local folder or an old cache for the repository; and asks two more
-    # servers, for minutes where a firewall swallows the question.
+    # `load_dataset_builder` is unsuitable: it ignores val.jsonl next to a folder train/; without a README it skips or
+    # refuses files of two formats; it may use a local folder or an old cache instead of the repository; and it contacts
+    # two more servers, which takes minutes behind a firewall that drops packets.
     from huggingface_hub import HfApi, constants
 
     where = f"{repo} at {revision}" if revision else repo
@@ -49,22 +50,22 @@ def hub_files(
         assert info.sha is not None
         root = f"hf://datasets/{info.id}@{info.sha}"
         base, patterns = _splits(root, subset, _configs(info.id, info.sha), where)
-        found = {split: _matching(base, patterns.get(split, [])) for split in splits}
-        if missing := [split for split in splits if not found[split]]:
-            there = [split for split in patterns if _matching(base, patterns[split])]
-            if not there:
-                remedy = "Set data.hub to another, or for one of a script try data.revision=refs/convert/parquet."
+        urls = {split: _matching(base, patterns.get(split, [])) for split in splits}
+        if missing := [split for split in splits if not urls[split]]:
+            available = [split for split in patterns if _matching(base, patterns[split])]
+            if not available:
+                remedy = "Set data.hub to another; for one with a script, try data.revision=refs/convert/parquet."
                 raise DataError(f"no file of text ({', '.join(_FORMATS)})", where, remedy)
-            remedy = f"Set data.split and data.validation_split to some of: {', '.join(there)}."
+            remedy = f"Set data.split and data.validation_split to some of: {', '.join(available)}."
             raise DataError(f"no such split {missing[0]!r}", f"{where}, subset {subset}" if subset else where, remedy)
-    files = {split: [HubFile(url.removeprefix(f"{root}/"), url) for url in found[split]] for split in splits}
+    files = {split: [HubFile(url.removeprefix(f"{root}/"), url) for url in urls[split]] for split in splits}
     return info.sha, files
 
 
 def open_url(url: str) -> BinaryIO:
-    """A file of the hub, seekable, read in blocks; a dropped connection is taken up again for about half a minute.
+    """Open a file of the hub: seekable, read in blocks; a dropped connection is retried for about half a minute.
 
-    Raises DataError, also while reading, for a file that is not there or a hub that cannot be reached.
+    Raises DataError, also while reading, for a file that does not exist or a hub that cannot be reached.
     """
     from huggingface_hub import HfFileSystem
 
@@ -75,19 +76,19 @@ def open_url(url: str) -> BinaryIO:
 
 
 def hub_tokenizer(name: str) -> str:
-    """The text of a model's tokenizer.json, from the hub's cache where the hub cannot be reached.
+    """Return the text of a model's tokenizer.json, from the local cache where the hub cannot be reached.
 
-    Raises DataError where neither has it.
+    Raises DataError where neither the hub nor the cache has it.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 
     with _explained(name, name, model=True):
         try:
-            # The download alone would repeat itself for minutes before it gives up.
+            # Without this request, an unreachable hub makes the download retry for minutes.
             HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
             path = hf_hub_download(name, _TOKENIZER)
         except Exception as error:
-            cached = try_to_load_from_cache(name, _TOKENIZER) if _is_away(error) else None
+            cached = try_to_load_from_cache(name, _TOKENIZER) if _is_unreachable(error) else None
             if not isinstance(cached, str):
                 raise
             path = cached
@@ -95,7 +96,7 @@ def hub_tokenizer(name: str) -> str:
 
 
 def _configs(repo: str, commit: str) -> dict[str, dict[str, Any]]:
-    """The subsets that the README defines, each with its `data_files`, `data_dir` and `default`, where it has them."""
+    """Return the subsets that the README defines, by name, with their `data_files`, `data_dir` and `default` if set."""
     from huggingface_hub import hf_hub_download, metadata_load
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -109,7 +110,7 @@ def _configs(repo: str, commit: str) -> dict[str, dict[str, Any]]:
 def _splits(
     root: str, subset: str | None, configs: dict[str, dict[str, Any]], where: str
 ) -> tuple[str, dict[str, list[str]]]:
-    """The folder of the subset, and the patterns below it of each split."""
+    """Return the folder of the subset, and each split's patterns below that folder."""
     from datasets.data_files import sanitize_patterns
     from huggingface_hub import HfFileSystem
 
@@ -135,28 +136,28 @@ def _guessed(base: str) -> dict[str, list[str]]:
     from datasets.data_files import DEFAULT_PATTERNS_SPLIT_IN_FILENAME, EmptyDatasetError, get_data_patterns
 
     try:
-        found = get_data_patterns(base)
+        patterns_by_split = get_data_patterns(base)
     except EmptyDatasetError:
         return {}
     beside_folders = {
         str(split): [pattern.removeprefix("**/") for pattern in patterns]
         for split, patterns in DEFAULT_PATTERNS_SPLIT_IN_FILENAME.items()
     }
-    return beside_folders | {str(split): patterns for split, patterns in found.items()}
+    return beside_folders | {str(split): patterns for split, patterns in patterns_by_split.items()}
 
 
 def _matching(base: str, patterns: list[str]) -> list[str]:
     from datasets.data_files import DataFilesList
 
     try:
-        # Patterns overlap, and no file must be read twice.
+        # Patterns overlap, but each file must be read only once.
         return list(dict.fromkeys(DataFilesList.from_patterns(patterns, base, _FORMATS)))
     except FileNotFoundError:
         return []
 
 
 class _Stream(io.RawIOBase):
-    """A file of the hub; reading it raises DataError."""
+    """A file of the hub; errors while reading are raised as DataError."""
 
     def __init__(self, file: Any, explained: Callable[[], AbstractContextManager[None]]) -> None:
         self._file, self._explained = file, explained
@@ -181,7 +182,7 @@ class _Stream(io.RawIOBase):
 
 @contextmanager
 def _explained(where: str, repo: str, revision: str | None = None, model: bool = False) -> Iterator[None]:
-    """The libraries' errors as DataErrors that say what to do."""
+    """Raise the libraries' errors as DataErrors that say what to do."""
     from huggingface_hub import errors
     from huggingface_hub.utils import httpx
 
@@ -189,24 +190,24 @@ def _explained(where: str, repo: str, revision: str | None = None, model: bool =
     try:
         yield
     except (httpx.HTTPError, errors.HFValidationError, errors.EntryNotFoundError, OSError) as error:
-        # They hide what they met behind FileNotFoundError.
-        met = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-        if isinstance(met, errors.GatedRepoError):
-            what = "the owner of the repository asks for consent first"
-            remedy = f"Agree on its page of the hub and run `hf auth login`, or set {copy}."
-        elif isinstance(met, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+        # The libraries raise FileNotFoundError from the actual error.
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+        if isinstance(cause, errors.GatedRepoError):
+            what = "the repository is gated: its owner requires consent"
+            remedy = f"Agree to its terms on its hub page and run `hf auth login`, or set {copy}."
+        elif isinstance(cause, (errors.RepositoryNotFoundError, errors.HFValidationError)):
             what = "no such repository on the hub"
-            remedy = f"It has moved, or is private or gated: set {key}, run `hf auth login`, or set {copy}."
-        elif isinstance(met, errors.RevisionNotFoundError):
+            remedy = f"It may have moved, or be private or gated: set {key}, run `hf auth login`, or set {copy}."
+        elif isinstance(cause, errors.RevisionNotFoundError):
             what, remedy = "no such revision", "Set data.revision to a branch, tag or commit of the repository."
-        elif isinstance(met, (errors.RemoteEntryNotFoundError, FileNotFoundError)) and not _is_away(met):
+        elif isinstance(cause, (errors.RemoteEntryNotFoundError, FileNotFoundError)) and not _is_unreachable(cause):
             what = f"no {_TOKENIZER} in the repository" if model else "no such file on the hub"
             remedy = f"Set {key} to another, or {copy}."
         else:
-            what = f"the Hugging Face hub cannot be read ({_reason(met)})"
+            what = f"the Hugging Face hub cannot be read ({_reason(cause)})"
             options = f" {_TOKENIZER}" if model else " --repo-type dataset"
             options += f" --revision {revision}" if revision else ""
-            remedy = f"On a machine with internet run `hf download {repo}{options} --local-dir <folder>`; set {copy}."
+            remedy = f"With internet access, run `hf download {repo}{options} --local-dir <folder>`, then set {copy}."
         raise DataError(what, where, remedy) from error
 
 
@@ -216,12 +217,12 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     if isinstance(error, HfHubHTTPError):
-        return f"it answers {error.response.status_code}"
+        return f"HTTP status {error.response.status_code}"
     return next(iter(str(error).split("\n")), "") or type(error).__name__
 
 
-def _is_away(error: BaseException) -> bool:
-    """Whether the hub did not answer, or answered that it cannot now."""
+def _is_unreachable(error: BaseException) -> bool:
+    """Return whether the hub did not answer, or answered that it is unavailable."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx
 

@@ -1,4 +1,4 @@
-"""Which bodies of text a configuration trains on and validates on, and which files each consists of."""
+"""The sources that a configuration trains and validates on, and the files of each."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class TextFile(NamedTuple):
-    """A file of text: its name below the root, the same here and on the hub, and where it is opened."""
+    """A text file: its name below the root, the same locally and on the hub, and the location to open."""
 
     name: str
     location: str
@@ -28,7 +28,7 @@ class TextFile(NamedTuple):
 class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their names.
 
-    description: what the text was made from, for the manifest. state: a digest of when each file was changed.
+    description: what the text was made from, for the manifest. state: a digest of the files' modification times.
     """
 
     train: list[TextFile]
@@ -38,20 +38,20 @@ class TextFiles:
 
 
 def train_sources(data: "Data") -> dict[str, "Source"]:
-    """The sources to train on by name: those of a mixture, each with what it leaves out from `data`; else one.
+    """Return the sources to train on, by name: those of a mixture, with missing settings from `data`, else one source.
 
-    data.path, where given, is a mixture's folder of folders, one a source.
+    data.path, where given, is a mixture's parent folder, with one folder per source.
     """
     if not data.sources:
         return {data.name: data}
     return {
-        name: _filled(source, data, path=source.path or (str(Path(data.path, name)) if data.path else None))
+        name: _with_defaults(source, data, path=source.path or (str(Path(data.path, name)) if data.path else None))
         for name, source in data.sources.items()
     }
 
 
 def validation_sources(data: "Data") -> dict[str, "Source"]:
-    """The further validation sets by name, with the text field and suffixes of `data` where they leave them out."""
+    """Return the further validation sets by name; a missing text field or missing suffixes come from `data`."""
     return {
         name: replace(
             source,
@@ -64,29 +64,29 @@ def validation_sources(data: "Data") -> dict[str, "Source"]:
 
 
 def is_remote(source: "Source") -> bool:
-    """Whether the text comes from the hub."""
+    """Return whether the text comes from the hub."""
     return source.source is None and source.hub is not None
 
 
 def text_files(name: str, source: "Source", revision: str | None = None) -> TextFiles:
-    """The files of a source. revision: the hub's commit, where it is known; null: what source.revision means now.
+    """Return the files of a source. revision: the hub's commit, where known; null: resolve source.revision.
 
-    Raises DataError where there is no text, or no file of it, or the hub cannot be reached.
+    Raises DataError where there is no text, no file matches, or the hub cannot be reached.
     """
     if is_remote(source):
-        return _files_of_hub(source, revision)
-    return _files_here(name, source)
+        return _hub_files(source, revision)
+    return _local_files(name, source)
 
 
 def root_of(name: str, source: "Source") -> Path:
-    """The local folder or file of the raw text. Raises DataError for a source whose text is not to be had here."""
+    """Return the local folder or file of the raw text. Raises DataError for a source without local text."""
     if source.source:
         return Path(source.source)
     if name == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     if source.path:
         raise DataError(
-            "no token files", source.path, "Give a folder with a manifest.json, or data.source to make them of."
+            "no token files", source.path, "Set data.path to a folder with a manifest.json, or set data.source."
         )
     raise DataError(
         "no text to prepare",
@@ -95,37 +95,37 @@ def root_of(name: str, source: "Source") -> Path:
     )
 
 
-def _filled(source: "Source", data: "Data", path: str | None) -> "Source":
+def _with_defaults(source: "Source", data: "Data", path: str | None) -> "Source":
     shared = {entry.name for entry in fields(source)} - {"weight", "path"}
     missing = {name: getattr(data, name) for name in shared if getattr(source, name) is None}
     return replace(source, path=path, **missing)
 
 
-def _files_of_hub(source: "Source", revision: str | None) -> TextFiles:
+def _hub_files(source: "Source", revision: str | None) -> TextFiles:
     from depthlm.data.corpora.hub import hub_files
 
     assert source.hub is not None
     splits = [split for split in (source.split or "train", source.validation_split) if split]
-    commit, found = hub_files(source.hub, source.subset, revision or source.revision, splits)
-    train, *held_out = ([TextFile(*file) for file in found[split]] for split in splits)
+    commit, files = hub_files(source.hub, source.subset, revision or source.revision, splits)
+    train, *held_out = ([TextFile(*file) for file in files[split]] for split in splits)
     description = {"hub": source.hub, "subset": source.subset, "revision": commit, "files": len(train)}
     return TextFiles(train, held_out[0] if held_out else None, description)
 
 
-def _files_here(name: str, source: "Source") -> TextFiles:
+def _local_files(name: str, source: "Source") -> TextFiles:
     root = root_of(name, source)
     description: dict[str, Any] = {"root": str(root.resolve())}
     if root.is_file():
-        found, held_out = [TextFile(root.name, str(root))], None
+        train, held_out = [TextFile(root.name, str(root))], None
     else:
         everything = _walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
-        found, held_out = _matching(everything, source, root)
-    files = [(file.name, os.stat(file.location)) for file in (*found, *(held_out or ()))]
+        train, held_out = _matching(everything, source, root)
+    files = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
     description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
     description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
     if not source.source:
         description["python"] = platform.python_version()
-    return TextFiles(found, held_out, description, _digest([(name, stat.st_mtime_ns) for name, stat in files]))
+    return TextFiles(train, held_out, description, _digest([(name, stat.st_mtime_ns) for name, stat in files]))
 
 
 def _digest(listing: list[tuple[str, int]]) -> str:
@@ -136,7 +136,7 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
     if not root.is_dir():
         raise DataError("no such folder or file", root, "Set data.source to the folder or file of your text.")
     found = []
-    # links are followed, as a mirror may be made of them, but no folder is read twice
+    # links are followed, since a mirror may consist of them, but no folder is read twice
     known = {os.path.realpath(root)}
     for folder, subfolders, names in os.walk(root, followlinks=True):
         subfolders[:] = [name for name in sorted(subfolders) if name not in _NOT_SOURCES and not name.startswith(".")]
@@ -144,7 +144,7 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
         subfolders[:] = [name for name in subfolders if places[name] not in known]
         known |= set(places.values())
         found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-    # A dangling link is a name without a file.
+    # Dangling links are skipped.
     files = [TextFile(file.relative_to(root).as_posix(), str(file)) for file in found if file.is_file()]
     if not files:
         raise DataError(f"no file ending in {', '.join(suffixes)}", root, "Set data.suffixes to those of your text.")
@@ -152,15 +152,15 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
 
 
 def _matching(files: list[TextFile], source: "Source", root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
-    """The files to train on and those held out, None without a pattern for them. Raises DataError for both patterns."""
+    """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
     patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
     given = {key: pattern for key, pattern in patterns.items() if pattern is not None}
     matching = {key: [file for file in files if fnmatchcase(file.name, pattern)] for key, pattern in given.items()}
-    if wrong := [key for key in given if not matching[key]]:
-        what = " and ".join(f"{key}={given[key]}" for key in wrong)
+    if missing := [key for key in given if not matching[key]]:
+        what = " and ".join(f"{key}={given[key]}" for key in missing)
         names = ", ".join(file.name for file in files[:3])
-        remedy = f"Set {' and '.join(wrong)} to patterns of their names below the folder ({names}, ...), or to null."
+        remedy = f"Set {' and '.join(missing)} to patterns of their names below the folder ({names}, ...), or to null."
         raise DataError(f"no file matches {what}", root, remedy)
     held_out = matching.get("data.validation_files")
-    apart = set(held_out or ())
-    return [file for file in matching.get("data.files", files) if file not in apart], held_out
+    excluded = set(held_out or ())
+    return [file for file in matching.get("data.files", files) if file not in excluded], held_out

@@ -1,4 +1,4 @@
-"""One pass over a source: documents in, token files and their manifest out; killed, it goes on from a whole shard."""
+"""One pass over a source that writes its token files; after a kill it resumes from the last complete shard."""
 
 import io
 from collections import Counter, deque
@@ -25,24 +25,24 @@ from depthlm.machine import environment
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Characters that are encoded at once: few, so that threads take turns at what only one can do (making lists of ids),
-# but enough for every core; the library needs some hundred bytes of memory for each.
+# Characters encoded at once: few enough that threads alternate in the single-threaded part (building lists of ids),
+# but enough for every core. The library needs some hundred bytes of memory for each character.
 BATCH = min(2**22, 2**18 * environment.cores())
 
-# Characters of the longest piece of a document that is encoded as a whole; the tokens at a cut depend on it.
+# A document with more characters is cut and encoded in pieces; the tokens at a cut depend on this number.
 LONGEST = 2**20
 
-# Batches that are encoded while one is written: the second fills the cores while the first one's last texts run.
+# Batches encoded while another is written: the second keeps all cores busy while the last texts of the first finish.
 AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is encoded: a source and all that its token files follow from.
+    """The input of `encode`: a source and everything that determines its token files.
 
-    cut: whether a file of plain text is many documents. validation_only: all of its documents are held out.
-    quota: training tokens after which it ends; null: all. vocab_size: ids are below it, also where a tokenizer that
-    was trained on little text has fewer.
+    cut: whether a plain-text file is cut into many documents. validation_only: all documents are held out.
+    quota: the number of training tokens after which to stop; null: all. vocab_size: an upper bound of the ids; a
+    tokenizer trained on little text may have fewer tokens.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """A document, a part of one too long to be encoded at once, or (without text) a bad one."""
+    """A document, a part of a document too long to be encoded at once, or (without text) a bad document."""
 
     held_out: bool
     text: str
@@ -67,21 +67,21 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Files that are read one after the other, and the share of their documents that is held out."""
+    """Files that are read in order, and the share of their documents that is held out."""
 
     files: list[TextFile]
     fraction: float
 
 
 class Batch(NamedTuple):
-    """Pieces encoded at once. done: the share of the source that has been read."""
+    """Pieces that are encoded at once. done: the share of the source that has been read."""
 
     pieces: list[Piece]
     done: float
 
 
 class Encoded(NamedTuple):
-    """The ids of a batch, [n], and how many of them and how many bytes of text each piece has."""
+    """The ids of a batch, [n], and the number of ids and of text bytes of each piece."""
 
     ids: NDArray[np.integer]
     tokens: list[int]
@@ -89,18 +89,18 @@ class Encoded(NamedTuple):
 
 
 def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Manifest:
-    """Write the token files of both splits into the folder; their manifest, not yet written.
+    """Write the token files of both splits into the folder and return their manifest without writing it.
 
-    Goes on from the folder's progress file where there is one. Each document is followed by the end of text.
+    Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
     Raises DataError where a document or file is bad, or a split has no document.
     """
     size, dtype = job.vocab_size, dtype_of(job.vocab_size)
     stems = {False: "train", True: f"validation-{job.name}"}
     writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
-    left_out: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     progress = ProgressFile(folder, job.settings, job.files, tokenizer.fingerprint)
-    position = progress.restore(writers, left_out) or Position(0, 0, 0)
-    whole = sum(len(writer.shards) for writer in writers.values())
+    position = progress.restore(writers, skipped) or Position(0, 0, 0)
+    saved = sum(len(writer.shards) for writer in writers.values())
     bar = ProgressBar(console, job.name, job.quota)
     with parallel_tokenizers(), bar, ThreadPoolExecutor(AHEAD) as pool:
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
@@ -111,18 +111,18 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
             if not waiting:
                 break
             batch, encoded = waiting.popleft()
-            full = _write(writers, left_out, batch.pieces, encoded.result(), job)
+            full = _write(writers, skipped, batch.pieces, encoded.result(), job)
             bar.show(batch.done, writers)
             if full:
                 for _, future in waiting:
                     future.cancel()
                 break
-            # a position is between documents: a file that is whole within one is told of at its end
-            if batch.pieces[-1].last and (now := sum(len(writer.shards) for writer in writers.values())) > whole:
-                progress.save(batch.pieces[-1].after, writers, left_out)
-                whole = now
+            # a position lies between documents: a shard completed within a document is recorded at the document's end
+            if batch.pieces[-1].last and (shards := sum(len(writer.shards) for writer in writers.values())) > saved:
+                progress.save(batch.pieces[-1].after, writers, skipped)
+                saved = shards
     train, validation = writers[False], writers[True]
-    _check_splits(job, train.documents, validation.documents, left_out)
+    _check_splits(job, train.documents, validation.documents, skipped)
     return Manifest(
         name=job.name,
         source=job.files.description,
@@ -132,19 +132,19 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
         tokenizer=tokenizer.fingerprint,
         train=train.finish(entropy=bool(train.tokens)),
         validation={job.name: validation.finish()},
-        left_out=dict(left_out),
+        left_out=dict(skipped),
     )
 
 
-def held_out_fraction(files: TextFiles, text_field: str, cut: bool, asked: float) -> float:
-    """The share of the training files' documents that is held out: none where others are, else at least one."""
+def held_out_fraction(files: TextFiles, text_field: str, cut: bool, fraction: float) -> float:
+    """Return the share of documents to hold out: 0 with held-out files, else enough for at least one document."""
     if files.held_out is not None:
         return 0.0
-    return held_out_share((name for name, _ in documents(files.train, text_field, cut)), asked)
+    return held_out_share((name for name, _ in documents(files.train, text_field, cut)), fraction)
 
 
 def _parts(job: Job) -> list[Part]:
-    """The files of the source in the order in which they are read."""
+    """Return the files of the source in the order in which they are read."""
     if job.validation_only:
         return [Part(job.files.train, 1.0)]
     fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data.validation_fraction)
@@ -167,21 +167,21 @@ def _batches(job: Job, start: Position) -> Iterator[Batch]:
 
 
 def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piece, int, Reader]]:
-    """Each piece, with how many files have been read to their end and the reader of this one."""
+    """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
     for part, (files, fraction) in enumerate(parts):
         for index, file in enumerate(files):
             files_read += 1
             if (part, index) < start[:2]:
                 continue
-            first = start.record if (part, index) == start[:2] else 0
+            first_record = start.record if (part, index) == start[:2] else 0
             reader = Reader(file, job.text_field, job.cut)
-            for record in reader.records(first):
+            for record in reader.records(first_record):
                 after = Position(part, index, record.next)
                 if record.text is None:
                     if record.bad != "empty" and job.data.on_bad_document == "error":
-                        other = "set data.text_field to where the text is" if record.bad == "field" else "mend it"
-                        remedy = f"Either {other}, or data.on_bad_document=skip to leave out and count such documents."
+                        fix = "set data.text_field to the text's field" if record.bad == "field" else "fix the file"
+                        remedy = f"Either {fix}, or set data.on_bad_document=skip to skip and count such documents."
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
@@ -209,11 +209,11 @@ def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> E
 
 
 def _write(
-    writers: dict[bool, SplitWriter], left_out: Counter[str], batch: list[Piece], encoded: Encoded, job: Job
+    writers: dict[bool, SplitWriter], skipped: Counter[str], batch: list[Piece], encoded: Encoded, job: Job
 ) -> bool:
-    """Write the pieces, up to the end of the document that fills the quota; whether it is full.
+    """Write the pieces up to the end of the document that fills the quota; return whether the quota is full.
 
-    It is not before a document is held out, however small the quota.
+    However small it is, the quota does not count as full before a document has been held out.
     """
     kept, full = len(batch), False
     trained_on, held_out = writers[False].tokens, writers[True].documents
@@ -232,14 +232,14 @@ def _write(
         if mine.any():
             ids = encoded.ids[: tokens.sum()][np.repeat(mine, tokens)]
             writer.add(ids, int(last[mine].sum()), int(sizes[mine].sum()))
-    left_out.update(piece.bad for piece in batch[:kept] if piece.bad)
+    skipped.update(piece.bad for piece in batch[:kept] if piece.bad)
     return full
 
 
-def _check_splits(job: Job, train: int, validation: int, left_out: Counter[str]) -> None:
+def _check_splits(job: Job, train: int, validation: int, skipped: Counter[str]) -> None:
     where = job.files.description.get("root") or job.files.description.get("hub")
     if not train and not validation:
-        reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in left_out.items()) or "no document in it"
+        reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in skipped.items()) or "no documents"
         raise DataError(f"nothing to train on ({reasons})", where, "Set data.source to a folder or file of text.")
     if not validation or not (train or job.validation_only):
         what = f"{train} documents for training and {validation} for validation"

@@ -1,4 +1,4 @@
-"""What preparing a source will take, before it is done: tokens, disk, time."""
+"""Estimates of what preparing a source takes: tokens, disk space and time."""
 
 import shutil
 from collections.abc import Callable
@@ -18,22 +18,22 @@ from depthlm.machine import environment
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
 
-# Bytes of text that one core turns into tokens in a second, with a BPE of 50 000 (benchmarks/data.py).
+# Bytes of text that one core tokenises per second with a BPE of 50 000 tokens (benchmarks/data.py).
 BYTES_PER_CORE_SECOND = 2e6
 
-# Bytes of text that a token stands for at least: 4.4 of English with such a BPE, 3 of code with a small one.
+# A lower bound of the bytes of text per token: English has 4.4 with such a BPE, code has 3 with a small one.
 BYTES_PER_TOKEN = 3.0
 
-# How many times its size on disk a compressed file holds.
+# Uncompressed bytes per compressed byte, for local files.
 _COMPRESSION = 2.7
 
-# Training prepares text up to this many bytes by itself: some minutes.
+# Training prepares up to this many bytes of text on its own, which takes some minutes.
 BY_ITSELF = 2**30
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """About what preparing takes: tokens, bytes of token files, text and download, and seconds on this machine."""
+    """What preparing takes: tokens, bytes of token files, text and download, and seconds on this machine."""
 
     tokens: float
     disk_bytes: float
@@ -42,7 +42,7 @@ class Estimate:
     seconds: float
 
     def words(self) -> str:
-        """The estimate as a person reads it."""
+        """Return the estimate in words."""
         cores = environment.cores()
         download = f"{_size(self.download_bytes)} of download, " if self.download_bytes else ""
         count = "one core" if cores == 1 else f"{cores} cores"
@@ -50,12 +50,12 @@ class Estimate:
 
     def _disk(self) -> str:
         if not self.disk_bytes:
-            return "next to no disk"
+            return "almost no disk"
         return f"about {_size(self.disk_bytes)} of disk for {count_text(round(self.tokens))} tokens"
 
 
 def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
-    """The estimate of one source; null where its size is not known. Raises DataError where its text is missing."""
+    """Return the estimate for a source; null where its size is unknown. Raises DataError where its text is missing."""
     text_bytes, download = source.text_bytes, source.download_bytes or 0
     per_token = 1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN
     if not is_remote(source):
@@ -65,41 +65,41 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
         text_bytes, download = round(sum(size * (_COMPRESSION if n.endswith(packed) else 1) for n, size in sizes)), 0
     if text_bytes is None:
         return None
-    told = source.num_tokens if is_remote(source) and data.tokenizer != "bytes" else None
-    tokens = told or text_bytes / per_token
+    known_tokens = source.num_tokens if is_remote(source) and data.tokenizer != "bytes" else None
+    tokens = known_tokens or text_bytes / per_token
     limit = None if name in data.validation else quota(name, data)
-    part = min(1.0, limit / tokens) if limit is not None else 1.0
+    share = min(1.0, limit / tokens) if limit is not None else 1.0
     item_bytes = little_endian(dtype_of(vocab_size(data))).itemsize
     rate = BYTES_PER_CORE_SECOND * environment.cores()
     return Estimate(
-        part * tokens, part * tokens * item_bytes, part * text_bytes, part * download, part * text_bytes / rate
+        share * tokens, share * tokens * item_bytes, share * text_bytes, share * download, share * text_bytes / rate
     )
 
 
 def check_room(name: str, source: "Source", data: "Data", folder: Path) -> Estimate | None:
-    """The estimate. Raises DataError where the disk of the folder has less room than the token files will take."""
-    wanted, free = estimate(name, source, data), shutil.disk_usage(folder).free
-    if wanted is not None and wanted.disk_bytes > free:
-        what = f"{name}'s token files will take about {_size(wanted.disk_bytes)}, and {_size(free)} are free"
-        raise DataError(what, folder, "Make room, set data.path to another disk, or data.max_tokens to fewer.")
-    return wanted
+    """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take."""
+    needed, free = estimate(name, source, data), shutil.disk_usage(folder).free
+    if needed is not None and needed.disk_bytes > free:
+        what = f"{name}'s token files will take about {_size(needed.disk_bytes)}, and {_size(free)} are free"
+        raise DataError(what, folder, "Free some space, set data.path to another disk, or lower data.max_tokens.")
+    return needed
 
 
 def check_prepared(data: "Data", command: Callable[[], str]) -> None:
-    """Raise DataError where a source is not prepared and too large for training to prepare it by itself.
+    """Raise DataError where a source is not prepared and is too large for training to prepare it on its own.
 
-    command: gives what prepares it; asked for only where it is told.
+    command: returns the command that prepares it; called only for the error message.
     """
     missing = {}
     for name, source in (train_sources(data) | validation_sources(data)).items():
         if not Manifest.exists(token_folder(name, source, data)):
             missing[name] = estimate(name, source, data)
-    known = [found for found in missing.values() if found is not None]
-    if len(known) == len(missing) and sum(found.text_bytes for found in known) <= BY_ITSELF:
+    known = [needed for needed in missing.values() if needed is not None]
+    if len(known) == len(missing) and sum(needed.text_bytes for needed in known) <= BY_ITSELF:
         return
     takes = [Estimate(*map(sum, zip(*map(astuple, known), strict=True))).words()] if known else []
-    if unknown := [name for name, found in missing.items() if found is None]:
-        takes.append(f"and what {', '.join(unknown)} takes is not known")
+    if unknown := [name for name, needed in missing.items() if needed is None]:
+        takes.append(f"an unknown amount for {', '.join(unknown)}")
     remedy = f"Prepare it, which takes {', '.join(takes)}:\n    {command()}"
     raise DataError(f"not prepared: {', '.join(missing)}", f"data={data.name}", remedy)
 

@@ -1,4 +1,4 @@
-"""Raw text to folders of token files, one a source, each once: whole or not there at all."""
+"""Preparation of raw text as folders of token files, one per source; a folder appears only once it is complete."""
 
 import fcntl
 import functools
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 
 def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> dict[str, Path]:
-    """Make the token files of this configuration unless they are there; the folder of each source, by name.
+    """Make the token files of this configuration unless they exist, and return the folder of each source, by name.
 
-    only: the sources and validation sets that are prepared; none named: all.
+    only: the sources and validation sets to prepare; empty: all.
 
-    A folder appears by one rename. A killed call leaves <folder>.partial, from whose last whole shard the next goes
-    on; of several processes at once, one prepares and the others wait. The same text and settings give the same
-    bytes, killed or not. progress: a bar on a terminal, else plain lines, on stderr.
+    A folder appears by one rename. A killed call leaves <folder>.partial, and the next call resumes from its last
+    complete shard. Of several processes at once, one prepares and the others wait. The same text and settings give the
+    same bytes, interrupted or not. progress: show a bar on a terminal, else plain lines, on stderr.
 
     Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
-    cannot be written or holds something else.
+    cannot be written or contains other files.
     """
     console = Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
     everything = train_sources(data) | validation_sources(data)
     for name in [data.name, *everything]:
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise DataError("not a name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
+            raise DataError("not a valid name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
     if unknown := sorted({*only} - {*everything}):
         raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(everything)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
@@ -66,9 +66,9 @@ def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> 
 
 
 def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
-    """The tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
+    """Return the tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
 
-    Raises DataError where it cannot be had, or has more tokens than data.vocab_size says.
+    Raises DataError where the tokenizer is not available or has more tokens than data.vocab_size.
     """
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
@@ -76,14 +76,14 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
         sources = len(train_sources(data))
         with (
             parallel_tokenizers(),
-            training_bar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as reading,
+            training_bar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as counted,
         ):
-            return train_bpe(reading(_text_for_training(data)), data.vocab_size)
+            return train_bpe(counted(_text_for_training(data)), data.vocab_size)
     if not is_on_hub(data.tokenizer):
         return Tokenizer.load(data.tokenizer)
     tokenizer = Tokenizer.from_hub(data.tokenizer)
     if tokenizer.vocab_size > data.vocab_size:
-        what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size says {data.vocab_size}"
+        what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size is {data.vocab_size}"
         raise DataError(what, data.tokenizer, f"Set data.vocab_size={tokenizer.vocab_size}.")
     return tokenizer
 
@@ -92,8 +92,8 @@ def _text_for_training(data: "Data") -> Iterator[str]:
     for name, source in train_sources(data).items():
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
         fraction = held_out_fraction(files, field, cut, data.validation_fraction)
-        found = documents(files.train, field, cut)
-        kept = ((document, text) for document, text in found if not is_validation(document, fraction))
+        everything = documents(files.train, field, cut)
+        kept = ((document, text) for document, text in everything if not is_validation(document, fraction))
         yield from sample(kept, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 
@@ -103,7 +103,7 @@ def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], 
         _check_existing(name, source, data, folder, console)
         return folder
     if not is_remote(source):
-        text_files(name, source)  # what is missing is said before anything is made
+        text_files(name, source)  # raises for missing text before anything is created
     try:
         target = folder.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], 
             else:
                 _check_existing(name, source, data, folder, console)
     except OSError as error:
-        remedy = "Make room or mend it and run the same command: it goes on from the last whole shard."
+        remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
         raise DataError(f"cannot prepare token files ({error})", folder, remedy) from error
     return folder
 
@@ -122,27 +122,27 @@ def _make(
     name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
 ) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("token files belong in an empty folder", target, "Empty it, or set another data.path.")
+        raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
     start = time.monotonic()
     partial = target.with_name(f"{target.name}.partial")
-    wanted = settings(name, source, data)
-    if Manifest.exists(partial) and Manifest.read(partial).settings == wanted:
+    wanted_settings = settings(name, source, data)
+    if Manifest.exists(partial) and Manifest.read(partial).settings == wanted_settings:
         # killed between the last token and the rename
         _publish(partial, target)
         return
-    begun = _begun(partial, wanted)
-    files = text_files(name, source, revision=begun["source"].get("revision") if begun else None)
-    if begun is None or begun["source"] != files.description or begun["state"] != files.state:
+    earlier = _read_progress(partial, wanted_settings)
+    files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
+    if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
         if partial.exists():
-            why = "no file was whole yet" if begun is None else "its text has changed"
-            console.print(f"starting {target} over: {why}")
+            why = "no shard was complete" if earlier is None else "its text has changed"
+            console.print(f"restarting {target} from scratch: {why}")
             shutil.rmtree(partial)
-        takes = check_room(name, source, data, target.parent)
-        console.print(f"preparing {target}{f': {takes.words()}' if takes is not None else ''}")
+        needed = check_room(name, source, data, target.parent)
+        console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
         partial.mkdir()
         sync(tokenizer().save(partial))
     else:
-        console.print(f"going on with {target}")
+        console.print(f"resuming {target}")
     job = Job(
         name=name,
         files=files,
@@ -151,17 +151,17 @@ def _make(
         validation_only=name in data.validation,
         quota=None if name in data.validation else quota(name, data),
         vocab_size=vocab_size_of(data),
-        settings=wanted,
+        settings=wanted_settings,
         data=data,
     )
     manifest = encode(job, Tokenizer.load(partial), partial, console)
     manifest.write(partial)
     _publish(partial, target)
-    _tell(manifest, target, time.monotonic() - start, console)
+    _print_summary(manifest, target, time.monotonic() - start, console)
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Rename a whole folder, without what only its preparation needs."""
+    """Rename a complete folder into place, without the files that only its preparation needs."""
     manifest = Manifest.read(partial)
     listed = {shard.name for split in manifest.splits().values() for shard in split.files}
     for file in partial.iterdir():
@@ -174,26 +174,26 @@ def _publish(partial: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def _begun(partial: Path, wanted: dict[str, object]) -> dict[str, Any] | None:
-    """The progress of a killed preparation, if it was one of the same settings and has a whole shard."""
-    found = progress_file.read(partial)
-    return found if found is not None and found["settings"] == wanted else None
+def _read_progress(partial: Path, wanted_settings: dict[str, object]) -> dict[str, Any] | None:
+    """Return the progress of a killed preparation if its settings are the same and it has a complete shard."""
+    progress = progress_file.read(partial)
+    return progress if progress is not None and progress["settings"] == wanted_settings else None
 
 
 def _is_cut(source: "Source") -> bool:
     return source.source is not None and Path(source.source).is_file()
 
 
-def _tell(manifest: Manifest, target: Path, seconds: float, console: Console) -> None:
+def _print_summary(manifest: Manifest, target: Path, seconds: float, console: Console) -> None:
     train, validation = manifest.train, manifest.validation[manifest.name]
     text_bytes, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
     split = f"{train.tokens:,} train and " if train.tokens else ""
     console.print(
-        f"prepared {target}: {split}{validation.tokens:,} validation tokens, {text_bytes / tokens:.2f} bytes a token, "
-        f"{seconds:.1f} s"
+        f"prepared {target}: {split}{validation.tokens:,} validation tokens, "
+        f"{text_bytes / tokens:.2f} bytes per token, {seconds:.1f} s"
     )
     for reason, count in manifest.left_out.items():
-        console.print(f"left out {count:,} {REASONS[reason]}")
+        console.print(f"skipped {count:,} {REASONS[reason]}")
 
 
 def _check_existing(name: str, source: "Source", data: "Data", folder: Path, console: Console) -> None:
@@ -201,12 +201,13 @@ def _check_existing(name: str, source: "Source", data: "Data", folder: Path, con
     check_settings(name, source, data, manifest)
     check_sizes(folder, manifest)
     if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
-        console.print(f"note: {source.source} has changed since {folder} was prepared; remove that to prepare it anew")
+        note = f"note: {source.source} has changed since {folder} was prepared; remove {folder} to prepare it again"
+        console.print(note)
 
 
 @contextmanager
 def _lock(target: Path, console: Console) -> Iterator[None]:
-    # The lock file stays: to remove it would let a third process lock a new one beside the second.
+    # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
     with open(target.with_name(f".{target.name}.lock"), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""How far a preparation is: the file from which the next call goes on, and what a person sees meanwhile."""
+"""The progress of a preparation: the file from which the next call resumes, and the bars on the terminal."""
 
 import json
 import time
@@ -18,12 +18,12 @@ from depthlm.files import replace_text
 
 FILE_NAME = "progress.json"
 
-# Seconds between lines where there is no terminal.
+# Seconds between progress lines where there is no terminal.
 LINE_EVERY = 30.0
 
 
 class Position(NamedTuple):
-    """Where to read on: the part of the source, the file of that part, and the record of that file, from 0."""
+    """Where reading resumes: the part of the source, the file of that part, and the record of that file, from 0."""
 
     part: int
     file: int
@@ -31,39 +31,39 @@ class Position(NamedTuple):
 
 
 class ProgressFile:
-    """progress.json of a folder in preparation, written whenever a shard has become whole.
+    """progress.json of a folder in preparation, written whenever a shard is complete.
 
-    It belongs to these settings, this state of the source and this tokenizer; for others it does not count.
+    It is valid only for the same settings, the same state of the source and the same tokenizer.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], files: TextFiles, tokenizer: str) -> None:
         self.file = folder / FILE_NAME
         self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
 
-    def save(self, position: Position, writers: dict[bool, SplitWriter], left_out: Counter[str]) -> None:
-        """Write down that everything before the position is on the disk."""
+    def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
+        """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
-        text = json.dumps(self.key | {"position": position, "writers": states, "left_out": left_out})
+        text = json.dumps(self.key | {"position": position, "writers": states, "left_out": skipped})
         replace_text(self.file, text)
 
-    def restore(self, writers: dict[bool, SplitWriter], left_out: Counter[str]) -> Position | None:
-        """Bring writers and counts to where the file says; None, and nothing changed, where there is none that fits."""
-        found = read(self.file.parent)
-        if found is None or any(found[name] != value for name, value in self.key.items()):
+    def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:
+        """Restore the writers and counts, and return the position; None, with nothing changed, without a valid file."""
+        record = read(self.file.parent)
+        if record is None or any(record[name] != value for name, value in self.key.items()):
             return None
         for writer in writers.values():
-            writer.restore(found["writers"][writer.stem])
-        left_out.update(found["left_out"])
-        return Position(*found["position"])
+            writer.restore(record["writers"][writer.stem])
+        skipped.update(record["left_out"])
+        return Position(*record["position"])
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """What the folder's progress file says; None where there is none, or not all that it tells of is there."""
+    """Return the folder's progress record; None where there is none, or a file it lists is missing or too short."""
     try:
-        found = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        sizes = {name: size for state in found["writers"].values() for name, size in state["sizes"].items()}
-        whole = all((folder / name).stat().st_size >= size for name, size in sizes.items())
-        return found if whole and (folder / "tokenizer.json").is_file() else None
+        record = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
+        complete = all((folder / name).stat().st_size >= size for name, size in sizes.items())
+        return record if complete and (folder / "tokenizer.json").is_file() else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
@@ -72,31 +72,31 @@ def read(folder: Path) -> dict[str, Any] | None:
 def training_bar(
     console: Console, vocab_size: int, total_bytes: int
 ) -> Iterator[Callable[[Iterable[str]], Iterator[str]]]:
-    """A bar while a tokenizer is trained: over the text that it reads, then over the time that its merges take.
+    """Show a bar while a tokenizer is trained: first for the text it reads, then for the search for merges.
 
-    The block is given what counts the texts that go through it.
+    Yields a function that counts the texts passing through it.
     """
-    words = f"training a tokenizer of {vocab_size:,} tokens"
+    label = f"training a tokenizer of {vocab_size:,} tokens"
     if not console.is_terminal:
-        console.print(words)
-    columns = TextColumn(words), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
+        console.print(label)
+    columns = TextColumn(label), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
     hidden = console.quiet or not console.is_terminal
     with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task("", total=total_bytes, doing="reading")
 
-        def reading(texts: Iterable[str]) -> Iterator[str]:
+        def counted(texts: Iterable[str]) -> Iterator[str]:
             for text in texts:
                 bar.advance(task, len(text))
                 yield text
             bar.update(task, total=None, doing="finding merges")
 
-        yield reading
+        yield counted
 
 
 class ProgressBar:
-    """MB/s of text, tokens and the time that remains: a bar on a terminal, now and then a line elsewhere.
+    """MB/s of text, tokens and remaining time: a bar on a terminal, a line every LINE_EVERY seconds elsewhere.
 
-    quota: the training tokens wanted; null: all that the source has.
+    quota: the training tokens wanted; null: all of the source.
     """
 
     def __init__(self, console: Console, name: str, quota: int | None) -> None:
@@ -115,7 +115,7 @@ class ProgressBar:
         self._line_at = time.monotonic() + LINE_EVERY
 
     def show(self, read: float, writers: dict[bool, SplitWriter]) -> None:
-        """read: the share of the source that has been read."""
+        """Update the display. read: the share of the source that has been read."""
         now, done_bytes = time.monotonic(), sum(writer.bytes for writer in writers.values())
         tokens = sum(writer.tokens for writer in writers.values())
         done = max(read, writers[False].tokens / self.quota) if self.quota else read

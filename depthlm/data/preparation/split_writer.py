@@ -1,4 +1,4 @@
-"""Writes one split as token files of equal length, and goes on with them after a kill."""
+"""The writer of one split as token files of equal length, which resumes after a kill."""
 
 import hashlib
 import os
@@ -13,9 +13,9 @@ from depthlm.data.manifest import Shard, Split
 
 
 class SplitWriter:
-    """Writes <stem>-00000.bin, <stem>-00001.bin, ... of shard_tokens tokens each, the last shorter.
+    """Writes <stem>-00000.bin, <stem>-00001.bin, ... of shard_tokens tokens each; the last may be shorter.
 
-    tokens, documents, bytes: so far; bytes are of UTF-8 text. shards: the files that are whole.
+    tokens, documents, bytes: counts so far; bytes are of UTF-8 text. shards: the complete files.
     """
 
     def __init__(self, folder: Path, stem: str, dtype: str, vocab_size: int, shard_tokens: int) -> None:
@@ -27,7 +27,7 @@ class SplitWriter:
         self._length = 0
 
     def add(self, ids: NDArray[np.integer], documents: int, text_bytes: int) -> None:
-        """Append tokens, ids[n], that end so many documents and stand for so many bytes of text."""
+        """Append tokens, ids[n], that end `documents` documents and encode `text_bytes` bytes of text."""
         self.tokens += len(ids)
         self.documents += documents
         self.bytes += text_bytes
@@ -43,7 +43,7 @@ class SplitWriter:
                 self._close()
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, once what was written is safe on the disk."""
+        """Flush the open file to the disk and return what `restore` needs."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         numbers = {name: getattr(self, name) for name in ("tokens", "documents", "bytes")}
@@ -56,7 +56,7 @@ class SplitWriter:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the files are at least as long as its `sizes` say."""
+        """Resume from a state; each file must be at least as long as its `sizes` say."""
         self.tokens, self.documents, self.bytes = (state[name] for name in ("tokens", "documents", "bytes"))
         self.counts = np.array(state["counts"], dtype=np.int64)
         self.shards = [Shard(**shard) for shard in state["shards"]]
@@ -69,7 +69,7 @@ class SplitWriter:
             self._length = state["open"]
 
     def finish(self, entropy: bool = False) -> Split:
-        """Close the last file; the record of the split, with its unigram entropy if asked for."""
+        """Close the last file and return the record of the split, with its unigram entropy if `entropy`."""
         self._close()
         nats = unigram_entropy(self.counts) if entropy else None
         return Split(self.tokens, self.documents, self.bytes, tuple(self.shards), nats)
@@ -79,8 +79,8 @@ class SplitWriter:
         return f"{self.stem}-{len(self.shards):05d}.bin"
 
     def _open(self, mode: str) -> None:
-        # unbuffered: what a full disk refuses must not be written again by a destructor
-        self._file = open(self.folder / self._name, mode, buffering=0)  # noqa: SIM115 -- `_close` does
+        # unbuffered: once a full disk has refused a write, no destructor may try it again
+        self._file = open(self.folder / self._name, mode, buffering=0)  # noqa: SIM115 -- closed in `_close`
         self._digest, self._length = hashlib.sha256(), 0
 
     def _write(self, content: bytes) -> None:
@@ -99,16 +99,16 @@ class SplitWriter:
 
 
 def unigram_entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy in nats of the distribution with these counts, [vocabulary]: the loss of knowing frequencies alone."""
+    """Return the entropy in nats of the distribution with these counts, [vocabulary]: the loss of a unigram model."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
 
 
 def dtype_of(vocab_size: int) -> str:
-    """The type of the files: uint16 where every id fits, else uint32."""
+    """Return the dtype of the token files: uint16 where every id fits, else uint32."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def little_endian(dtype: str) -> np.dtype[Any]:
-    """The dtype as it lies in the files."""
+    """Return the little-endian dtype, as stored in the files."""
     return np.dtype(dtype).newbyteorder("<")

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""`depth_attend` in Triton: sources by pointer, each read once for all reads, forward and backward.
+"""`depth_attend` in Triton. Sources are passed by pointer; each is loaded once for all reads, forward and backward.
 
-A program goes through rows of positions, with the queries in registers. A launch takes up to MAX_SOURCES sources; more
-are chained, as the phases of a read are.
+A program processes a range of positions, with the queries in registers. A launch takes up to MAX_SOURCES sources. More
+sources need a chain of launches, in which each result is the start of the next.
 
 Shapes: s reads, n sources, p positions, d width, r programs.
 """
@@ -23,13 +23,13 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# sources of a launch: its code has a piece for each
+# sources per launch: the code of a kernel is unrolled over them
 MAX_SOURCES = 16
-# numbers of several reads that a program has in registers, times the two or three of their kind
+# values of one tensor for all reads that a program has in registers; it has two or three such tensors
 TILE = 2**14
-# positions that a program goes through
+# positions per program
 ROWS = 16
-# programs of a backward pass, each with partial sums of its own
+# programs of a backward pass, each with its own partial sums
 PROGRAMS = 256
 
 
@@ -40,7 +40,7 @@ def attend(
     bias_n: Tensor | None,
     start: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `depth_attend`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
+    """Run `depth_attend`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
     reads, shape = len(query_sd), sources[0].shape
     expect("depth_attend", query_sd, query=(query_sd, (reads, shape[-1])))
     expect("depth_attend", query_sd, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
@@ -50,7 +50,7 @@ def attend(
     if out_spd is not None and lse_sp is not None:
         expect("depth_attend", query_sd, **{"start of out": (out_spd, (reads, *shape))})
         expect("depth_attend", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
-    kind, step = common_dtype(present(out_spd, *sources)), max(1, TILE // shape[-1])
+    dtype, step = common_dtype(present(out_spd, *sources)), max(1, TILE // shape[-1])
     if reads > step:
         parts = [
             attend(
@@ -61,9 +61,9 @@ def attend(
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     for i in range(0, len(sources), MAX_SOURCES):
         bias = None if bias_n is None else bias_n[i : i + MAX_SOURCES]
-        # rounded once, at the end of a chain
-        part_kind = kind if i + MAX_SOURCES >= len(sources) else torch.float32
-        out_spd, lse_sp = forward(query_sd, [*sources[i : i + MAX_SOURCES]], eps, bias, out_spd, lse_sp, part_kind)
+        # only the last result of a chain is rounded
+        part_dtype = dtype if i + MAX_SOURCES >= len(sources) else torch.float32
+        out_spd, lse_sp = forward(query_sd, [*sources[i : i + MAX_SOURCES]], eps, bias, out_spd, lse_sp, part_dtype)
     assert out_spd is not None
     assert lse_sp is not None
     return out_spd, lse_sp
@@ -77,14 +77,14 @@ def forward(
     bias_n: Tensor | None,
     start_spd: Tensor | None,
     start_sp: Tensor | None,
-    kind: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """out_spd in this type, and lse_sp in fp32."""
+    """Return out_spd in `dtype`, and lse_sp in fp32."""
     (reads, d), shape = query_sd.shape, sources[0].shape
-    out = query_sd.new_empty(reads, *shape, dtype=kind)
+    out = query_sd.new_empty(reads, *shape, dtype=dtype)
     lse = query_sd.new_empty(reads, *shape[:-1], dtype=torch.float32)
-    given = [_contiguous(x, query_sd) for x in (query_sd, bias_n, start_spd, start_sp)]
-    tensors = [padded([x.contiguous() for x in sources]), *given, out, lse]
+    contiguous_arguments = [_contiguous(x, query_sd) for x in (query_sd, bias_n, start_spd, start_sp)]
+    tensors = [padded([x.contiguous() for x in sources]), *contiguous_arguments, out, lse]
     switches = {"BIAS": bias_n is not None, "START": start_spd is not None}
     _launch(_forward, ROWS, tensors, len(sources), lse[0].numel(), reads, d, eps, switches)
     return out, lse
@@ -103,7 +103,7 @@ def backward(
     start_spd: Tensor | None,
     start_sp: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
-    """The gradients of query_sd, of each source, and of bias_n, start_spd and start_sp: empty where there is none."""
+    """Return the gradients of query_sd, of each source, and of bias_n, start_spd and start_sp, empty if missing."""
     (reads, d), positions, n = query_sd.shape, lse_sp[0].numel(), len(sources)
     rows = max(ROWS, triton.cdiv(positions, PROGRAMS))
     xs = padded([x.contiguous() for x in sources])
@@ -112,9 +112,9 @@ def backward(
     partial_dq = query_sd.new_empty(programs, reads, d, dtype=torch.float32)
     partial_dbias = query_sd.new_empty(programs, len(xs), dtype=torch.float32)
     grad_start, grad_start_lse = (_like(x, query_sd) for x in (start_spd, start_sp))
-    given = [_contiguous(x, query_sd) for x in (query_sd, bias_n, start_spd, start_sp)]
+    contiguous_arguments = [_contiguous(x, query_sd) for x in (query_sd, bias_n, start_spd, start_sp)]
     taken = [x.contiguous() for x in (grad_spd, grad_sp, out_spd, lse_sp)]
-    tensors = [*taken, xs, *given, padded(grads), partial_dq, partial_dbias, grad_start, grad_start_lse]
+    tensors = [*taken, xs, *contiguous_arguments, padded(grads), partial_dq, partial_dbias, grad_start, grad_start_lse]
     switches = {"BIAS": bias_n is not None, "START": start_spd is not None}
     _launch(_backward, rows, tensors, n, positions, reads, d, eps, switches)
     grad_bias = query_sd.new_empty(0) if bias_n is None else partial_dbias.sum(0)[:n].to(bias_n.dtype)
@@ -122,9 +122,9 @@ def backward(
 
 
 @forward.register_fake
-def _(query_sd, sources, eps, bias_n, start_spd, start_sp, kind):
+def _(query_sd, sources, eps, bias_n, start_spd, start_sp, dtype):
     shape = (len(query_sd), *sources[0].shape)
-    out = query_sd.new_empty(shape, dtype=kind)
+    out = query_sd.new_empty(shape, dtype=dtype)
     return out, query_sd.new_empty(shape[:-1], dtype=torch.float32)
 
 
@@ -151,7 +151,7 @@ forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _contiguous(x: Tensor | None, unused: Tensor) -> Tensor:
-    """What a kernel is given for a tensor that may be missing."""
+    """Return x, contiguous. `unused` replaces a missing tensor, which the kernel does not read."""
     return unused if x is None else x.contiguous()
 
 
@@ -160,7 +160,7 @@ def _like(x: Tensor | None, device: Tensor) -> Tensor:
 
 
 def num_warps(numbers: int) -> int:
-    """Warps of a program that has so many numbers of several reads in registers, some times over."""
+    """Return the number of warps of a program whose tensors have this many values each."""
     return min(16, max(4, numbers // 1024))
 
 
@@ -176,7 +176,7 @@ def _launch(kernel, rows, tensors, n, positions, reads, d, eps, switches):
 
 @triton.jit
 def _score(q, x, bias_ptr, j, d, EPS: tl.constexpr, NORMED: tl.constexpr, BIAS: tl.constexpr):
-    """The raw product of each query and a source, the reciprocal rms, and the score."""
+    """Return the product of each query and a source, the reciprocal rms, and the score."""
     raw = tl.sum(q * x[None, :], axis=1)
     scale = 1.0
     if NORMED:
@@ -242,7 +242,7 @@ def _backward(
         at_spd = at_sp[:, None] * d + c[None, :]
         grad = load_fp32(grad_ptr, at_spd, inside)
         lse = load_fp32(lse_ptr, at_sp, mask_s)
-        # what the gradients of all scores have in common
+        # the term that the gradients of all scores share
         common = tl.sum(grad * load_fp32(out_ptr, at_spd, inside), axis=1) - load_fp32(grad_lse_ptr, at_sp, mask_s)
         if START:
             share = tl.exp(load_fp32(start_lse_ptr, at_sp, mask_s) - lse)
@@ -261,7 +261,7 @@ def _backward(
                 grad_q += grad_raw[:, None] * x[None, :]
                 grad_x = tl.sum(weight[:, None] * grad + grad_raw[:, None] * q, axis=0)
                 if NORMED:
-                    # d rms(x) is along x itself
+                    # the gradient of rms(x) is parallel to x
                     grad_x -= x * (tl.sum(grad_raw * raw, axis=0) * scale * scale / d)
                 tl.store(grad_x_ptrs[j] + p * d + c, grad_x.to(grad_x_ptrs[j].dtype.element_ty), mask_c)
     program = tl.program_id(0)

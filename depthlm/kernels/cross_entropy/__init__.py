@@ -1,1 +1,1 @@
-"""The output layer of a decoder together with its loss."""
+"""The output layer of a decoder, fused with its loss."""

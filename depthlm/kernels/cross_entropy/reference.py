@@ -1,7 +1,7 @@
-"""The head of a decoder and its loss: logits whole in memory where they are few, else of a chunk of rows at a time.
+"""The head of a decoder and its loss. Small logits are materialized in full, large ones in chunks of rows.
 
-Of chunked logits only the log-sum-exp is kept; the backward pass computes each chunk again. (torch's own
-`F.linear_cross_entropy` gives no log-sum-exp, which a z-loss needs, and is newer than the oldest torch taken here.)
+The chunked version saves only the log-sum-exp, and its backward pass recomputes each chunk. (PyTorch's
+`F.linear_cross_entropy` returns no log-sum-exp, which the z-loss needs, and the oldest supported PyTorch lacks it.)
 
 Shapes: r rows (tokens of all sequences), d hidden size, v vocabulary.
 """
@@ -16,13 +16,13 @@ from depthlm.kernels.call import call, operator_name, parts
 from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.kernels.functions import linear
 
-# logits in fp32 at a time: few enough to stay in a CPU's cache; on a GPU, enough to fill it
+# logits that are in fp32 at a time: few enough for a CPU's cache, and enough to occupy a GPU
 CHUNK = 2**20
 GPU_CHUNK = 2**28
-# logits that may be whole in memory: one more product with the head's matrix would cost more than they do
+# largest logits in full: below this size, recomputing them costs more than storing them
 WHOLE = 2**25
 GPU_WHOLE = 2**26
-# where they may not, logits that a product with the head's matrix makes at a time
+# above it, the logits that one product with the head's matrix computes
 PRODUCT = 2**23
 GPU_PRODUCT = 2**26
 
@@ -30,9 +30,9 @@ GPU_PRODUCT = 2**26
 def linear_cross_entropy(
     hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """nll_r and logsumexp_r in fp32, of the logits h W^T + b, a product in autocast's type.
+    """Return nll_r and logsumexp_r in fp32 of the logits h W^T + b, whose product runs in the autocast dtype.
 
-    The nll of a target of -100 means nothing, and must get no gradient.
+    The nll of a target of -100 is undefined and must get no gradient.
     """
     whole, product = (WHOLE, PRODUCT) if hidden_rd.is_cpu else (GPU_WHOLE, GPU_PRODUCT)
     if len(hidden_rd) * len(weight_vd) <= whole:
@@ -42,7 +42,7 @@ def linear_cross_entropy(
 
 
 def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
-    """nll_r and logsumexp_r in fp32. The nll of a target of -100 means nothing, and must get no gradient."""
+    """Return nll_r and logsumexp_r in fp32. The nll of a target of -100 is undefined and must get no gradient."""
     if not torch.compiler.is_compiling():
         return call(CrossEntropy, logits_rv, targets_r)
     logits_rv = upcast(logits_rv)
@@ -51,12 +51,12 @@ def cross_entropy(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]
 
 
 def chunk_rows(logits_rv: Tensor) -> int:
-    """Rows of logits that are in fp32 at a time."""
+    """Return the number of rows of logits that are in fp32 at a time."""
     return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Keeps the logits and one number per row; a row's softmax exists for a chunk of rows at a time only."""
+    """Saves the logits and one number per row, and computes the softmax of one chunk of rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def losses(logits_rv: Tensor, targets_r: Tensor) -> tuple[Tensor, Tensor]:
-    """nll_r and logsumexp_r."""
+    """Return nll_r and logsumexp_r."""
     logsumexp_r = torch.cat([upcast(chunk).logsumexp(1) for chunk in logits_rv.split(chunk_rows(logits_rv))])
     return logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0], logsumexp_r
 
@@ -86,7 +86,7 @@ def differentiate(
     grad_logsumexp_r: Tensor,
     to_rv: Tensor,
 ) -> None:
-    """Writes the gradient of the logits to to_rv, which may be the logits."""
+    """Write the gradient of the logits to to_rv, which may be the logits themselves."""
     index_r1, scale_r = targets_r.clamp(min=0)[:, None], grad_nll_r + grad_logsumexp_r
     for part in parts(len(logits_rv), chunk_rows(logits_rv), logits_rv):
         softmax = (logits_rv[part] - logsumexp_r[part, None]).exp_()
@@ -94,15 +94,15 @@ def differentiate(
 
 
 def forward(
-    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, rows: int, kind: torch.dtype
+    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """nll_r and logsumexp_r, with the logits of `rows` rows at a time. kind: the type of the logits."""
-    weight, bias = weight_vd.to(kind), None if bias_v is None else bias_v.to(kind)
-    exact = torch.promote_types(kind, torch.float32)
+    """Return nll_r and logsumexp_r, with the logits of `rows` rows at a time. dtype: of the logits."""
+    weight, bias = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
+    exact = torch.promote_types(dtype, torch.float32)
     nll_r, logsumexp_r = (hidden_rd.new_empty(len(hidden_rd), dtype=exact) for _ in range(2))
     with no_autocast(hidden_rd):
         for part in parts(len(hidden_rd), rows, hidden_rd):
-            nll_r[part], logsumexp_r[part] = losses(F.linear(hidden_rd[part].to(kind), weight, bias), targets_r[part])
+            nll_r[part], logsumexp_r[part] = losses(F.linear(hidden_rd[part].to(dtype), weight, bias), targets_r[part])
     return nll_r, logsumexp_r
 
 
@@ -115,21 +115,21 @@ def backward(
     targets_r: Tensor,
     logsumexp_r: Tensor,
     rows: int,
-    kind: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden, weight and bias (empty without one); those of the weights are summed in fp32."""
-    weight, bias = weight_vd.to(kind), None if bias_v is None else bias_v.to(kind)
-    exact = torch.promote_types(kind, torch.float32)
+    """Return the gradients of hidden, weight and bias (empty without one). Weight and bias are summed in fp32."""
+    weight, bias = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
+    exact = torch.promote_types(dtype, torch.float32)
     grad_hidden = torch.empty_like(hidden_rd, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight_vd, dtype=exact, memory_format=torch.contiguous_format)
     grad_bias = weight_vd.new_zeros(0 if bias_v is None else len(bias_v), dtype=exact)
     with no_autocast(hidden_rd):
         for part in parts(len(hidden_rd), rows, hidden_rd):
-            hidden = hidden_rd[part].to(kind)
+            hidden = hidden_rd[part].to(dtype)
             grad = F.linear(hidden, weight, bias)
             differentiate(grad, targets_r[part], logsumexp_r[part], grad_nll_r[part], grad_logsumexp_r[part], grad)
             grad_hidden[part] = grad @ weight
-            if kind == exact:
+            if dtype == exact:
                 grad_weight.addmm_(grad.mT, hidden)
             else:
                 grad_weight += grad.mT @ hidden
@@ -142,7 +142,7 @@ def backward(
     )
 
 
-# operators, so that a compiled head is one graph
+# registered operators, so that the compiled head has no graph break
 chunked = torch.library.custom_op(operator_name(__name__, "linear_cross_entropy"), forward, mutates_args=())
 chunked_backward = torch.library.custom_op(
     operator_name(__name__, "linear_cross_entropy_backward"), backward, mutates_args=()
@@ -151,9 +151,9 @@ chunked_backward = torch.library.custom_op(
 
 @chunked.register_fake
 def _(
-    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, rows: int, kind: torch.dtype
+    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    exact = torch.promote_types(kind, torch.float32)
+    exact = torch.promote_types(dtype, torch.float32)
     return hidden_rd.new_empty(len(hidden_rd), dtype=exact), hidden_rd.new_empty(len(hidden_rd), dtype=exact)
 
 
@@ -171,13 +171,13 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.rows, ctx.kind = inputs
+    *tensors, ctx.rows, ctx.dtype = inputs
     ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    hidden, weight, bias = chunked_backward(grad_nll_r, grad_logsumexp_r, *tensors, ctx.rows, ctx.kind)
+    hidden, weight, bias = chunked_backward(grad_nll_r, grad_logsumexp_r, *tensors, ctx.rows, ctx.dtype)
     return hidden, weight, None if tensors[2] is None else bias, None, None, None
 
 

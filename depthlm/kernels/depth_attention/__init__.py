@@ -1,1 +1,1 @@
-"""The mix over depth of Depth-Attention."""
+"""The value mix of Depth-Attention."""

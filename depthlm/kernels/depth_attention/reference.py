@@ -1,8 +1,8 @@
-"""The mix over depth of Depth-Attention (arXiv 2606.05014, section 3.2), at every position and key/value head:
+"""The value mix of Depth-Attention (arXiv 2606.05014, section 3.2), at every position and key/value head:
 
     qbar = mean of the head's queries;    alpha = softmax_j(qbar . k_j / sqrt(e));    vmix = sum_j alpha_j v_j
 
-Shapes: b batch, t tokens, h query heads, k key/value heads, e head size, n sources and self.
+Shapes: b batch, t tokens, h query heads, k key/value heads, e head size, n sources and the layer itself.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from torch import Tensor
 from depthlm.kernels.backend import expect, fused
 from depthlm.kernels.depth_reduce import source_scores, weighted_sum
 
-# what the Triton kernels take: one program has whole heads, and the code of all sources
+# limits of the Triton kernels: a program loads complete heads, and its code is unrolled over all sources
 MAX_SOURCES, WIDEST = 64, 256
 
 
 def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """vmix_bkte, in the widest type of the values.
+    """Return vmix_bkte, in the widest dtype of the values.
 
     keys, values: n tensors k_bkte and v_bkte each.
-    Raises: ValueError for a shape or a device, TypeError for a type, where Triton kernels run it.
+    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     e, unsupported = q_bhte.shape[3], None
     if len(keys) > MAX_SOURCES:
@@ -37,17 +37,20 @@ def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
 
 
 def depth_weights(q_bhte: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """alpha_nbkt in fp32 or better."""
+    """Return alpha_nbkt in fp32 or better."""
     exact = torch.promote_types(q_bhte.dtype, torch.float32)
     qbar_bkte = q_bhte.unflatten(1, (keys[0].shape[1], -1)).mean(2, dtype=exact)
     return source_scores(qbar_bkte * q_bhte.shape[3] ** -0.5, keys, eps=None).softmax(0)
 
 
 def check_entries(operator: str, q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Raises: ValueError where these are no k_bkte and v_bkte for the queries; else as `backend.expect`."""
+    """Check the shapes, devices and dtypes of k_bkte and v_bkte for a Triton kernel.
+
+    Raises: ValueError if they do not fit the queries or each other, and what `backend.expect` raises.
+    """
     (b, h, t, e), num_kv_heads = q_bhte.shape, keys[0].shape[1]
     if len(keys) != len(values):
-        raise ValueError(f"{operator}: {len(keys)} keys and {len(values)} values, must be as many")
+        raise ValueError(f"{operator}: {len(keys)} keys and {len(values)} values, must be equally many")
     if h % num_kv_heads:
         raise ValueError(f"{operator}: {h} query heads, must be a multiple of the {num_kv_heads} key/value heads")
     entries = {f"{name}s[{j}]": x for name, xs in (("key", keys), ("value", values)) for j, x in enumerate(xs)}

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""`depth_value_mix` in Triton: sources by pointer, each read once forward and once backward.
+"""`depth_value_mix` in Triton. Sources are passed by pointer; each is read once forward and once backward.
 
-A program has BR rows, each of one key/value head at a position.
+A program processes BR rows. A row is one key/value head at one position.
 
-Shapes: b batch, t tokens, h query heads, k key/value heads, g queries of one of them, e head size, n sources and self,
-r rows (b, t, k).
+Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n sources and
+the layer itself, r rows (b, t, k).
 """
 
 import torch
@@ -20,13 +20,13 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# values of a tensor that a program has in registers
+# values of one tensor that a program has in registers
 TILE = 2048
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_value_mix"), mutates_args=())
 def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """vmix_bkte in the widest type of the values, and the log-sum-exp of the scores, lse_btk, in fp32."""
+    """Return vmix_bkte in the widest dtype of the values, and the log-sum-exp of the scores, lse_btk, in fp32."""
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     mix = torch.empty_like(value[0], dtype=common_dtype(values))
     lse = torch.empty(mix.shape[:3], dtype=torch.float32, device=mix.device)
@@ -38,7 +38,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
 def backward(
     grad_bkte: Tensor, q_bhte: Tensor, mix_bkte: Tensor, lse_btk: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The gradients of q, of each key and of each value."""
+    """Return the gradients of q, of each key and of each value."""
     grad, mix, lse = rows_of_heads(grad_bkte), rows_of_heads(mix_bkte), lse_btk.contiguous()
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     grad_q = torch.empty_like(rows_of_heads(q_bhte))
@@ -90,14 +90,14 @@ def _launch(kernel, q_bhte, tensors, keys_btke):
 
 @triton.jit
 def _places(rows, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr):
-    """The rows of a program, where they lie, and which are inside."""
+    """Return the rows of a program and their mask, and the offsets of their elements and their mask."""
     r, e = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, EP)
     return r, r < rows, (r * E)[:, None] + e[None, :], (r < rows)[:, None] & (e < E)[None, :]
 
 
 @triton.jit
 def _mean_query(q_ptr, r, at, inside, SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr):
-    """qbar / sqrt(e)."""
+    """Return qbar / sqrt(e)."""
     total = load_fp32(q_ptr, at + (r * ((G - 1) * E))[:, None], inside)
     for g in tl.static_range(1, G):
         total += load_fp32(q_ptr, at + (r * ((G - 1) * E) + g * E)[:, None], inside)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""`weighted_reads` and `gated_reads` in Triton: sources by pointer, each read once for all reads, forward and backward.
+"""`weighted_reads` and `gated_reads` in Triton. Sources are passed by pointer; each is loaded once for all reads.
 
-A program goes through rows of positions. A launch takes up to MAX_SOURCES sources; more are chained, as the phases
-of a read are.
+A program processes a range of positions. A launch takes up to MAX_SOURCES sources. More sources need a chain of
+launches, in which each result is the start of the next.
 
 Shapes: s reads, n sources, p positions, d width, r programs.
 """
@@ -24,18 +24,18 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# numbers of several reads that a program has in registers, times the four of their kind
+# values of one tensor for all reads that a program has in registers; it has four such tensors
 TILE = 2**13
 
 
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
-    """As `weighted_reads`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
+    """Run `weighted_reads`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
     expect("depth_sums", weights_sn, weights=(weights_sn, (len(weights_sn), len(sources))))
     return _chained(weights_sn, None, sources, start_spd)
 
 
 def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
-    """As `gated_reads`. Raises: ValueError for shapes that do not fit or several devices, TypeError for a type."""
+    """Run `gated_reads`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
     shape = (len(bias_snd), len(sources), sources[0].shape[-1])
     expect("depth_sums", bias_snd, bias=(bias_snd, shape), gate=(gate_snd, shape))
     return _chained(bias_snd, gate_snd, sources, start_spd)
@@ -46,7 +46,7 @@ def _chained(weights: Tensor, gate: Tensor | None, sources: Sequence[Tensor], st
     expect("depth_sums", weights, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
     if start_spd is not None:
         expect("depth_sums", weights, start=(start_spd, (len(weights), *shape)))
-    kind, step = common_dtype(present(start_spd, *sources)), max(1, TILE // shape[-1])
+    dtype, step = common_dtype(present(start_spd, *sources)), max(1, TILE // shape[-1])
     if len(weights) > step:
         outputs = []
         for i in range(0, len(weights), step):
@@ -56,23 +56,23 @@ def _chained(weights: Tensor, gate: Tensor | None, sources: Sequence[Tensor], st
         return torch.cat(outputs)
     for i in range(0, len(sources), MAX_SOURCES):
         part = slice(i, i + MAX_SOURCES)
-        # rounded once, at the end of a chain
-        part_kind = kind if i + MAX_SOURCES >= len(sources) else torch.float32
+        # only the last result of a chain is rounded
+        part_dtype = dtype if i + MAX_SOURCES >= len(sources) else torch.float32
         gate_part = None if gate is None else gate[:, part]
-        start_spd = forward(weights[:, part], gate_part, [*sources[part]], start_spd, part_kind)
+        start_spd = forward(weights[:, part], gate_part, [*sources[part]], start_spd, part_dtype)
     assert start_spd is not None
     return start_spd
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_sums"), mutates_args=())
 def forward(
-    weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor], start_spd: Tensor | None, kind: torch.dtype
+    weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor], start_spd: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """out_spd in this type. weights: [s, n]; with a gate the bias, [s, n, d]."""
+    """Return out_spd in `dtype`. weights: [s, n], or with a gate its bias, [s, n, d]."""
     reads, shape = len(weights), sources[0].shape
-    out = weights.new_empty(reads, *shape, dtype=kind)
-    xs, given = padded([x.contiguous() for x in sources]), _given(weights, gate_snd, start_spd)
-    _launch(_forward, ROWS, [xs, *given, out], weights, gate_snd, shape, START=start_spd is not None)
+    out = weights.new_empty(reads, *shape, dtype=dtype)
+    xs, arguments = padded([x.contiguous() for x in sources]), _contiguous_arguments(weights, gate_snd, start_spd)
+    _launch(_forward, ROWS, [xs, *arguments, out], weights, gate_snd, shape, START=start_spd is not None)
     return out
 
 
@@ -80,7 +80,7 @@ def forward(
 def backward(
     grad_spd: Tensor, weights: Tensor, gate_snd: Tensor | None, sources: list[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The gradients of the weights, of the gate (empty where there is none) and of each source."""
+    """Return the gradients of the weights, of the gate (empty without one) and of each source."""
     xs, shape = padded([x.contiguous() for x in sources]), sources[0].shape
     positions = sources[0].numel() // shape[-1]
     rows = max(ROWS, triton.cdiv(positions, PROGRAMS))
@@ -88,16 +88,16 @@ def backward(
     programs = triton.cdiv(positions, rows)
     partial_dweights = weights.new_empty(programs, *weights.shape, dtype=torch.float32)
     partial_dgate = partial_dweights.new_empty(0) if gate_snd is None else torch.empty_like(partial_dweights)
-    given = _given(weights, gate_snd, None)[:2]
-    tensors = [grad_spd.contiguous(), xs, *given, padded(grads), partial_dweights, partial_dgate]
+    arguments = _contiguous_arguments(weights, gate_snd, None)[:2]
+    tensors = [grad_spd.contiguous(), xs, *arguments, padded(grads), partial_dweights, partial_dgate]
     _launch(_backward, rows, tensors, weights, gate_snd, shape)
     grad_gate = partial_dgate if gate_snd is None else partial_dgate.sum(0).to(gate_snd.dtype)
     return partial_dweights.sum(0).to(weights.dtype), grad_gate, grads
 
 
 @forward.register_fake
-def _(weights, gate_snd, sources, start_spd, kind):
-    return weights.new_empty((len(weights), *sources[0].shape), dtype=kind)
+def _(weights, gate_snd, sources, start_spd, dtype):
+    return weights.new_empty((len(weights), *sources[0].shape), dtype=dtype)
 
 
 @backward.register_fake
@@ -123,8 +123,8 @@ def _differentiate(ctx, grad):
 forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def _given(weights: Tensor, gate_snd: Tensor | None, start_spd: Tensor | None) -> list[Tensor]:
-    """What a kernel is given: the weights themselves for what is missing."""
+def _contiguous_arguments(weights: Tensor, gate_snd: Tensor | None, start_spd: Tensor | None) -> list[Tensor]:
+    """Return contiguous kernel arguments. The weights replace a missing tensor, which the kernel does not read."""
     return [weights.contiguous() if x is None else x.contiguous() for x in (weights, gate_snd, start_spd)]
 
 
@@ -141,7 +141,7 @@ def _launch(kernel, rows, tensors, weights, gate, shape, **switches):
 
 @triton.jit
 def _weights(weights_ptr, gate_ptr, x, s, c, j, n, d, mask_s, inside, GATED: tl.constexpr):
-    """Of a source for each read, [S, 1], or with gates [S, D]."""
+    """Return the weights of a source for each read, [S, 1], or with gates [S, D]."""
     at_sn = s * n + j
     if GATED:
         at_snd = at_sn[:, None] * d + c[None, :]
@@ -185,7 +185,7 @@ def _backward(
     program = tl.program_id(0)
     first = program * rows
     if GATED:
-        # a source at a time: the partial sums of one fit into registers, those of all do not
+        # the outer loop is over sources: the partial sums of only one source fit into registers
         for j in tl.static_range(len(x_ptrs)):
             if j < n:
                 at_snd = (s * n + j)[:, None] * d + c[None, :]

@@ -1,7 +1,7 @@
 """The write of one mHC sublayer and the read of the next (arXiv 2512.24880), in one operator.
 
-A write alone would put n streams into memory that the next read takes out again at once; so a write only hands on what
-it was given, and the next read does both.
+A separate write would store n streams that the next read loads again at once. So a write only passes on its arguments,
+and the next read performs both.
 
 Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w = n d, m = n (n + 2) width of the
 projection: n columns of H_pre, n of H_post, n^2 of H_res.
@@ -13,9 +13,9 @@ from torch import Tensor
 from depthlm.kernels.backend import expect, fused
 from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams, sinkhorn
 
-# what a write is given: output_btd of the sublayer, and post_btn and res_btij of its read
+# the arguments of a deferred write: output_btd of the sublayer, and post_btn and res_btij of its read
 Pending = tuple[Tensor, Tensor, Tensor]
-# streams that a Triton program holds side by side
+# the maximum number of streams in the registers of a Triton program
 MOST_STREAMS = 8
 
 
@@ -28,13 +28,13 @@ def mhc_post_pre(
     eps: float,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """input_btd, X'_btnd, post_btn and res_btij: the streams after the pending write, and the read of them.
+    """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
-    X' = H_res X + H_post^T y of the pending write, X where there is none; H_pre, H_post, H_res = `mhc_maps` of X';
-    input = H_pre X'. Input and X' have the type of X, the maps are in fp32 or better.
+    X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `mhc_maps` of X', and
+    input = H_pre X'. The input and X' have the dtype of X. The maps are in fp32 or better.
 
-    phi_mw: the projection, times the weight of the norm before it. alpha: [3], of pre, post and res.
-    Raises, for Triton kernels: ValueError for a shape or a device, TypeError for a type.
+    phi_mw: the projection, multiplied by the weight of the norm before it. alpha: [3], for pre, post and res.
+    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     n = x_btnd.shape[2]
     unsupported = None if n <= MOST_STREAMS else f"num_streams={n} is above {MOST_STREAMS}"
@@ -50,7 +50,7 @@ def mhc_post_pre(
 
 
 def write_streams(x_btnd: Tensor, pending: Pending) -> Tensor:
-    """X'_btnd = H_res X + H_post^T y."""
+    """Return X'_btnd = H_res X + H_post^T y."""
     output_btd, post_btn, res_btij = pending
     return mix_streams(res_btij, x_btnd, post_btn, output_btd)
 
@@ -58,7 +58,7 @@ def write_streams(x_btnd: Tensor, pending: Pending) -> Tensor:
 def mhc_maps(
     x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """pre_btn, post_btn and res_btij of the streams (arXiv 2512.24880).
+    """Return pre_btn, post_btn and res_btij of the streams (arXiv 2512.24880).
 
     m = alpha * (phi vec X / rms(vec X)) + bias; H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post) and
     H_res = Sinkhorn-Knopp(exp(m_res)).

@@ -13,27 +13,28 @@ from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
 
 
 def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
-    """W x / rms(x) over the last dimension, in fp32 or better; x / rms(x) is never written.
+    """Return W x / rms(x) over the last dimension, in fp32 or better, without materializing x / rms(x).
 
-    Under autocast the product is in autocast's type, as that of any linear layer.
+    Under autocast the product runs in the autocast dtype, like that of any linear layer.
     """
     return call(NormedProjection, x, weight_mw, eps)
 
 
 def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
-    """H_pre X: sum_j pre[j] * X_j as x_btd, in the type of X."""
+    """Return H_pre X = sum_j pre[j] * X_j as x_btd, in the dtype of X."""
     return call(ReadStreams, pre_btn, streams_btnd)
 
 
 def mix_streams(res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
-    """H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i, in the type of X."""
+    """Return H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i, in the dtype of X."""
     return call(MixStreams, res_btij, streams_btnd, post_btn, output_btd)
 
 
 def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
-    """exp(logits) scaled to rows and columns that sum to 1 (Sinkhorn and Knopp, 1967), in fp32 or better.
+    """Scale exp(logits) so that rows and columns sum to 1 (Sinkhorn and Knopp, 1967), in fp32 or better.
 
-    Each iteration divides the columns by their sums, then the rows, so the rows are exact and the columns nearly.
+    Each iteration divides the columns by their sums, then the rows. So the sums of rows are exact and those of columns
+    are approximate.
     """
     return call(Sinkhorn, upcast(logits_btij), iterations)
 
@@ -55,7 +56,7 @@ class NormedProjection(torch.autograd.Function):
         x, weight_mw, scale, projected = ctx.saved_tensors
         grad_low = (grad * scale).to(ctx.dtype)
         grad_weight = grad_low.flatten(0, -2).mT @ x.flatten(0, -2).to(ctx.dtype)
-        # d rms(x) is along x itself
+        # the gradient of rms(x) is parallel to x
         along = (grad * projected).sum(-1, keepdim=True).mul_(scale.square()).div_(-x.shape[-1])
         grad_x = upcast(grad_low @ weight_mw.to(ctx.dtype)).addcmul_(x, along)
         return grad_x.to(x.dtype), grad_weight.to(weight_mw.dtype), None
@@ -99,12 +100,12 @@ class MixStreams(torch.autograd.Function):
 
 
 class Sinkhorn(torch.autograd.Function):
-    """Keeps the result and the sums, from which the backward pass recovers every iteration."""
+    """Saves the result and all sums, from which the backward pass recovers every iteration."""
 
     @staticmethod
     def forward(ctx: Any, logits_btij: Tensor, iterations: int) -> Tensor:
         m_ijbt = _tokens_last(logits_btij)
-        # a factor of a column changes nothing; the floor keeps a row that underflows from being 0 / 0
+        # scaling a column does not change the result; the floor avoids 0 / 0 in a row that underflows
         m_ijbt.sub_(m_ijbt.amax(0, keepdim=True)).exp_().clamp_min_(1e-30)
         sums = []
         for _ in range(iterations):
@@ -126,12 +127,12 @@ class Sinkhorn(torch.autograd.Function):
 
 
 def _tokens_last(m: Tensor) -> Tensor:
-    """A copy m_ijbt of m_btij, and back: sums over a dimension of n = 4 are then sums of whole vectors."""
+    """Copy m_btij to m_ijbt, or back. Sums over i or j are then vectorized over all tokens, although n is small."""
     return m.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of small matrices in fp32 or better, outside autocast: a mixing map in 16 bits would scale the streams."""
-    kind = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    """Return a @ b in fp32 or better, without autocast: a mixing map in 16 bits would scale the streams."""
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     with no_autocast(a):
-        return a.to(kind) @ b.to(kind)
+        return a.to(dtype) @ b.to(dtype)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""`mhc_post_pre` in Triton: one pass writes the new streams and projects them, another reads them by their maps.
+"""`mhc_post_pre` in Triton. The first pass writes and projects the new streams, the second one reads them.
 
 Shapes: b batch, t tokens, n streams, d hidden size, m = n (n + 2).
 """
@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# of a program: the rows of its products, of which tl.dot asks for 16
+# positions per program, which are the rows of its matrix products: tl.dot requires 16
 POSITIONS = 16
 
 
@@ -29,11 +29,11 @@ def mhc_post_pre(
     eps: float,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `depthlm.kernels.mhc.reference.mhc_post_pre`, where Triton runs."""
-    kind = compute_dtype(x_btnd)
+    """Run `depthlm.kernels.mhc.reference.mhc_post_pre` in Triton."""
+    dtype = compute_dtype(x_btnd)
     output, post, res = pending or (None, None, None)
     read, new, new_post, new_res, _, _ = forward(
-        x_btnd, output, post, res, phi_mw, alpha, bias_m, eps, iterations, kind
+        x_btnd, output, post, res, phi_mw, alpha, bias_m, eps, iterations, dtype
     )
     return read, x_btnd if pending is None else new, new_post, new_res
 
@@ -49,12 +49,12 @@ def forward(
     bias: Tensor,
     eps: float,
     iterations: int,
-    kind: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """input_btd, X'_btnd (empty without a pending write), post_btn, res_btij, projected_btm and 1 / rms_bt."""
+    """Return input_btd, X'_btnd (empty without a pending write), post_btn, res_btij, projected_btm and 1 / rms_bt."""
     b, t, n, d = x.shape
     outputs = _outputs(x, output)
-    x, phi = x.contiguous(), phi.to(kind).contiguous()
+    x, phi = x.contiguous(), phi.to(dtype).contiguous()
     pending = [x if part is None else part.contiguous() for part in (output, post, res)]
     with torch.cuda.device_of(x):
         forward_kernel[(triton.cdiv(b * t, POSITIONS),)](
@@ -81,32 +81,33 @@ def backward(
     projected: Tensor,
     scale: Tensor,
     iterations: int,
-    kind: torch.dtype,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, output, post, res (the last three empty without a pending write), phi, alpha and bias."""
+    """Return the gradients of x, output, post, res (these three empty without a pending write), phi, alpha and bias."""
     b, t, n, d = x.shape
     pending = output is not None
-    x, low = x.contiguous(), phi.to(kind).contiguous()
+    x, low = x.contiguous(), phi.to(dtype).contiguous()
     new = new if pending else x
-    given = [x if part is None else part.contiguous() for part in (output, post, res)]
+    contiguous_pending = [x if part is None else part.contiguous() for part in (output, post, res)]
     grads = [new if grad is None else grad.contiguous() for grad in (grad_read, grad_new, grad_post, grad_res)]
     out = [
-        torch.empty_like(part, memory_format=torch.contiguous_format) if pending else x.new_empty(0) for part in given
+        torch.empty_like(part, memory_format=torch.contiguous_format) if pending else x.new_empty(0)
+        for part in contiguous_pending
     ]
     grad_x, grad_logits = torch.empty_like(x), torch.empty_like(projected)
     sums = scale.new_empty(b * t, iterations, 2, _padded(n))
     with torch.cuda.device_of(x):
         backward_kernel[(triton.cdiv(b * t, POSITIONS),)](
-            *grads, x, *given, new, low, alpha.contiguous(), bias.contiguous(), projected, scale,
+            *grads, x, *contiguous_pending, new, low, alpha.contiguous(), bias.contiguous(), projected, scale,
             sums, grad_x, *out, grad_logits, b * t, d, iterations,
             N=n, NP=_padded(n), PENDING=pending, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
         )  # fmt: skip
     widths = (n, n, n * n)
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha.float(), widths, strict=True)])
     per_alpha = (grad_logits * projected).flatten(0, 1).sum(0).split(widths)
-    low_pm = (grad_logits * alpha_m * scale[..., None]).flatten(0, 1).to(kind)
+    low_pm = (grad_logits * alpha_m * scale[..., None]).flatten(0, 1).to(dtype)
     with no_autocast(x):
-        grad_phi = low_pm.mT @ new.view(b * t, n * d).to(kind)
+        grad_phi = low_pm.mT @ new.view(b * t, n * d).to(dtype)
     grad_alpha = torch.stack([part.sum() for part in per_alpha])
     grad_bias = grad_logits.flatten(0, 1).sum(0)
     weights = grad_phi.to(phi.dtype), grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
@@ -114,7 +115,7 @@ def backward(
 
 
 @forward.register_fake
-def _(x, output, post, res, phi, alpha, bias, eps, iterations, kind):
+def _(x, output, post, res, phi, alpha, bias, eps, iterations, dtype):
     return _outputs(x, output)
 
 
@@ -138,7 +139,7 @@ def _outputs(x, output):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, _, ctx.iterations, ctx.kind = inputs
+    *tensors, _, ctx.iterations, ctx.dtype = inputs
     _, new, post, res, projected, scale = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, new, projected, scale)
@@ -154,7 +155,7 @@ def _differentiate(ctx, grad_read, grad_new, grad_post, grad_res, *_):
     grads = (scale.new_zeros(s) if g is None else g for s, g in zip(ctx.shapes, (grad_post, grad_res), strict=True))
     grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias = backward(
         grad_read, None if output is None else grad_new, *grads,
-        x, output, post, res, new, phi, alpha, bias, projected, scale, ctx.iterations, ctx.kind,
+        x, output, post, res, new, phi, alpha, bias, projected, scale, ctx.iterations, ctx.dtype,
     )  # fmt: skip
     if output is None:
         grad_pending = [None] * 3
@@ -169,6 +170,6 @@ def _padded(n: int) -> int:
 
 
 def _chunk(n: int, d: int) -> int:
-    """The columns of a chunk: as many as n streams leave registers for; up to n = 4 nothing is spilled."""
+    """Return the number of columns per chunk, limited by registers. Up to n = 4 no register is spilled."""
     most = 64 if n <= 2 else 32 if n <= 4 else 16
     return min(most, max(16, triton.next_power_of_2(d)))

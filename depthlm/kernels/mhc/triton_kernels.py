@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """The Triton kernels of `mhc_post_pre`.
 
-A program has BP positions, and walks over chunks of BD of d.
+A program processes BP positions, in chunks of BD columns of d.
 
 Shapes: p positions (batch and tokens), n streams (i new, j old), d hidden size, m = n (n + 2).
 """
@@ -74,7 +74,7 @@ def forward_kernel(
     pre = ()
     for i in tl.static_range(N):
         pre += (tl.sum(tl.where(g[None, :] == i, gates, 0.0), axis=1),)
-    # other threads wrote what is read now
+    # the values that follow were written by other threads
     tl.debug_barrier()
     source_ptr = new_ptr if PENDING else x_ptr
     for start in range(0, d, BD):
@@ -131,7 +131,7 @@ def backward_kernel(
     tl.store(grad_logits_ptr + (p * M)[:, None] + at_r[None, :], grad_r, inside[:, None] & held_r[None, :])
     tl.store(grad_logits_ptr + (p * M)[:, None] + at_g[None, :], grad_g, inside[:, None] & held_g[None, :])
 
-    # the projection: d rms(X') is along X' itself
+    # the projection: the gradient of rms(X') is parallel to X'
     scale = tl.load(scale_ptr + p, inside, other=0.0)
     grad_r = grad_r * tl.load(alpha_ptr + 2).to(tl.float32)
     grad_g = grad_g * tl.load(alpha_ptr + at_g // N, held_g, other=0.0).to(tl.float32)[None, :]

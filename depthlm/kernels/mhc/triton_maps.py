@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""The maps of `mhc_post_pre` on chip, and their gradients: functions that its Triton kernels call.
+"""Triton functions that compute the maps of `mhc_post_pre` and their gradients in registers.
 
-The columns of the projection are held apart: those of H_res as [NP, NP], padded to a power of two, and in 16 columns
-H_pre from 0 and H_post from NP. Every product has then the 16 columns that `tl.dot` asks for.
+The columns of the projection are in two parts: H_res as [NP, NP], padded to a power of two, and 16 columns with H_pre
+from column 0 and H_post from column NP. So every product has the 16 columns that `tl.dot` requires.
 
 Shapes: p positions (batch and tokens), i new stream, j old stream, c columns, k iterations.
 """
@@ -16,7 +16,7 @@ except ImportError as error:
 
 @triton.jit
 def columns(N: tl.constexpr, NP: tl.constexpr):
-    """Where the held columns of H_res, and those of H_pre and H_post, lie among the m; and which of them do."""
+    """Return the index among the m and the mask of the columns of H_res, then those of H_pre and H_post."""
     i, j = tl.arange(0, NP * NP) // NP, tl.arange(0, NP * NP) % NP
     half, stream = tl.arange(0, 16) // NP, tl.arange(0, 16) % NP
     return 2 * N + i * N + j, (i < N) & (j < N), half * N + stream, (half < 2) & (stream < N)
@@ -24,22 +24,22 @@ def columns(N: tl.constexpr, NP: tl.constexpr):
 
 @triton.jit
 def load(ptr, at_p, inside_p, at_c, held_c):
-    """[p, c] of a matrix of which at_p are the beginnings of the rows, in fp32."""
+    """Load [p, c] of a matrix in fp32. at_p: offsets of the rows. at_c: offsets of the columns."""
     return tl.load(ptr + at_p[:, None] + at_c[None, :], inside_p[:, None] & held_c[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def vectors(ptr, at_p, inside_p, COUNT: tl.constexpr):
-    """COUNT consecutive numbers of each position, as so many vectors over positions, in fp32."""
-    found = ()
+    """Load COUNT consecutive numbers per position, as COUNT vectors over positions in fp32."""
+    loaded = ()
     for c in tl.static_range(COUNT):
-        found += (tl.load(ptr + at_p + c, inside_p, other=0.0).to(tl.float32),)
-    return found
+        loaded += (tl.load(ptr + at_p + c, inside_p, other=0.0).to(tl.float32),)
+    return loaded
 
 
 @triton.jit
 def logits_and_gates(projected_r, projected_g, alpha_ptr, bias_ptr, N: tl.constexpr, NP: tl.constexpr):
-    """Of H_res the logits, of H_pre and H_post the sigmoid of theirs."""
+    """Return the logits of H_res, and the sigmoid of the logits of H_pre and H_post."""
     at_r, held_r, at_g, held_g = columns(N, NP)
     bias_r = tl.load(bias_ptr + at_r, held_r, other=0.0).to(tl.float32)
     bias_g = tl.load(bias_ptr + at_g, held_g, other=0.0).to(tl.float32)
@@ -50,14 +50,14 @@ def logits_and_gates(projected_r, projected_g, alpha_ptr, bias_ptr, N: tl.conste
 
 @triton.jit
 def cells(N: tl.constexpr, NP: tl.constexpr):
-    """Which cells of [i, j] are no padding, and where they lie among n * n."""
+    """Return the mask of the cells [i, j] that are not padding, and their index among n * n."""
     i, j = tl.arange(0, NP)[None, :, None], tl.arange(0, NP)[None, None, :]
     return (i < N) & (j < N), i * N + j
 
 
 @triton.jit
 def exponentials(logits_pij, valid_ij):
-    """What Sinkhorn's iterations start from, 0 in the padding; the same as the PyTorch in every factor and floor."""
+    """Return the start of the Sinkhorn iterations, 0 in the padding. Factors and floor equal those of the reference."""
     top = tl.max(tl.where(valid_ij, logits_pij, -1e30), axis=1)
     below_top = tl.where(valid_ij, logits_pij - top[:, None, :], 0.0)
     return tl.where(valid_ij, tl.maximum(tl.exp(below_top), 1e-30), 0.0)
@@ -65,6 +65,7 @@ def exponentials(logits_pij, valid_ij):
 
 @triton.jit
 def totals(m_pij, DIM: tl.constexpr):
+    """Return the sums over a dimension, and 1 in the padding."""
     total = tl.sum(m_pij, axis=DIM)
     # the padding sums to 0
     return tl.where(total > 0, total, 1.0)
@@ -72,7 +73,7 @@ def totals(m_pij, DIM: tl.constexpr):
 
 @triton.jit
 def sinkhorn(logits_pij, valid_ij, iterations):
-    """exp(logits) scaled to rows and columns that sum to 1."""
+    """Scale exp(logits) so that rows and columns sum to 1."""
     m = exponentials(logits_pij, valid_ij)
     for _ in range(iterations):
         m = m / totals(m, 1)[:, None, :]
@@ -82,8 +83,11 @@ def sinkhorn(logits_pij, valid_ij, iterations):
 
 @triton.jit
 def sinkhorn_backward(logits_pij, grad_ptr, sums_ptr, p, inside, iterations, N: tl.constexpr, NP: tl.constexpr):
-    """The gradient of the logits. The iterations run once more and leave their sums, a few numbers each, in sums_ptr:
-    an iterate is that after it, times its sums."""
+    """Return the gradient of the logits.
+
+    The iterations run again and store their sums, a few numbers each, at sums_ptr. The backward pass recovers each
+    iterate as the next iterate times its sums.
+    """
     valid, at_ij = cells(N, NP)
     at = sums_ptr + (p * iterations * (2 * NP))[:, None] + tl.arange(0, NP)[None, :]
     m = exponentials(logits_pij, valid)
@@ -94,7 +98,7 @@ def sinkhorn_backward(logits_pij, grad_ptr, sums_ptr, p, inside, iterations, N: 
         total = totals(m, 2)
         tl.store(at + (2 * k + 1) * NP, total, inside[:, None])
         m = m / total[:, :, None]
-    # other threads wrote what is read now
+    # the values that follow were written by other threads
     tl.debug_barrier()
     grad = tl.load(grad_ptr + (p * N * N)[:, None, None] + at_ij, inside[:, None, None] & valid, other=0.0)
     grad = grad.to(tl.float32)

@@ -1,11 +1,12 @@
-"""Attention over the sequence and over depth in one softmax: a stock flash attention and a depth part, merged exactly.
+"""Attention over the sequence and over depth in one softmax: an exact merge of a flash attention and a depth part.
 
-Flash attention gives a context o and the log-sum-exp l of its scores, and `moda_depth` makes of them those of the
-softmax over both, o' and l'. Flash attention's own backward, given o' and l', yields the gradients of the sequence
-part, since it knows the softmax only through them; so no attention kernel is written here, and any grouping works.
+Flash attention returns a context o and the log-sum-exp l of its scores. `moda_depth` computes o' and l' of the softmax
+over both parts. The backward pass of flash attention depends on the softmax only through the output and the
+log-sum-exp. So with o' and l' it returns the gradients of the sequence part. No attention kernel is needed here, and
+any number of queries per key/value head works.
 
-Shapes: b batch, t new tokens, s tokens in the cache and new, h query heads, k key/value heads, g queries of one of
-them, e head size.
+Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/value heads, g queries per
+key/value head, e head size.
 """
 
 from collections.abc import Sequence
@@ -28,16 +29,18 @@ def merged_attention(
     depth: Sequence[Sequence[Tensor]],
     mask_b1ts: Tensor | None = None,
 ) -> Tensor:
-    """context_bhte of the t last of s tokens, each attending to those up to itself, and at its own position to depth.
+    """Return context_bhte of the last t of s tokens.
 
-    depth: one pair (k_bkte, v_bkte) or more. mask_b1ts: which tokens a token sees instead, at least one of them.
+    Each token attends to itself and to all tokens before it, and to the depth entries at its own position.
+    depth: at least one pair (k_bkte, v_bkte). mask_b1ts: replaces the causal mask; each token must attend to at least
+    one token.
     """
     attend = partial(call, DepthMerge) if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
     return attend(q_bhte, k_bkse, v_bkse, mask_b1ts, *(tensor for pair in depth for tensor in pair))
 
 
 def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
-    """Whether this machine's flash attention takes these tensors: on a GPU its one mask is the causal square."""
+    """Return whether flash attention supports these tensors. On a GPU its only mask is the square causal one."""
     if mask_b1ts is not None:
         return q_bhte.is_cpu
     fits = q_bhte.is_cpu
@@ -50,7 +53,7 @@ def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
 def attend_with_scores(
     q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
 ) -> Tensor:
-    """context_bhte, from one row of scores per query: what `DepthMerge` must equal, and the way without flash."""
+    """Return context_bhte from materialized scores: the definition of `DepthMerge`, and the fallback for it."""
     s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     p = probabilities(q_bhte, k_bkse, depth[::2], mask_b1ts)
     context = p[..., :s] @ _repeated(v_bkse, groups)
@@ -62,7 +65,7 @@ def attend_with_scores(
 def probabilities(
     q_bhte: Tensor, k_bkse: Tensor, depth_keys: Sequence[Tensor], mask_b1ts: Tensor | None = None
 ) -> Tensor:
-    """The one softmax over the sequence and over depth, p_bhtx with x the s tokens and then the n entries k_bkte."""
+    """Return the softmax over sequence and depth, p_bhtx, where x is the s tokens and then the n depth entries."""
     t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
     q = upcast(q_bhte) * q_bhte.shape[3] ** -0.5
     seen = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t) if mask_b1ts is None else mask_b1ts
@@ -107,7 +110,7 @@ def _flash_backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, attn_mask=_added(mask, q)
         )
-    # the lengths and the random state that its forward returned; the last of `rest` is a debugging mask
+    # the forward pass returned lengths, random state and a debug mask
     *lengths, seed, offset, _ = rest
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset
@@ -115,10 +118,10 @@ def _flash_backward(
 
 
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The mask as what is added to scores: the operator itself takes no truth values."""
+    """Return the mask as an additive one, since the operator does not take a boolean mask."""
     return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _repeated(x_bkse: Tensor, groups: int) -> Tensor:
-    """x_bhse in fp32 or better: each key or value of a head for each of its queries."""
+    """Return x_bhse in fp32 or better: repeat each key/value head for all of its query heads."""
     return upcast(x_bkse).repeat_interleave(groups, 1)

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""`moda_depth` in Triton: entries by pointer, each read once forward and once backward.
+"""`moda_depth` in Triton. Entries are passed by pointer; each is read once forward and once backward.
 
-A program has BR rows, all queries of a key/value head at a position, and walks over the entries. Arithmetic is that of
-vectors in fp32: no product of matrices, so any number of queries of a head goes. More than PER_LAUNCH entries take
-several launches, the context between them in fp32.
+A program processes BR rows, each with all queries of a key/value head at a position, and loops over the entries. It
+uses fp32 vector operations and no matrix products, so any number of queries per head works. More than PER_LAUNCH
+entries need several launches, which pass the context on in fp32.
 
-Shapes: b batch, t tokens, h query heads, k key/value heads, g queries of one of them, e head size, n depth entries,
+Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n depth entries,
 r rows (b, t, k).
 """
 
@@ -21,9 +21,9 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# the code of a kernel grows with the entries, and the time to compile it faster: 13 s for 32, 75 s for 64
+# the compile time of a kernel grows faster than its number of entries: 13 s for 32, 75 s for 64
 PER_LAUNCH = 32
-# values of queries that a program has in registers, of each tensor of them
+# values that a program has in registers for each tensor with the shape of the queries
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 
 
@@ -31,7 +31,7 @@ FORWARD_TILE, BACKWARD_TILE = 2048, 1024
 def forward(
     q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, keys: list[Tensor], values: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """context_bhte in the type of q, and lse_bht in fp32, of the sequence and of depth; not differentiable."""
+    """Return context_bhte in the dtype of q, and lse_bht in fp32, over sequence and depth; not differentiable."""
     q, context, lse = rows_of_heads(q_bhte), rows_of_heads(out_bhte), lse_bht.float().contiguous()
     for start in range(0, len(keys), PER_LAUNCH):
         part, last = slice(start, start + PER_LAUNCH), start + PER_LAUNCH >= len(keys)
@@ -52,7 +52,7 @@ def backward(
     keys: list[Tensor],
     values: list[Tensor],
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The gradients of depth: grad_q_bhte in fp32, and of each key and value in its type; not differentiable."""
+    """Return the gradients of the depth part: grad_q_bhte in fp32, those of keys and values in their dtypes."""
     grad, q, context = (rows_of_heads(x) for x in (grad_bhte, q_bhte, context_bhte))
     lse = lse_bht.float().contiguous()
     grad_q = torch.zeros_like(q, dtype=torch.float32)
@@ -93,7 +93,7 @@ def _launch(kernel, tile, q_bthe, tensors, keys_btke):
 @triton.jit
 def _places(rows, tokens, K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
             BR: tl.constexpr):  # fmt: skip
-    """Where queries [BR, GP, EP], their log-sum-exp [BR, GP] and entries [BR, 1, EP] lie, and which are inside."""
+    """Return offsets and masks of queries [BR, GP, EP], log-sum-exp [BR, GP] and entries [BR, 1, EP]."""
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     g, e = tl.arange(0, GP), tl.arange(0, EP)
     inside_r1e = (r < rows)[:, None, None] & (e < E)[None, None, :]
@@ -114,7 +114,7 @@ def _forward(
     at_q, inside_q, at_lse, inside_lse, at, inside = _places(rows, tokens, K, G, GP, E, EP, BR)
     q = load_fp32(q_ptr, at_q, inside_q) * SCALE
     context = load_fp32(out_ptr, at_q, inside_q)
-    # the sequence counts as one entry, of score l and value o
+    # the sequence part counts as one entry with score l and value o
     top = load_fp32(lse_ptr, at_lse, inside_lse)
     total = tl.full([BR, GP], 1.0, tl.float32)
     for j in tl.static_range(len(key_ptrs)):
@@ -149,7 +149,7 @@ def _backward(
             p = tl.exp(tl.sum(q * key, axis=2) - lse)
             grad_score = p * (tl.sum(grad * value, axis=2) - delta)
             grad_q += grad_score[:, :, None] * key * SCALE
-            # q holds the scale already; what pads a group is 0 in q and grad
+            # q includes the scale; in the padding of a group, q and grad are 0
             grad_key = tl.sum(grad_score[:, :, None] * q, axis=1)[:, None, :]
             grad_value = tl.sum(p[:, :, None] * grad, axis=1)[:, None, :]
             tl.store(grad_key_ptrs[j] + at, grad_key.to(grad_key_ptrs[j].dtype.element_ty), inside)

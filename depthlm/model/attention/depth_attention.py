@@ -1,7 +1,8 @@
-"""Depth-Attention (arXiv 2606.05014): the value of a layer is mixed with those of earlier layers, by attention along
-depth, before attention over the sequence.
+"""Depth-Attention (arXiv 2606.05014): attention over depth mixes the value of a layer with those of earlier layers.
 
-Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and self, e head size.
+This happens before attention over the sequence.
+
+Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and the layer itself, e head size.
 """
 
 import torch
@@ -16,22 +17,22 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class DepthAttention(SelfAttention):
-    """At every position and key/value head (section 3.2):
+    """Self-attention with mixed values. At every position and key/value head (section 3.2):
 
     qbar = mean of the head's queries;  alpha = softmax_j(qbar . k_j / sqrt(e)) over the sources j and this layer
-    vmix = sum_j alpha_j v_j, with v_j the mixed value of source j and this layer's own v
+    vmix = sum_j alpha_j v_j, where v_j is the mixed value of a source j, or v of this layer
 
     depth: (k_j, v_j) of earlier layers --.
     q, k, v -----> q, k ------------------+-> alpha -> vmix -> causal attention with q, k, vmix
                    `------------------------------------------^    `-> (k, vmix), a source of later layers
 
-    No parameters. The mixed value takes the value's place in the KV cache, so generation holds nothing else.
+    It has no parameters. The KV cache stores the mixed value in place of the value, so generation needs no other state.
 
     stride: s; None: L / 2.
-    sources: anchored, every layer with index % s == 0 before this one; relative, layers l-s, l-2s, ... In a looped
-        decoder also this layer's own (k, v) of earlier loops.
+    sources: anchored: all earlier layers with index % s == 0; relative: layers l-s, l-2s, ... A looped decoder also
+        reads this layer's own (k, v) of earlier loops.
     mixing: softmax, or uniform weights.
-    mixes: value, key or key_value; a source's key and value are those that its own attention saw.
+    mixes: value, key or key_value. The key and the value of a source are those that its own attention used.
     """
 
     def __init__(
@@ -55,23 +56,23 @@ class DepthAttention(SelfAttention):
         self.anchored, self.mixing, self.objects = sources == "anchored", mixing, mixes.split("_")
 
     def source_layers(self, layer: int) -> range:
-        """The layers of the same loop that a layer reads, ascending."""
+        """Return the layers of the same loop that a layer reads, ascending."""
         return range(0 if self.anchored else layer % self.stride, layer, self.stride)
 
     def source_positions(self, passed: int) -> list[int]:
-        """The unrolled positions of all that this layer reads, in the order of its weights, after so many layers."""
+        """Return the unrolled positions of the sources, in the order of the weights, after `passed` unrolled layers."""
         loop_start = passed - self.spec.layer
         inside = [loop_start + j for j in self.source_layers(self.spec.layer)]
         return [*inside, *range(self.spec.layer, loop_start, self.spec.num_layers)]
 
     def is_source(self) -> bool:
-        """Whether a later pass or layer reads this one."""
+        """Return whether a later loop or layer reads this layer."""
         later = range(self.spec.layer + 1, self.spec.num_layers)
         return self.spec.loops > 1 or any(self.spec.layer in self.source_layers(layer) for layer in later)
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v = projected
-        # one entry a layer passed, empty where nobody reads it: its place in the list tells the layer and the loop
+        # the depth list has one entry per unrolled layer, in order; it is empty where no layer reads it
         sources = [depth[position] for position in self.source_positions(len(depth))]
         if sources:
             keys, values = ([*earlier, this] for earlier, this in zip(zip(*sources, strict=True), (k, v), strict=True))
@@ -83,31 +84,31 @@ class DepthAttention(SelfAttention):
         return causal_attention(q, k, v, past), depth
 
     def mix(self, q_bhte: Tensor, keys: list[Tensor], entries: list[Tensor]) -> Tensor:
-        """The keys or values x_bkte of the sources and of this layer, by the weights of their keys."""
+        """Return the weighted sum of entries, keys or values x_bkte. keys: those of the sources and of this layer."""
         if self.mixing == "uniform":
             return weighted_sum(self.weights(q_bhte, keys), entries)
         return depth_value_mix(q_bhte, keys, entries)
 
     def weights(self, q_bhte: Tensor, keys: list[Tensor]) -> Tensor:
-        """alpha of the sources, in their order, and of this layer: [n, b, k, t], or [n] where they are uniform."""
+        """Return alpha of the sources and of this layer: [n, b, k, t], or [n] for uniform weights."""
         if self.mixing == "softmax":
             return depth_weights(q_bhte, keys)
         exact = torch.promote_types(q_bhte.dtype, torch.float32)
         return torch.full((len(keys),), 1 / len(keys), dtype=exact, device=q_bhte.device)
 
     def num_mixed(self) -> float:
-        """Sources and self that this layer mixes, as a mean over the loops; 0 where it has no source."""
+        """Return the number of values that this layer mixes, as a mean over the loops; 0 without sources."""
         inside = len(self.source_layers(self.spec.layer))
         counts = [inside + loop for loop in range(self.spec.loops)]
         return sum(count + 1 for count in counts if count) / self.spec.loops
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        """The scores of sources and self, and the sum of each object that is mixed (appendix B.2)."""
+        """Return the FLOPs per token, with the scores and the sum of each mixed object (appendix B.2)."""
         terms = (self.mixing == "softmax") + len(self.objects)
         own = 2.0 * self.num_kv_heads * self.head_size * self.num_mixed() * terms
         return super().forward_flops(length, causal) + own
 
     def io_values(self) -> float:
-        """What scores and sums read, and the mixed objects, written in every layer (appendix B.2, equation 6)."""
+        """Return the values that scores and sums read, plus the mixed objects written in every layer (B.2, eq. 6)."""
         read = set(self.objects) | ({"key"} if self.mixing == "softmax" else set())
         return self.num_kv_heads * self.head_size * (len(read) * self.num_mixed() + len(self.objects))

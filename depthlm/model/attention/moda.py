@@ -14,19 +14,21 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Moda(SelfAttention):
-    """Each query attends, in one softmax, to the causal keys and values of its layer and to the depth keys and values
-    of all earlier sublayers at its own position (section 2.2).
+    """Self-attention over the sequence and over depth, in one softmax (section 2.2).
+
+    Each query attends to the causal keys and values of its layer, and to the depth keys and values of all earlier
+    sublayers at its own position.
 
     depth: (k, v) of earlier attentions and MLPs, at each position --.
     q, k, v ----------------------------------------> softmax over [sequence, depth] -> context
             `-> (k, v), a depth entry of later layers
     MLP input -> ffn_k_proj, ffn_v_proj -> (k, v), the next depth entry
 
-    depth_kv: an attention's sequence keys and values serve as its depth entry.
-    ffn_kv: each MLP's input is projected to one more entry, its key with this layer's K-norm and RoPE.
-    attn_kv: the attention's depth entry has a projection of its own, also where depth_kv is false.
-    last_layer_kv: whether the last layer has such projections too, though nobody reads them; with loops it always has.
-    slots: how many of the newest entries are kept; None: all.
+    depth_kv: whether the sequence keys and values of an attention are its depth entry.
+    ffn_kv: whether each MLP adds an entry, projected from its input; its key gets this layer's K-norm and RoPE.
+    attn_kv: whether an attention has a separate projection for its depth entry, even if depth_kv is false.
+    last_layer_kv: whether the last layer has these projections although no layer reads them. With loops it always has.
+    slots: the number of newest entries to keep; None: all.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Moda(SelfAttention):
         self.depth_kv, self.slots = depth_kv, slots
         read = spec.layer < spec.num_layers - 1 or spec.loops > 1
         self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
-        # what each depth entry of a layer is made by, in their order
+        # the sublayers that add a depth entry, in their order
         self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
         shape, bias = (size.hidden_size, size.num_kv_heads * size.head_size), backbone.attention_bias
         if self.attn_kv:
@@ -81,16 +83,16 @@ class Moda(SelfAttention):
         return self.keep(depth, *self.entry(k_flat, v_flat, rope))
 
     def entry(self, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """k_bkte and v_bkte of k_bt(ke) and v_bt(ke); the key gets the K-norm of this layer's attention."""
+        """Return the entry k_bkte, v_bkte of k_bt(ke), v_bt(ke). The key gets the K-norm of this layer and RoPE."""
         return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
-        """The depth list with one more entry, and no more than `slots`."""
+        """Return the depth list with one more entry, limited to the newest `slots`."""
         depth = [*depth, (k_bkte, v_bkte)]
         return depth if self.slots is None else depth[-self.slots :]
 
     def num_entries(self) -> float:
-        """Depth entries that this layer's queries see, as a mean over the loops."""
+        """Return the number of depth entries that this layer's queries attend to, as a mean over the loops."""
         loops, layers = self.spec.loops, self.spec.num_layers
         counts = [len(self.entry_kinds) * (loop * layers + self.spec.layer) for loop in range(loops)]
         return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
@@ -100,11 +102,11 @@ class Moda(SelfAttention):
         return super().forward_flops(length, causal) + depth
 
     def io_values(self) -> float:
-        """Keys and values of every entry read, and of the projected ones written."""
+        """Return the values of all entries that are read, and of the projected entries that are written."""
         return 2.0 * self.num_kv_heads * self.head_size * (self.num_entries() + self.ffn_kv + self.attn_kv)
 
     def held_values(self) -> float:
-        """Projected keys and values, which are in no KV cache, as far as the last layer still sees them."""
+        """Return the projected keys and values, which are not in the KV cache, if the last layer still reads them."""
         newer = len(self.entry_kinds) * max(self.spec.num_layers - 2 - self.spec.layer, 0)
         kept = self.ffn_kv + self.attn_kv
         if self.slots is not None:

@@ -1,6 +1,6 @@
-"""Causal self-attention with grouped queries, and the interface of every attention.
+"""Causal self-attention with grouped queries. Every other attention derives from it.
 
-Shapes: b batch, t new tokens, s tokens in the cache and new, d hidden size, h query heads, k key/value heads,
+Shapes: b batch, t new tokens, s cached and new tokens, d hidden size, h query heads, k key/value heads,
 n either of the two, e head size.
 """
 
@@ -19,32 +19,33 @@ DepthKV = list[tuple[Tensor, ...]]
 
 
 class AttentionContext(NamedTuple):
-    """What the new tokens see of the sequence.
+    """Which tokens of the sequence the new tokens attend to, and the KV cache of this layer.
 
-    mask_b1ts: true where a token sees another of its own document; None: it sees itself and all before it.
-    update: puts k_bkte and v_bkte in the cache and gives k_bkse and v_bkse; None when there is no cache.
+    mask_b1ts: true where a query may attend to a key, within one document; None: each token attends to itself and to
+        all tokens before it.
+    update: appends k_bkte and v_bkte to the cache and returns k_bkse and v_bkse; None without a cache.
     """
 
     mask_b1ts: Tensor | None = None
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def extend(self, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
-        """k_bkse and v_bkse: those of the cache and the new ones, which it holds from now on."""
+        """Append the new keys and values to the cache; return the cached and the new ones, k_bkse and v_bkse."""
         return self.update(k_bkte, v_bkte) if self.update else (k_bkte, v_bkte)
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) over the tokens of its own layer.
+    """Grouped-query attention (arXiv 2305.13245) over the sequence.
 
     inputs -> q_proj -> norm -> rope -> q --.
            -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
-           -> v_proj -----------------> v --'    ^ `-> depth, for the layers above
-                                               depth, of the layers below
+           -> v_proj -----------------> v --'    ^ `-> depth list for later layers
+                                               depth list from earlier layers
 
-    A layer calls, in this order, `project` and `output` (matrix products; compiled where compiling is on, so neither
-    may touch the depth list), and between them `attend`, where a mechanism does its work. `after_mlp` follows the MLP
-    and is given the MLP's input. The depth list holds tuples of tensors of this forward pass, in the order in which
-    layers appended them; it is copied, never changed in place.
+    A layer calls `project`, `attend` and `output`, in this order, and `after_mlp` after the MLP. `project` and `output`
+    are matrix products. torch.compile may compile them, so they must not use the depth list. A depth mechanism
+    overrides `attend`. `after_mlp` receives the input of the MLP. The depth list contains tuples of tensors of this
+    forward pass, in the order in which the layers appended them. No method changes it in place: return a new list.
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -62,33 +63,33 @@ class SelfAttention(nn.Module):
             self.k_norm = Norm(size.head_size if self.qk_norm == "head" else kv_width, backbone)
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
-        """q_bhte, k_bkte, v_bkte, and what else `attend` of a mechanism needs.
+        """Return q_bhte, k_bkte, v_bkte, and any further tensors that `attend` of a subclass needs.
 
-        q_in, k_in, v_in: x_btd, normed on a pre-norm backbone; mostly one tensor three times.
+        q_in, k_in, v_in: x_btd, normalized on a pre-norm backbone. Most connections pass the same tensor three times.
         """
         q = self.rotate(self.q_proj(q_in), self.q_norm if self.qk_norm != "none" else None, rope)
         k = self.rotate(self.k_proj(k_in), self.k_norm if self.qk_norm != "none" else None, rope)
         return q, k, self.heads(self.v_proj(v_in)).transpose(1, 2)
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
-        """context_bt(he) and the depth list for the layers above."""
+        """Return context_bt(he) and the depth list for later layers."""
         q, k, v = projected
         return causal_attention(q, k, v, past), depth
 
     def output(self, context: Tensor) -> Tensor:
-        """output_btd of context_bt(he)."""
+        """Project context_bt(he) to output_btd."""
         return self.o_proj(context)
 
     def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
-        """The depth list after the MLP of this layer, given what that MLP sees."""
+        """Return the depth list after the MLP of this layer. mlp_input_btd is the input of that MLP."""
         return depth
 
     def heads(self, x: Tensor) -> Tensor:
-        """x_bt(ne) as x_btne."""
+        """Split x_bt(ne) into heads, x_btne."""
         return x.unflatten(-1, (-1, self.head_size))
 
     def rotate(self, x: Tensor, norm: Norm | None, rope: Rope | None) -> Tensor:
-        """x_bt(ne), normed and rotated, as x_bnte."""
+        """Apply QK-norm and RoPE to x_bt(ne), and return x_bnte."""
         if norm is not None and self.qk_norm == "full":
             x = norm(x)
         x = self.heads(x)
@@ -99,22 +100,22 @@ class SelfAttention(nn.Module):
         return x.transpose(1, 2)
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        """FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, half of them when causal."""
+        """Return the FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, halved when causal."""
         return 4 * self.num_heads * self.head_size * length * (0.5 if causal else 1.0)
 
     def io_values(self) -> float:
-        """Activation values that a depth mechanism reads and writes per token, beyond those of this attention."""
+        """Return the activation values per token that a depth mechanism reads and writes beyond this attention."""
         return 0.0
 
     def held_values(self) -> float:
-        """Values per token that this layer hands to later ones and that the KV cache does not hold."""
+        """Return the values per token that this layer passes to later layers and that are not in the KV cache."""
         return 0.0
 
 
 def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: AttentionContext) -> Tensor:
-    """context_bt(he) of the new tokens, each attending to itself and to those before it, the cache's included.
+    """Return context_bt(he) of the new tokens.
 
-    Those of other documents are left out.
+    Each token attends to itself and to all tokens before it in its document, including those in the cache.
     """
     k, v = past.extend(k_bkte, v_bkte)
     t, s, groups = q_bhte.shape[2], k.shape[2], q_bhte.shape[1] // k.shape[1]
@@ -122,13 +123,14 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Atten
     if mask is None and 1 < t < s:
         mask = causal_mask(t, s, q_bhte.device)
     elif mask is not None and q_bhte.is_cuda:
-        # the memory-efficient kernel, which takes a mask in every type, knows no groups; without it all scores are held
+        # only the memory-efficient kernel takes a mask in every dtype, but not grouped queries; the fallback would
+        # materialize all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     context = F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
     return context.transpose(1, 2).flatten(2)
 
 
 class AttentionFactory(Protocol):
-    """A class of attentions, with its own settings bound (`functools.partial`)."""
+    """An attention class whose own settings are bound with `functools.partial`."""
 
     def __call__(self, spec: SublayerSpec, size: Size, backbone: Backbone) -> SelfAttention: ...

@@ -1,4 +1,4 @@
-"""Attention Residuals (arXiv 2603.15031): a sublayer's input is an attention over the outputs of those before it."""
+"""Attention Residuals (arXiv 2603.15031): each sublayer reads an attention over the outputs of earlier sublayers."""
 
 from collections.abc import Sequence
 
@@ -15,20 +15,21 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class AttentionResiduals(Connection):
-    """Before every sublayer l: h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), with w its pseudo-query.
+    """Every sublayer reads an attention over blocks of earlier sublayer outputs.
 
-    The sources b_j are sums of `block_size` sublayer outputs. b_0 is the embedding; the newest source is the running
-    sum of the block at work, which is there from the block's second sublayer on. The stream is that list, and behind
-    it what the first sublayer of a phase has read for the later ones.
+    Before sublayer l: h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), where w is the sublayer's query.
+    The sources b_j are sums of `block_size` sublayer outputs, and b_0 is the embedding. From the second sublayer of a
+    block on, the newest source is the running sum of that block. The stream is the list of sources, followed by the
+    reads that the first sublayer of a phase has made ahead for the later sublayers.
 
     [b_0, ..., b_{n-1}, running sum] --attention over depth--> h -> sublayer -> output --(+)--> running sum
-                                                                                  or a new block: [..., b_n, output]
+                                                                                  or new block: [..., b_n, output]
 
-    block_size: sublayers of a block; None: ceil(2L / 8). 1 is the full variant: every sublayer output is a source.
-    query: static, a parameter; input_dependent, a projection of the newest source.
-    mixing: softmax; sigmoid of each score alone; or scalars, a softmax over parameters in place of scores, which have
-        neither query nor key norm.
-    key_norm: whether the score sees RMSNorm(b_j) or b_j.
+    block_size: sublayers per block; None: ceil(2L / 8). 1 is the full variant: every sublayer output is a source.
+    query: static: a parameter; input_dependent: a projection of the newest source.
+    mixing: softmax of the scores; sigmoid of each score; or scalars: a softmax of one parameter per source, without
+        query and key norm.
+    key_norm: whether the scores use RMSNorm(b_j) instead of b_j.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class AttentionResiduals(Connection):
             self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        # a zero query makes the first h the mean of the sources, as the paper asks
+        # with a zero query, h is initially the mean of the sources, as in the paper
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
 
     def link(self, connections: Sequence[Connection]) -> None:
@@ -76,17 +77,18 @@ class AttentionResiduals(Connection):
         if not self.two_phase:
             return (weighted_sum(self.weights(stream), stream),), []
         queries = torch.stack([c.key() for c in self.phase]) if self is self.phase[0] else self.key()[None]
-        # all but the running sum of that time
-        first = self.phase[0]
-        h, waiting = read_phase(self, stream, queries, first.num_sources - (not first.begins_block))
-        return (h,), waiting
+        first_reader = self.phase[0]
+        # the running sum still changes, so it cannot be read ahead
+        num_old = first_reader.num_sources - (not first_reader.begins_block)
+        h, read_ahead = read_phase(self, stream, queries, num_old)
+        return (h,), read_ahead
 
     def key(self) -> Tensor:
-        """The query times the weight of the key norm: what x / rms(x) is multiplied with."""
+        """Return the query times the weight of the key norm: the score is its product with x / rms(x)."""
         return self.query if self.eps is None else self.query * self.key_norm
 
     def weights(self, stream: Stream) -> Tensor:
-        """alpha of the sources, [n, b, t], or [n] of scalars."""
+        """Return alpha of the sources, [n, b, t], or [n] for scalars."""
         stream = stream[: self.num_sources]
         if self.mixing == "scalars":
             return self.scores.softmax(0)
@@ -99,7 +101,7 @@ class AttentionResiduals(Connection):
         if self.begins_block:
             return [*sources, output_btd, *carry]
         *blocks, running_sum = sources
-        # in the embedding's type, as a residual stream
+        # in the embedding's dtype, like a residual stream
         return [*blocks, running_sum.to(sources[0].dtype) + output_btd, *carry]
 
     def materialize(self, stream: Stream) -> Stream:
@@ -113,12 +115,12 @@ class AttentionResiduals(Connection):
 
 
 class AttentionResidualsRecency(Connection):
-    """The variant that the Depth-Attention authors (arXiv 2606.05014) trained as their baseline.
+    """The variant of Attention Residuals that the Depth-Attention authors (arXiv 2606.05014) trained as a baseline.
 
-    alpha = softmax_j(w . RMSNorm(b_j) + r [j is the running sum]), with r a parameter that starts at 3.
-    The running sum starts as the embedding, takes every output and is never reset; a block is a snapshot of it at the
-    end of a layer. The stream is [embedding, snapshots ..., running sum], and behind it what the first sublayer of a
-    phase has read for the later ones.
+    alpha = softmax_j(w . RMSNorm(b_j) + r [j is the running sum]), with a parameter r that is initially 3.
+    The running sum starts as the embedding, adds every sublayer output and is never reset. A block is a snapshot of it
+    at the end of a layer. The stream is [embedding, snapshots ..., running sum], followed by the reads that the first
+    sublayer of a phase has made ahead for the later sublayers.
 
     block_size: sublayers between snapshots; None: ceil(2L / 8).
     """
@@ -136,7 +138,10 @@ class AttentionResidualsRecency(Connection):
         self.recency = nn.Parameter(torch.empty(1))
 
     def snapshots(self, layers: int) -> int:
-        """How many were taken in the first so many layers: one for every multiple of block_size that they pass."""
+        """Return the number of snapshots in the first `layers` layers.
+
+        A layer takes a snapshot at its end if its sublayers pass a multiple of block_size.
+        """
         per_layer = 2
         return sum(
             per_layer * (layer + 1) // self.block_size > per_layer * layer // self.block_size for layer in range(layers)
@@ -152,14 +157,14 @@ class AttentionResidualsRecency(Connection):
         return [embedding_btd, embedding_btd]
 
     def read(self, stream: Stream) -> tuple[Inputs, Stream]:
-        first = self.phase[0]
-        queries = torch.stack([c.query * c.key_norm for c in (self.phase if self is first else [self])])
-        # all but the running sum of that time
-        h, waiting = read_phase(self, stream, queries, first.num_sources - 1, self.recency)
-        return (h,), waiting
+        first_reader = self.phase[0]
+        queries = torch.stack([c.query * c.key_norm for c in (self.phase if self is first_reader else [self])])
+        # the running sum still changes, so it cannot be read ahead
+        h, read_ahead = read_phase(self, stream, queries, first_reader.num_sources - 1, self.recency)
+        return (h,), read_ahead
 
     def weights(self, stream: Stream) -> Tensor:
-        """alpha_nbt of the sources."""
+        """Return alpha_nbt of the sources."""
         score_nbt = source_scores(self.query * self.key_norm, stream[: self.num_sources], self.eps)
         *blocks_nbt, newest_bt = score_nbt
         return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
@@ -182,7 +187,7 @@ class AttentionResidualsRecency(Connection):
 
 
 class Projection(nn.Linear):
-    """A linear layer that starts at zero."""
+    """A linear layer that is initialized to zero."""
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.zero_()
@@ -195,17 +200,19 @@ def read_phase(
     num_old: int,
     newest_bias: Tensor | None = None,
 ) -> tuple[Tensor, Stream]:
-    """h_btd of a reader, and what waits behind the sources for the later readers of its phase: their outputs over the
-    old sources, and the log-sum-exps, lse_sbt, of all that wait.
+    """Return h_btd of a reader, and the list that is read ahead for the later readers of its phase.
 
-    query_sd: of the whole phase for its first reader, else of this one. num_old: sources that the first reader reads
-    for all. newest_bias: is added to the score of the newest source.
+    The list contains the outputs of the later readers over the old sources, and then their log-sum-exps lse_sbt.
+
+    query_sd: the queries of the whole phase for its first reader, else the query of this reader.
+    num_old: the number of sources that the first reader reads for all readers.
+    newest_bias: a bias that is added to the score of the newest source.
     """
-    sources, waiting = stream[: reader.num_sources], stream[reader.num_sources :]
+    sources, read_ahead = stream[: reader.num_sources], stream[reader.num_sources :]
     if reader is reader.phase[0]:
         out_sbtd, lse_sbt = depth_attend(query_sd, sources[:num_old], reader.eps)
-        waiting = [*out_sbtd, lse_sbt]
-    h_btd, *later, lse_sbt = waiting
+        read_ahead = [*out_sbtd, lse_sbt]
+    h_btd, *later, lse_sbt = read_ahead
     if recent := sources[num_old:]:
         bias_n = None
         if newest_bias is not None:
@@ -216,15 +223,15 @@ def read_phase(
 
 
 def default_block_size(spec: SublayerSpec) -> int:
-    """Eight blocks, the paper's recommendation; the last may be short."""
+    """Return the block size for eight blocks, as the paper recommends. The last block may be shorter."""
     return -(-2 * spec.num_layers // 8)
 
 
 def read_flops(size: Size, num_sources: int, scored: bool = True) -> float:
-    """A score and a product with its weight for each source (Depth-Attention, appendix B.4)."""
+    """Return the FLOPs per token of a score and a weighted addition per source (Depth-Attention, appendix B.4)."""
     return (4.0 if scored else 2.0) * num_sources * size.hidden_size
 
 
 def read_values(size: Size, num_sources: int, scored: bool = True) -> float:
-    """Each source read for its score and for the sum, which is written (Depth-Attention, appendix B.4)."""
+    """Return the values per token: sources read for scores and for the sum, sum written (Depth-Attention, B.4)."""
     return float(size.hidden_size * ((2 if scored else 1) * num_sources + 1))

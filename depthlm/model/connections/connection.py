@@ -1,4 +1,4 @@
-"""What a connection is: how a sublayer reads from, and writes to, the depth stream.
+"""The interface of a connection: how a sublayer reads from the depth stream and writes to it.
 
 Shapes: b batch, t tokens, d hidden size.
 """
@@ -16,19 +16,21 @@ Inputs = tuple[Tensor, ...]
 
 
 class Connection(nn.Module):
-    """One per sublayer, and one for the final read. A decoder of L layers makes these moves:
+    """How one sublayer reads from the depth stream and writes to it.
+
+    A decoder has one connection per sublayer and one for the final read. A decoder of L layers makes these calls:
 
         embedding_btd -> open -> stream
         2L times:   stream -> read -> inputs, carry;   f(inputs) -> output;   stream, output, carry -> write -> stream
         stream -> close -> hidden_btd -> final norm
 
-    `open` is asked of the first, `close` of the last. The stream is a plain list of tensors, whose meaning belongs to
-    the mechanism: it is all that passes from one sublayer to the next, and no move changes a list or tensor in place.
-    Inputs are before the norm of a pre-norm backbone. A carry passes what a read computed to the write of the same
-    sublayer: any value, or None.
+    The decoder calls `open` of the first connection and `close` of the last one. The stream is a plain list of tensors,
+    and each mechanism defines their meaning. The stream is the only state that passes from one sublayer to the next. No
+    method changes a list or a tensor in place. With a pre-norm backbone, the layer normalizes the inputs after `read`.
+    The carry is any value that `read` computes for the `write` of the same sublayer, or None.
 
-    Two optional declarations: `optimizer_settings` (see `depthlm.model.parameters`) and `init_parameter` (see
-    `depthlm.model.initialization`), needed as soon as the connection owns parameters.
+    A subclass that owns parameters must define `init_parameter` (see `depthlm.model.initialization`). It may also set
+    `optimizer_settings` (see `depthlm.model.parameters`).
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -37,49 +39,56 @@ class Connection(nn.Module):
 
     @property
     def num_inputs(self) -> int:
-        """Inputs that `read` gives: 1, or 3 for q, k and v of an attention, each then with a norm of its own."""
+        """The number of inputs that `read` returns: 1, or 3 for q, k and v of an attention, each with its own norm."""
         return 1
 
     def link(self, connections: "Sequence[Connection]") -> None:
-        """Is called when a decoder has made all its connections, for reads that are made together with those of other
-        sublayers; or with this one alone, where its parameters alone are at hand."""
+        """Receive the connections whose parameters `read` may use, to read for several sublayers at once.
+
+        The decoder passes all of its connections after it has created them. `Decoder.read_alone` passes only this
+        connection.
+        """
 
     def open(self, embedding_btd: Tensor) -> Stream:
-        """The stream at the bottom of the decoder."""
+        """Return the stream before the first sublayer."""
         return [embedding_btd]
 
     def read(self, stream: Stream) -> tuple[Inputs, Any]:
-        """The inputs of this sublayer, x_btd each, and the carry. Every connection defines it."""
+        """Return the inputs of this sublayer, x_btd each, and the carry. Every subclass must define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no read(stream)")
 
     def write(self, stream: Stream, output_btd: Tensor, carry: Any) -> Stream:
-        """The stream after this sublayer. Every connection defines it."""
+        """Return the stream after this sublayer. Every subclass must define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no write(stream, output_btd, carry)")
 
     def materialize(self, stream: Stream) -> Stream:
-        """What this stream has by the mechanism's formula when its sublayer is about to read: without what was read
-        ahead, and with what is yet to be written."""
+        """Return the stream that the mechanism's formula defines before the read of this sublayer.
+
+        The result contains no values that were read ahead for later sublayers, and pending writes are applied.
+        """
         return stream
 
     def close(self, stream: Stream) -> Tensor:
-        """The hidden state before the final norm: by default one more read."""
+        """Return the hidden state before the final norm. By default this is one more read."""
         return self.read(stream)[0][0]
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        """FLOPs per token of this connection beyond its `nn.Linear` children, in one forward pass."""
+        """Return the FLOPs per token of this connection in one forward pass, without its `nn.Linear` children."""
         return 0.0
 
     def io_values(self) -> float:
-        """Activation values that its moves read and write per token, beyond those of the residual connection."""
+        """Return the activation values read and written per token, beyond those of the residual connection."""
         return 0.0
 
     def diagnostics(self, stream: Stream) -> dict[str, Tensor]:
-        """What to log at validations of the read that this stream is about to get: names and tensors of any shape, of
-        which the largest value over tokens and sublayers counts."""
+        """Return named tensors of any shape that describe the read of this stream.
+
+        Each validation logs the largest value of each name over all tokens and sublayers.
+        """
         return {}
 
 
 class ConnectionFactory(Protocol):
-    """A class of connections, with its own settings bound (`functools.partial`)."""
+    """A connection class whose own settings are bound with `functools.partial`."""
 
     def __call__(self, spec: SublayerSpec, size: Size, backbone: Backbone) -> Connection: ...

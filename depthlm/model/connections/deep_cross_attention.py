@@ -1,5 +1,7 @@
-"""Generalised residual networks and DeepCrossAttention (arXiv 2502.06785): a block reads a learned combination of all
-earlier block outputs, which in v3 depends on the input."""
+"""Generalised residual networks and DeepCrossAttention (arXiv 2502.06785).
+
+Each block reads a learned combination of all earlier block outputs. In v3 the combination depends on the input.
+"""
 
 from collections.abc import Sequence
 
@@ -16,24 +18,27 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class GRN(Connection):
-    """Before every block t: g = sum_j beta_j * G_j, with G = [embedding, output of block 1, ..., output of block t-1].
+    """Generalised residual network: every block reads a learned combination of all earlier block outputs.
 
-    v1 (section 3.1): beta_j = b_j, a number. v2: b_j in R^D. v3: relu(b_j + w_j . G_j), a gate on top.
-    DeepCrossAttention (section 3.2) reads three times: q, k and v each have their own b and w.
+    Before block t: g = sum_j beta_j * G_j, with G = [embedding, output of block 1, ..., output of block t-1].
+
+    v1 (section 3.1): beta_j = b_j, a scalar. v2: beta_j = b_j in R^D. v3: beta_j = relu(b_j + w_j . G_j), a gate.
+    In DeepCrossAttention (section 3.2), q, k and v are three reads with their own b and w.
 
     G --+-> g_q, g_k, g_v -> attention --+--(+)-> MLP input -> MLP -(+)-> output of block t, appended to G
         |       `--------------------------- ^                       ^
         |                                `----------------------------'
 
-    A block's output is attention + MLP without the skip, so with b = 1 and w = 0, the start, g is the sum that vanilla
-    has. One more read is the final hidden state. The stream is G; between attention and MLP, [*G, attention output, h];
-    and behind either what the first block of a phase has read for the later ones.
+    A block is one layer. Its output is attention + MLP without the skip, so with the initial b = 1 and w = 0, g equals
+    the residual stream of vanilla. A last read gives the final hidden state. The stream is G, and between attention and
+    MLP it is [*G, attention output, h]. In both cases the reads follow that the first block of a phase has made ahead
+    for the later blocks.
 
     version: 1, 2 or 3, as above.
-    last_k: G holds [embedding, sum of the outputs before, the last k outputs]; None: all.
-    gate: of v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
-    w: of v3; per_source, as the paper's parameter counts have it, or shared by all sources, as its text.
-    separate_qkv: one read for each of q, k and v, as in DeepCrossAttention; else one for all three.
+    last_k: k; G is then [embedding, sum of the older outputs, the last k outputs]; None: G contains all outputs.
+    gate: for v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
+    w: for v3; per_source, which matches the paper's parameter counts, or shared by all sources, as in the paper's text.
+    separate_qkv: whether q, k and v have separate reads, as in DeepCrossAttention.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class GRN(Connection):
         )
         self.version, self.last_k, self.gate, self.separate_qkv = version, last_k, gate, separate_qkv
         self.num_sources = spec.layer + 1 if last_k is None else min(spec.layer + 1, last_k + 2)
-        # in one pass for all inputs, and for those of later blocks: a product, or a gate of each dimension
+        # the fused operators read all inputs in one pass, also those of later blocks
         self.fused = version == 1 or (version == 3 and gate == "relu_of_sum")
         self.phase: list[GRN] = [self]
         if spec.kind == "mlp":
@@ -76,7 +81,7 @@ class GRN(Connection):
         tensor.fill_(1.0 if name == "b" else 0.0)
 
     def link(self, connections: Sequence[Connection]) -> None:
-        # a shortened stack has another sum in its middle at every block
+        # with last_k, the sum of the older outputs changes at every block, so it cannot be read ahead
         if self.fused and self.last_k is None and self.spec.kind != "mlp":
             readers = [c for c in connections if isinstance(c, GRN) and c.spec.kind != "mlp"]
             self.phase = phase_of(self, readers, max(1, READS // readers[0].num_inputs))
@@ -84,23 +89,23 @@ class GRN(Connection):
     def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Stream] | None]:
         if self.spec.kind == "mlp":
             return (stream[self.num_sources + 1],), None
-        sources, waiting = stream[: self.num_sources], stream[self.num_sources :]
+        sources, read_ahead = stream[: self.num_sources], stream[self.num_sources :]
         if not self.fused:
             g = [self.combine(sources, i) for i in range(self.num_inputs)]
         else:
             old = self.phase[0].num_sources
             if self is self.phase[0]:
-                waiting = [*self.sum_up(self.phase, slice(0, old), sources, None)]
-            g, waiting = waiting[: self.num_inputs], waiting[self.num_inputs :]
+                read_ahead = [*self.sum_up(self.phase, slice(0, old), sources, None)]
+            g, read_ahead = read_ahead[: self.num_inputs], read_ahead[self.num_inputs :]
             if recent := sources[old:]:
                 g = [*self.sum_up([self], slice(old, None), recent, torch.stack(g))]
-            elif waiting:
-                # a view would keep what waits in memory for as long as itself
+            elif read_ahead:
+                # a view would keep the memory of all reads that were made ahead
                 g = [x.clone() for x in g]
-        return tuple(g), (g[0], waiting)
+        return tuple(g), (g[0], read_ahead)
 
     def sum_up(self, readers: "Sequence[GRN]", part: slice, sources: Stream, start_sbtd: Tensor | None) -> Tensor:
-        """g_sbtd of the inputs of these readers, over this part of their sources, added to a start."""
+        """Return g_sbtd, all inputs of the readers, summed over a part of their sources and added to start_sbtd."""
         b_snd = torch.cat([c.b[:, part] for c in readers])
         if self.version == 1:
             return weighted_reads(b_snd, sources, start_sbtd)
@@ -108,29 +113,29 @@ class GRN(Connection):
         return gated_reads(b_snd, w_snd, sources, start_sbtd)
 
     def combine(self, sources: Stream, i: int) -> Tensor:
-        """g_btd, the i-th of the inputs."""
+        """Return g_btd, the i-th input."""
         g = weighted_sum(self.b[i], sources)
         return g if self.version == 2 else g + weighted_sum(self.scores(sources, i).relu(), sources)
 
     def scores(self, stream: Stream, i: int) -> Tensor:
-        """w_j . G_j of v3, of each source of the i-th input, [n, b, t]."""
+        """Return w_j . G_j of v3 for all sources of the i-th input, [n, b, t]."""
         sources = stream[: self.num_sources]
         return source_scores(self.w[i].expand(len(sources), -1), sources, eps=None)
 
     def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Stream] | None) -> Stream:
         sources, rest = stream[: self.num_sources], stream[self.num_sources :]
         if carry is not None:
-            g, waiting = carry
-            return [*sources, output_btd, output_btd + g, *waiting]
-        attention_btd, _, *waiting = rest
-        return [*self.shorten([*sources, attention_btd + output_btd]), *waiting]
+            g, read_ahead = carry
+            return [*sources, output_btd, output_btd + g, *read_ahead]
+        attention_btd, _, *read_ahead = rest
+        return [*self.shorten([*sources, attention_btd + output_btd]), *read_ahead]
 
     def shorten(self, stack: Stream) -> Stream:
-        """The stack with at most `last_k` outputs after the embedding and the sum of the older ones."""
+        """Return the stack with the `last_k` newest outputs after the embedding and the sum of the older outputs."""
         if self.last_k is None or len(stack) <= self.last_k + 1:
             return stack
         embedding, *middle = stack[: -self.last_k]
-        # in the embedding's type: this sum grows with depth, as a residual stream does
+        # in the embedding's dtype, because this sum grows with depth like a residual stream
         return [embedding, sum(middle[1:], middle[0].to(embedding.dtype)), *stack[-self.last_k :]]
 
     def materialize(self, stream: Stream) -> Stream:

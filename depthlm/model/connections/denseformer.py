@@ -16,14 +16,14 @@ from depthlm.model.sublayer_spec import SublayerSpec
 class DenseFormer(Connection):
     """Depth-weighted averaging after every block: Y_i = sum_{j <= i} a_ij X_j.
 
-    X_0 is the embedding, X_i the output of block i before its own average, Y_i the input of block i + 1. Within a block
-    the connection is residual. The stream is [X_0, ..., X_i, h], where h is Y_i between blocks, and behind it what the
-    first average of a phase has summed for the later ones.
+    A block is one layer. X_0 is the embedding, X_i the output of block i before its average, and Y_i the input of block
+    i + 1. Within a block the connection is residual. The stream is [X_0, ..., X_i, h], where h is Y_i between blocks,
+    followed by the sums that the first average of a phase has read ahead for the later averages.
 
     X_0 ... X_{i-1} -----------------------------.
     h = Y_{i-1} -> attention -> + -> MLP -> + -> X_i -> a_i . X -> Y_i
 
-    period: an average after every period-th block only; the others pass X_i on.
+    period: only every period-th block is followed by an average; after all others Y_i = X_i.
     dilation: the average reads only the X_j with j = i modulo dilation.
     """
 
@@ -42,11 +42,11 @@ class DenseFormer(Connection):
             self.a = nn.Parameter(torch.empty(len(self.sources)))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor[-1] = 1.0  # Y_i = X_i: the decoder starts as vanilla
+        tensor[-1] = 1.0  # Y_i = X_i: initially the decoder equals vanilla
 
     def link(self, connections: Sequence[Connection]) -> None:
         averages = [c for c in connections if isinstance(c, DenseFormer) and c.sources]
-        # with a dilation neighbours read different sources
+        # with a dilation, consecutive averages read different sources
         self.phase = phase_of(self, averages, READS if self.dilation == 1 else 1) if self.sources else [self]
 
     def open(self, embedding_btd: Tensor) -> Stream:
@@ -57,24 +57,24 @@ class DenseFormer(Connection):
 
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
         block = self.spec.layer + 1
-        history, h, waiting = stream[:block], stream[block] + output_btd, stream[block + 1 :]
+        history, h, read_ahead = stream[:block], stream[block] + output_btd, stream[block + 1 :]
         if self.spec.kind == "attention":
-            return [*history, h, *waiting]
+            return [*history, h, *read_ahead]
         history = [*history, h]
         if self.sources is None:
-            return [*history, h, *waiting]
-        return [*history, *self.average([history[j] for j in self.sources], waiting)]
+            return [*history, h, *read_ahead]
+        return [*history, *self.average([history[j] for j in self.sources], read_ahead)]
 
-    def average(self, sources: list[Tensor], waiting: Stream) -> Stream:
-        """Y_i, and behind it the sums that wait for the later averages of the phase."""
+    def average(self, sources: list[Tensor], read_ahead: Stream) -> Stream:
+        """Return Y_i, followed by the sums that were read ahead for the later averages of the phase."""
         old = self.phase[0].a.numel()
         if self is self.phase[0]:
-            waiting = [*weighted_reads(torch.stack([c.a[:old] for c in self.phase]), sources)]
-        y, *later = waiting
+            read_ahead = [*weighted_reads(torch.stack([c.a[:old] for c in self.phase]), sources)]
+        y, *later = read_ahead
         if recent := sources[old:]:
             y = weighted_reads(self.a[None, old:], recent, y[None])[0]
         elif later:
-            # a view would keep what waits in memory for as long as itself
+            # a view would keep the memory of all sums that were read ahead
             y = y.clone()
         return [y, *later]
 

@@ -2,7 +2,7 @@
 
     X <- H_res X + H_post^T f(H_pre X)
 
-over n streams X of width D that start as copies of the embedding:
+X consists of n streams of width D, which start as copies of the embedding:
 
     X_btnd --+-> H_pre X -> sublayer f -> H_post^T -(+)-> X_btnd
              `-> H_res X ----------------------------'
@@ -26,13 +26,14 @@ COLLAPSES = ("mean", "sum", "learned")
 
 
 class HyperConnections(Connection):
-    """Maps with a static part, at the start those of vanilla, and a dynamic one that reads each stream.
+    """Hyper-connections. The stream is [X].
 
-    H = static + s * tanh(norm(X) W), for each of H_pre, H_post and H_res. The stream is [X].
+    H = static + s * tanh(norm(X) W) for each of H_pre, H_post and H_res. The static part initially equals vanilla. The
+    dynamic part depends on each stream.
 
     num_streams: n.
-    dynamic: whether there is a dynamic part.
-    collapse: how the final hidden state is made of the streams: mean, sum, or a learned softmax average.
+    dynamic: whether the maps have a dynamic part.
+    collapse: how the streams become the final hidden state: mean, sum, or learned, a learned softmax average.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class HyperConnections(Connection):
         return (read_streams(pre_btn, x_btnd),), (post_btn, res_btij)
 
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """H_pre, H_post and H_res of every token."""
+        """Return H_pre, H_post and H_res of every token."""
         b, t, n, _ = x_btnd.shape
         pre, post, res = self.static_pre.expand(b, t, n), self.static_post.expand(b, t, n), self.static_res
         if not self.dynamic:
@@ -95,7 +96,7 @@ class HyperConnections(Connection):
         return [mix_streams(res_btij, stream[0], post_btn, output_btd)]
 
     def streams(self, stream: Stream) -> Tensor:
-        """X_btnd that this stream stands for."""
+        """Return X_btnd."""
         return stream[0]
 
     def close(self, stream: Stream) -> Tensor:
@@ -113,16 +114,16 @@ class HyperConnections(Connection):
 
 
 class ManifoldHyperConnections(Connection):
-    """mHC: maps that keep the size of the signal.
-
-    A write only hands on what it was given, and the next read does both in one operator: the stream is [X] at the
-    bottom, then [X, y, H_post, H_res], which stands for H_res X + H_post^T y.
+    """mHC: hyper-connections whose maps preserve the magnitude of the signal.
 
     x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
     H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
 
+    A write is deferred: it only stores its arguments, and one operator performs the write and the next read. The stream
+    is [X] before the first sublayer, then [X, y, H_post, H_res], which represents H_res X + H_post^T y.
+
     num_streams: n.
-    iterations: of Sinkhorn-Knopp.
+    iterations: the number of Sinkhorn-Knopp iterations.
     collapse: as in HyperConnections.
     """
 
@@ -171,7 +172,7 @@ class ManifoldHyperConnections(Connection):
         return (input_btd,), (x_btnd, post_btn, res_btij)
 
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """H_pre, H_post and H_res of every token."""
+        """Return H_pre, H_post and H_res of every token."""
         return mhc_maps(x_btnd, self.norm * self.phi, self.alpha, self.bias, self.eps, self.iterations)
 
     def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor, Tensor]) -> Stream:
@@ -179,7 +180,7 @@ class ManifoldHyperConnections(Connection):
         return [x_btnd, output_btd, post_btn, res_btij]
 
     def streams(self, stream: Stream) -> Tensor:
-        """X_btnd that this stream stands for."""
+        """Return X_btnd, with the pending write applied."""
         x_btnd, pending = _pending(stream)
         return x_btnd if pending is None else write_streams(x_btnd, pending)
 
@@ -191,7 +192,7 @@ class ManifoldHyperConnections(Connection):
         return self.collapse(self.streams(stream))
 
     def diagnostics(self, stream: Stream) -> dict[str, Tensor]:
-        """How far H_res is from its manifold, where rows and columns sum to 1."""
+        """Return the distance of H_res from its manifold, where all rows and columns sum to 1."""
         if self.collapse is not None:
             return {}
         _, _, res_btij = self.maps(self.streams(stream))
@@ -209,7 +210,7 @@ class ManifoldHyperConnections(Connection):
 
 
 class Collapse(nn.Module):
-    """The streams as one hidden state: x_btnd -> x_btd."""
+    """Reduces the streams to one hidden state: x_btnd -> x_btd."""
 
     def __init__(self, num_streams: int, kind: str):
         super().__init__()
@@ -233,17 +234,17 @@ def _pending(stream: Stream) -> tuple[Tensor, Pending | None]:
 
 
 def copies(embedding_btd: Tensor, num_streams: int) -> Tensor:
-    """X_btnd at the bottom of the decoder."""
+    """Return X_btnd before the first sublayer."""
     return embedding_btd[:, :, None].expand(-1, -1, num_streams, -1)
 
 
 def stream_flops(n: int, d: int) -> float:
-    """FLOPs per token of H_pre X, H_res X and H_post^T y."""
+    """Return the FLOPs per token of H_pre X, H_res X and H_post^T y."""
     return 2.0 * d * (2 * n + n * n)
 
 
 def stream_values(n: int, d: int) -> float:
-    """X read for the maps, for H_pre X and for H_res X, and written, twice; less what the residual connection moves.
+    """Return the values per token read and written for X, the input and the output, less the residual connection's 3 D.
 
     The Depth-Attention paper (appendix B.5) counts 23 D for n = 4.
     """

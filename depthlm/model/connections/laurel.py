@@ -12,7 +12,7 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 
 class Laurel(Connection):
-    """A learned term beside the skip of every sublayer, x_{i+1} = f(x_i) + g(x_i, x_{i-1}, ...).
+    """A residual connection with learned weights or a learned low-rank term, x_{i+1} = f(x_i) + g(x_i, x_{i-1}, ...).
 
     rw, residual weights:       alpha f(x_i) + beta x_i
     lr, low rank:               f(x_i) + B A x_i + x_i
@@ -23,8 +23,8 @@ class Laurel(Connection):
           `--- B A x -------'       the stream is [x_{i-k+1}, ..., x_i] (pa), else [x_i]
 
     variant: rw, lr or pa.
-    rank: r of A (r x D) and B (D x r, zero at the start), of lr and pa.
-    last_k: k, of pa, this sublayer's own input included.
+    rank: r of A (r x D) and B (D x r, initially zero), for lr and pa.
+    last_k: k, for pa. It counts the input of this sublayer.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Laurel(Connection):
         x = stream[-1]
         if self.variant == "rw":
             return [self.alpha * output_btd + self.beta * x]
-        # B A is linear: one product serves all k
+        # B A is linear, so it is applied once to the weighted sum
         z = x if self.variant == "lr" else weighted_sum(self.gamma, stream[::-1])
         y = x + output_btd + F.linear(F.linear(z, self.down), self.up)
         return [*stream, y][-self.last_k :] if self.variant == "pa" else [y]
@@ -69,16 +69,16 @@ class Laurel(Connection):
         return 4.0 * self.rank * d * self.low_rank + 2.0 * d * self.num_sources
 
     def io_values(self) -> float:
-        """The sources read, x once more for A, the products with A and B written and read."""
+        """Return the values of the sources read, of x read for A, and of the products with A and B written and read."""
         d = self.size.hidden_size
         return float(d * self.num_sources + 2 * (d + self.rank)) if self.low_rank else 0.0
 
     @property
     def low_rank(self) -> bool:
-        """Whether this sublayer has A and B."""
+        """Whether this connection has A and B."""
         return hasattr(self, "down")
 
     @property
     def num_sources(self) -> int:
-        """Inputs that pa sums."""
+        """The number of sublayer inputs that pa sums."""
         return len(self.gamma) if hasattr(self, "gamma") else 0

@@ -1,8 +1,8 @@
-"""Reads in two phases: what several sublayers read of old sources is read once for all of them.
+"""Two-phase reads: several sublayers share one pass over the old sources.
 
-Where a read's queries or weights are parameters, they are known before the read: the first sublayer of a phase reads
-the sources that are there for all sublayers of the phase, and each adds what has come since when its turn comes.
-(Attention Residuals, arXiv 2603.15031, section 4.2, where the blocks are its phases.)
+If the queries or weights of a read are parameters, they are known before the read. So the first reader of a phase reads
+all sources that exist at that time, for all readers of the phase. Each later reader adds only the sources that were
+written since (Attention Residuals, arXiv 2603.15031, section 4.2, where each block is a phase).
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from depthlm.model.connections.connection import Connection
 
 Reader = TypeVar("Reader", bound=Connection)
 
-# reads of a phase: more of them share a pass over old sources, but leave more new sources to be read one by one
+# reads per phase: with more reads, fewer passes over old sources, but more new sources that each read adds by itself
 READS = 8
 
 
 def phase_of(reader: Reader, readers: Sequence[Reader], length: int) -> list[Reader]:
-    """The readers of its phase: `length` of them in a row, the first of all being the first of a phase."""
+    """Return the phase of a reader. Phases are runs of `length` consecutive readers; the first starts at readers[0]."""
     begin = readers.index(reader) // length * length
     return list(readers[begin : begin + length])

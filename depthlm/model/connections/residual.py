@@ -6,7 +6,7 @@ from depthlm.model.connections.connection import Connection, Inputs, Stream
 
 
 class Residual(Connection):
-    """The stream is one tensor.
+    """The residual connection of a standard decoder. The stream is one tensor.
 
     h_btd --+-----------------(+)-> h_btd
             `-> sublayer f ----'

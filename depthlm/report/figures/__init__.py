@@ -1,1 +1,1 @@
-"""The report's pictures: each draws one PNG, or none where nothing has been measured."""
+"""The figures of reports: each module draws one PNG, or none where nothing has been measured."""

@@ -1,4 +1,4 @@
-"""Where a row stands along an axis: a setting of the points, or a number of its run."""
+"""The position of a row on an axis: a setting of its points, or a number of its run."""
 
 from collections.abc import Sequence
 
@@ -10,28 +10,28 @@ from depthlm.report.sweep import Sweep
 
 
 def setting(row: Row, name: str) -> str | None:
-    """A setting of a row, or the quotient of two of them, `a / b`, to one decimal; None where the row lacks it."""
+    """Return a setting of a row, or a quotient `a / b` of two settings, to one decimal; None where the row lacks it."""
     if " / " not in name:
         return row.settings.get(name)
-    above, _, below = name.partition(" / ")
-    numbers = [as_number(row.settings.get(part, "")) for part in (above, below)]
+    numerator, _, denominator = name.partition(" / ")
+    numbers = [as_number(row.settings.get(part, "")) for part in (numerator, denominator)]
     if numbers[0] is None or not numbers[1]:
         return None
     return f"{round(numbers[0] / numbers[1], 1):g}"
 
 
 def axis_title(name: str) -> str:
-    """What an axis is called: the last part of a setting's name, or of two."""
+    """Return the title of an axis: the last part of a setting's name, or of two settings' names."""
     return " / ".join(part.rpartition(".")[2].replace("_", " ") for part in name.split(" / "))
 
 
 def is_setting(sweep: Sweep, name: str) -> bool:
-    """Whether an axis is a setting of the points, else it is a number of summary.json."""
+    """Return whether an axis is a setting of the points; otherwise it is a number of summary.json."""
     return any(setting(row, name) is not None for row in sweep.rows)
 
 
 def as_number(text: str) -> float | None:
-    """A setting as a number, `10B` too, else None."""
+    """Return a setting as a number, also in the form `10B`; None where it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -43,28 +43,28 @@ def as_number(text: str) -> float | None:
 
 
 def ordered(values: Sequence[str]) -> list[str]:
-    """Distinct settings, smallest first where all are numbers, else as they come."""
-    found = list(dict.fromkeys(values))
-    numbers = {value: as_number(value) for value in found}
+    """Return the distinct settings, ascending where all are numbers, else in their given order."""
+    distinct = list(dict.fromkeys(values))
+    numbers = {value: as_number(value) for value in distinct}
     if any(number is None for number in numbers.values()):
-        return found
-    return sorted(found, key=lambda value: numbers[value] or 0.0)
+        return distinct
+    return sorted(distinct, key=lambda value: numbers[value] or 0.0)
 
 
 def place(sweep: Sweep, row: Row, name: str) -> float | str | None:
-    """Where our number of a row stands along an axis: a number, or a setting in words; None where it has no place."""
+    """Return the position of our number of a row on an axis: a number, or a setting as text; None if unknown."""
     if not is_setting(sweep, name):
-        found = measured(row, Column(metric=name))
-        return None if found is None else found.mean
+        number = measured(row, Column(metric=name))
+        return None if number is None else number.mean
     text = setting(row, name)
     every = [value for other in sweep.rows if (value := setting(other, name)) is not None]
     return text if text is None or any(as_number(value) is None for value in every) else as_number(text)
 
 
 def paper_place(sweep: Sweep, row: Row, name: str) -> float | str | None:
-    """Where the paper's number of a row stands: by its setting, the paper's own number, or ours under its protocol.
+    """Return the position of the paper's number: from the setting, the paper's number, or ours under its protocol.
 
-    A paper that prints one count of parameters for a pair of models prints the baseline's.
+    Where a paper prints one parameter count for a pair of models, it is the baseline's.
     """
     if is_setting(sweep, name):
         return place(sweep, row, name)

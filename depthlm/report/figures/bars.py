@@ -1,4 +1,4 @@
-"""Rows as bars: differences against the baseline, ours beside the paper's."""
+"""A bar chart of the rows: differences against the baseline, ours next to the paper's."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ HEIGHT = 0.36
 def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the first column of each row as a difference against the baseline's; None where there is none to draw.
 
-    Returns what must be said of the picture.
+    Returns the notes on the figure.
     """
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""The first column over two settings: a panel for each series, and for each difference against the baseline."""
+"""Heatmaps of the first column over two settings: a panel per series and per difference against the baseline."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from depthlm.report.tables import number_text, signed_text
 
 @dataclass(frozen=True)
 class Panel:
-    """A grid of numbers, [y, x]; nan where there is none. centred: whether they are differences."""
+    """A grid of numbers, [y, x]; nan where there is none. centred: whether the numbers are differences."""
 
     title: str
     grid: Any
@@ -28,7 +28,7 @@ class Panel:
 def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the heatmaps, ours above the paper's; None where there is nothing to draw.
 
-    Rows without both settings have no cell. Returns what must be said of the picture.
+    Rows without both settings have no cell. Returns the notes on the figure.
     """
     across, upwards = sweep.experiment.x, sweep.experiment.y or ""
     cells = {row.label: (setting(row, across), setting(row, upwards)) for row in sweep.rows}
@@ -37,8 +37,8 @@ def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
     name, column = sweep.first
 
     def ours(row: Row) -> float | None:
-        found = measured(row, column)
-        return None if found is None else found.mean
+        number = measured(row, column)
+        return None if number is None else number.mean
 
     rows = [_panels(sweep, placed, x, y, ours, "")]
     if any(paper(row, name) is not None for row in placed):
@@ -58,13 +58,13 @@ def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
             place.set_xlabel(axis_title(across))
     figure.suptitle(f"{title_of(name, column)} ({column.better} is better)", fontsize="medium")
     save(figure, path)
-    told = ["Hatched cells: no complete run (or, of the paper's, no number)."]
-    told.append("The best cell of a panel is bold; colours are shared by the panels of one kind.")
+    notes = ["Hatched cells: no complete run (in the paper's panels, no number)."]
+    notes.append("The best cell of a panel is bold; panels of one kind share a colour scale.")
     if len(placed) < len(sweep.rows):
-        told.append(f"{len(sweep.rows) - len(placed)} rows have not both settings, and no cell.")
+        notes.append(f"{len(sweep.rows) - len(placed)} rows lack one of the settings and have no cell.")
     if len({(series_of(row, sweep.experiment), cells[row.label]) for row in placed}) < len(placed):
-        told.append("Several rows share a cell; it shows the first: fix what else they differ in.")
-    return told
+        notes.append("Several rows share a cell, which shows the first; fix the other settings in which they differ.")
+    return notes
 
 
 def _panels(
@@ -77,7 +77,7 @@ def _panels(
 ) -> list[Panel]:
     names = series_names(rows, sweep.experiment)
     grids = {series: np.full((len(y), len(x)), np.nan) for series in names}
-    # the first row of a cell is the one that stays
+    # reversed, so that the first row of a cell remains
     for row in reversed(rows):
         number = value(row)
         across, upwards = (str(setting(row, name or "")) for name in (sweep.experiment.x, sweep.experiment.y))

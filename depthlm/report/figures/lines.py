@@ -1,4 +1,4 @@
-"""The first column along a setting or a number, one line a series, the paper's numbers as hollow markers."""
+"""A line chart of the first column over a setting or a number: one line per series, hollow markers for the paper."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from depthlm.report.rows import Row, measured, paper
 from depthlm.report.series import series_names, series_of
 from depthlm.report.sweep import Sweep, title_of
 
-# a numeric axis that spans more than this factor is logarithmic
+# a numeric axis that spans more than this factor becomes logarithmic
 LOGARITHMIC = 6
 PAPER = ", the paper's"
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A number at x, and its deviation over seeds; y is nan where there is none, and the line is broken.
+    """A number at x, and its deviation over seeds; where y is nan, the line has a gap.
 
-    x is None where the row lacks that setting, so that it holds all along, or where it is not known.
+    x is None where the row lacks the setting, so that its number holds for the whole axis, or where x is unknown.
     """
 
     x: float | str | None
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """A series along the axis, of ours or, hollow, of the paper's."""
+    """A series along the axis: ours, or the paper's (hollow)."""
 
     name: str
     look: Look
@@ -42,12 +42,12 @@ class Line:
 def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the first column along the experiment's x; None where there is nothing to draw.
 
-    Where the protocol is not the paper's, its numbers have a panel of their own. Returns what must be said.
+    Where the protocol is not the paper's, the paper's numbers are in a separate panel. Returns notes on the figure.
     """
     ours, theirs = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
     if not ours and not theirs:
         return None
-    # on one axis only where they mean the same
+    # on one axis only if they are comparable
     panels = [ours + theirs] if sweep.as_printed else [lines for lines in (ours, theirs) if lines]
     figure, axes = subplots(len(panels), 7.5 if len(panels) == 1 else 12, 5)
     name, column = sweep.first
@@ -59,12 +59,12 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
     _legend(figure, axes[0])
     save(figure, path)
-    told = ["Hollow markers: the paper's numbers."] if theirs else []
-    told.append("Lines are broken where a number is missing.")
+    notes = ["Hollow markers: the paper's numbers."] if theirs else []
+    notes.append("Lines are broken where a number is missing.")
     unplaced = sum(paper(row, name) is not None and not math.isfinite(_mark(sweep, row, True).y) for row in sweep.rows)
     if unplaced:
-        told.append(f"{unplaced} of the paper's numbers are not drawn: where they stand along the axis is not known.")
-    return told
+        notes.append(f"{unplaced} of the paper's numbers are not drawn: their position on the axis is unknown.")
+    return notes
 
 
 def _lines(sweep: Sweep, hollow: bool) -> list[Line]:
@@ -80,7 +80,7 @@ def _lines(sweep: Sweep, hollow: bool) -> list[Line]:
 
 
 def _mark(sweep: Sweep, row: Row, hollow: bool) -> Mark:
-    """The number of a row on the axis; y is nan where it has none, or no place there."""
+    """Return the mark of a row; y is nan where the row has no number or no position on the axis."""
     name, column = sweep.first
     x = (paper_place if hollow else place)(sweep, row, sweep.experiment.x)
     ours, theirs = measured(row, column), paper(row, name)
@@ -120,26 +120,26 @@ def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
 
 
 def _points(marks: Sequence[Mark], order: Sequence[str], exact: bool) -> list[tuple[float, Mark]]:
-    """The marks of a line with their places, left to right where all places are known; words stand in their order."""
-    found = []
+    """Return the marks with their positions, from left to right where all are known; text values keep their order."""
+    points = []
     for mark in marks:
         if isinstance(mark.x, str):
-            found.append((float(order.index(mark.x)), mark))
+            points.append((float(order.index(mark.x)), mark))
         elif mark.x is not None:
-            found.append((mark.x, mark))
+            points.append((mark.x, mark))
         elif not exact:
-            # a gap whose place is not known breaks the line all the same
-            found.append((math.nan, mark))
-    return sorted(found, key=lambda point: point[0]) if exact else found
+            # a gap at an unknown position still breaks the line
+            points.append((math.nan, mark))
+    return sorted(points, key=lambda point: point[0]) if exact else points
 
 
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """One for all panels, below: ours above the paper's."""
+    """Draw one legend for all panels, below them, with ours above the paper's."""
     shown: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             shown.setdefault(label, handle)
-    # filled column by column
+    # matplotlib fills a legend column by column
     names = list(dict.fromkeys(label.removesuffix(PAPER) for label in shown))
     labels = sorted(shown, key=lambda label: (names.index(label.removesuffix(PAPER)), label))
     ours = sum(not label.endswith(PAPER) for label in labels)
@@ -148,7 +148,7 @@ def _legend(figure: Any, panels: Sequence[Any]) -> None:
 
 
 def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
-    """A logarithmic axis where the numbers span much. exact: ticks at the numbers themselves, where they are few."""
+    """Make the axis logarithmic for a wide range. exact: put the ticks at the numbers themselves, if they are few."""
     low, high = min(numbers), max(numbers)
     if low > 0 and high > LOGARITHMIC * low:
         axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""The loss curves of many runs in one picture."""
+"""The loss curves of many runs in one figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from depthlm.counts import count_text
 from depthlm.report.figures.style import Look, grid, save, short, subplots
 from depthlm.runs.records import COMPLETE, RunRecord
 
-# shares: of a run's logged steps that training loss is averaged over; of the longest run, what may leave the picture at
-# its start, and what the second panel begins with
+# shares of a run's logged steps over which the training loss is averaged; of the longest run, whose losses before START
+# may exceed the y axis, and at which the second panel begins
 SMOOTHED, START, LATE = 0.02, 0.05, 0.6
 MOST_NAMED = 24
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A run to draw. mechanism: what runs of one colour have in common."""
+    """A run to draw. mechanism: shared by the runs of one colour."""
 
     name: str
     mechanism: str
@@ -41,7 +41,7 @@ class Drawn:
 def draw_loss_curves(traces: Sequence[Trace], path: Path) -> list[str] | None:
     """Draw training losses, lightly smoothed, and validation losses over tokens; None where no run has any.
 
-    Returns what must be said of the picture.
+    Returns the notes on the figure.
     """
     drawn = [read(trace) for trace in traces]
     drawn = [entry for entry in drawn if np.isfinite(entry.loss).any()]
@@ -56,22 +56,22 @@ def draw_loss_curves(traces: Sequence[Trace], path: Path) -> list[str] | None:
     late.set(title="the same, the end of the longest run", xlim=(LATE * longest, longest * 1.02))
     handles, labels = whole.get_legend_handles_labels()
     if not named:
-        # one of each mechanism stands for all
+        # one legend entry per mechanism
         labels = [entry.trace.mechanism for entry in drawn]
         handles = [handles[labels.index(label)] for label in dict.fromkeys(labels)]
         labels = list(dict.fromkeys(labels))
     figure.legend(handles, labels, frameon=False, fontsize="small", loc="outside right center")
     save(figure, path)
-    told = [f"Training loss is a running mean over {SMOOTHED:.0%} of a run's logged steps."]
+    notes = [f"Training loss is a running mean over {SMOOTHED:.0%} of a run's logged steps."]
     if any(entry.trace.run.state != COMPLETE for entry in drawn):
-        told.append("Pale lines that end in a cross are runs that are not complete.")
+        notes.append("Pale lines that end in a cross are incomplete runs.")
     if not named:
-        told.append(f"{len(drawn)} runs are too many to name each.")
-    return told
+        notes.append(f"{len(drawn)} runs are too many to name individually.")
+    return notes
 
 
 def read(trace: Trace) -> Drawn:
-    """The losses of a run, as far as its rows are whole."""
+    """Return the losses of a run, from its valid rows."""
     rows = [row for row in trace.run.rows if _number(row.get("tokens")) is not None]
     losses = [_number(row.get("loss")) for row in rows]
     means = [_validation(row) for row in rows]
@@ -85,10 +85,10 @@ def read(trace: Trace) -> Drawn:
 
 
 def _validation(row: dict[str, Any]) -> float | None:
-    """The mean over all sets, where all were measured."""
-    found = [_number(row[name]) for name in row if name.startswith("validation/") and name.endswith("/loss")]
-    finite = [value for value in found if value is not None]
-    return sum(finite) / len(finite) if finite and len(finite) == len(found) else None
+    """Return the mean over all sets, or None where not all were measured."""
+    losses = [_number(row[name]) for name in row if name.startswith("validation/") and name.endswith("/loss")]
+    finite = [value for value in losses if value is not None]
+    return sum(finite) / len(finite) if finite and len(finite) == len(losses) else None
 
 
 def _number(value: Any) -> float | None:
@@ -97,29 +97,29 @@ def _number(value: Any) -> float | None:
 
 
 def smooth(loss: Any) -> Any:
-    """The centred mean over SMOOTHED of the rows; at the ends over what is there, and gaps stay gaps."""
+    """Return the centred mean over a share SMOOTHED of the rows, over fewer at the ends; gaps remain gaps."""
     width = int(SMOOTHED * len(loss)) // 2
     if width == 0:
         return loss
-    here = np.isfinite(loss)
+    finite = np.isfinite(loss)
     window = np.ones(2 * width + 1)
-    total = np.convolve(np.where(here, loss, 0.0), window, "same")
-    count = np.convolve(here.astype(float), window, "same")
-    return np.where(here, total / np.maximum(count, 1), np.nan)
+    total = np.convolve(np.where(finite, loss, 0.0), window, "same")
+    count = np.convolve(finite.astype(float), window, "same")
+    return np.where(finite, total / np.maximum(count, 1), np.nan)
 
 
 def _draw(axes: Any, drawn: Sequence[Drawn], begin: float, named: bool) -> None:
-    """Draw all, with a range of losses that shows everything after so many tokens."""
+    """Draw all runs, with a range of losses that includes every loss after `begin` tokens."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     width = 1.5 if len(drawn) <= 8 else 1.0 if named else 0.6
     for entry in drawn:
         run, colour = entry.trace.run, entry.trace.look.colour
-        half = run.state != COMPLETE
-        label = f"{short(entry.trace.name, 60)}{f' ({run.state}, step {run.step:,})' if half else ''}"
+        partial = run.state != COMPLETE
+        label = f"{short(entry.trace.name, 60)}{f' ({run.state}, step {run.step:,})' if partial else ''}"
         dash = entry.trace.look.dash if named else "-"
-        axes.plot(entry.tokens, entry.loss, label=label, alpha=0.5 if half else 0.95, color=colour, ls=dash, lw=width)
-        if half:
+        axes.plot(entry.tokens, entry.loss, label=label, alpha=0.5 if partial else 0.95, color=colour, ls=dash, lw=width)
+        if partial:
             end = np.flatnonzero(np.isfinite(entry.loss))[-1]
             axes.plot(entry.tokens[end], entry.loss[end], "x", color=colour, ms=8, mew=2)
         axes.plot(entry.validated, entry.validation, "o", color=colour, ms=5 if named else 2.5, mec="white", mew=0.5)

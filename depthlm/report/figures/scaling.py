@@ -1,4 +1,4 @@
-"""Loss over compute and over parameters, with the fits of each series, and what the baseline would need."""
+"""The loss over compute and over parameters, with the fits of each series and what the baseline needs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,16 +24,16 @@ from depthlm.report.series import reference_of, series_of
 from depthlm.report.sweep import Sweep, title_of
 
 
-def draw_scaling(sweep: Sweep, found: Sequence[Curve], saved: Sequence[Saving], path: Path) -> list[str] | None:
+def draw_scaling(sweep: Sweep, fitted_curves: Sequence[Curve], saved: Sequence[Saving], path: Path) -> list[str] | None:
     """Draw points and fits on logarithmic axes, and differences against the baseline; None where no point is complete.
 
-    Returns what must be said of the picture.
+    Returns the notes on the figure.
     """
-    shown = [curve for curve in found if curve.sizes]
+    shown = [curve for curve in fitted_curves if curve.sizes]
     if not shown:
         return None
     styles = looks([mechanism_of(curve.sizes[0].row) for curve in shown])
-    baseline = baseline_of(sweep, found)
+    baseline = baseline_of(sweep, fitted_curves)
     apart = [[] if curve is baseline else _differences(sweep, curve) for curve in shown]
     panels = 3 if any(apart) else 2
     figure, (axes,) = subplots(panels, 5.7 * panels, 5)
@@ -41,9 +41,9 @@ def draw_scaling(sweep: Sweep, found: Sequence[Curve], saved: Sequence[Saving], 
         _draw(axes[0], curve, look, lambda size: size.compute, curve.by_compute)
         _draw(axes[1], curve, look, lambda size: size.parameters, curve.by_parameters)
     fitted = any(curve.by_compute or curve.by_parameters for curve in shown)
-    told = ["Dashed lines: the fits, each over its own points."] if fitted else []
+    notes = ["Dashed lines: the fits, each over its own points."] if fitted else []
     if sweep.as_printed and any(paper_fit(sweep, curve) for curve in shown):
-        told.append("Dotted lines, where they come into the picture: the paper's fits.")
+        notes.append("Dotted lines, where visible: the paper's fits.")
         for curve, look in zip(shown, styles, strict=True):
             if (theirs := paper_fit(sweep, curve)) is not None:
                 x = np.geomspace(curve.sizes[0].compute, curve.sizes[-1].compute, 2)
@@ -54,7 +54,7 @@ def draw_scaling(sweep: Sweep, found: Sequence[Curve], saved: Sequence[Saving], 
         _segment(axes[1], size.parameters, entry.parameters, size.loss, f"{entry.percent:+.1f}% parameters")
         if entry.multiplier is not None:
             _segment(axes[0], size.compute, entry.compute, size.loss, f"{entry.multiplier:.2f}x compute")
-        told.append(f"Black dashed segments: what {baseline.name} needs, by its fit, for the loss of {size.row.label}.")
+        notes.append(f"Black dashed segments: what {baseline.name} needs by its fit for the loss of {size.row.label}.")
     title = title_of(*sweep.first)
     losses = [size.loss for curve in shown for size in curve.sizes]
     _limit(axes[0], losses, "training compute (PFLOP/s-days)", title)
@@ -70,19 +70,19 @@ def draw_scaling(sweep: Sweep, found: Sequence[Curve], saved: Sequence[Saving], 
         axes[2].set(xlabel="parameters", ylabel=f"{title},\ndifference against the baseline")
         log_ticks(axes[2].xaxis, axes[2].get_xlim(), counts=True)
         grid(axes[2])
-        told.append("On the right, runs of the same size and protocol are compared.")
+        notes.append("The right panel compares runs of the same size and protocol.")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(7, len(shown)))
     save(figure, path)
-    return told
+    return notes
 
 
 def widest(saved: Sequence[Saving]) -> Saving | None:
-    """The saving to draw: at the largest size where it is not extrapolated, else at the largest; of those the most."""
-    told = [entry for entry in saved if entry.percent is not None and entry.percent > 0]
-    inside = [entry for entry in told if entry.parameters is not None and not entry.parameters.extrapolated]
+    """Return the saving to draw: the greatest at the largest size, among those not extrapolated if there are any."""
+    positive = [entry for entry in saved if entry.percent is not None and entry.percent > 0]
+    inside = [entry for entry in positive if entry.parameters is not None and not entry.parameters.extrapolated]
     return max(
-        inside or told, key=lambda entry: (round(np.log2(entry.size.parameters), 1), entry.percent), default=None
+        inside or positive, key=lambda entry: (round(np.log2(entry.size.parameters), 1), entry.percent), default=None
     )
 
 
@@ -95,31 +95,31 @@ def _draw(axes: Any, curve: Curve, look: Look, x_of: Callable[[Size], float], la
 
 
 def _differences(sweep: Sweep, curve: Curve) -> list[tuple[float, float, float]]:
-    """Parameters, difference against the baseline's row of the same task, and its deviation; nan for missing rows."""
-    found = []
+    """Return each row's parameters, difference from the baseline's row, and its deviation; nan for missing rows."""
+    points = []
     for row in sweep.rows:
         reference = reference_of(row, sweep.rows, sweep.experiment)
         if series_of(row, sweep.experiment) != curve.series or reference is None or reference is row:
             continue
         apart, parameters = difference(row, reference, sweep.first[1]), measured(row, PARAMETERS)
         if apart is None or parameters is None:
-            found.append((np.nan, np.nan, np.nan))
+            points.append((np.nan, np.nan, np.nan))
         else:
-            found.append((parameters.mean, apart.mean, apart.deviation or 0.0))
-    return found if np.isfinite(found).any() else []
+            points.append((parameters.mean, apart.mean, apart.deviation or 0.0))
+    return points if np.isfinite(points).any() else []
 
 
 def _segment(axes: Any, start: float, needs: Needed | None, loss: float, text: str) -> None:
     if needs is None:
         return
     axes.plot([start, needs.x], [loss, loss], color="black", ls="--", lw=1.6, zorder=4)
-    # above and to the right of falling curves is room
-    told = f"{text}, extrapolated" if needs.extrapolated else text
-    axes.annotate(told, (max(start, needs.x), loss), xytext=(3, 9), textcoords="offset points", size=9)
+    # there is space above and to the right of falling curves
+    label = f"{text}, extrapolated" if needs.extrapolated else text
+    axes.annotate(label, (max(start, needs.x), loss), xytext=(3, 9), textcoords="offset points", size=9)
 
 
 def _limit(axes: Any, losses: Sequence[float], what: str, title: str) -> None:
-    """Logarithmic axes with room around the losses, whatever else is drawn."""
+    """Set logarithmic axes with a margin around the losses, independent of what else is drawn."""
     low, high = min(losses), max(losses)
     room = (high / low) ** 0.08 if high > low else 1.02
     axes.set(xscale="log", yscale="log", xlabel=what, ylabel=title, ylim=(low / room, high * room))

@@ -1,4 +1,4 @@
-"""How the report's pictures look: one colour a mechanism over all of them, and axes that say their unit."""
+"""The style of the report's figures: one colour per mechanism in all of them, grids and ticks."""
 
 import zlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from depthlm.counts import count_text
 from depthlm.report.rows import Row
 
-# the colours of Okabe and Ito, and of Tol, that colour-blind readers tell apart; one family of hue a paper's mechanism
+# colours of Okabe and Ito, and of Tol, that colour-blind readers can distinguish; variants of a mechanism share a hue
 COLOURS = {
     "vanilla": "#4D4D4D",
     "depth_attention": "#0072B2",
@@ -34,7 +34,7 @@ DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 
 @dataclass(frozen=True)
 class Look:
-    """How a series is drawn."""
+    """The style of a series."""
 
     colour: str
     marker: str
@@ -42,7 +42,7 @@ class Look:
 
 
 def colour_of(mechanism: str) -> str:
-    """The colour of a mechanism, the same in every picture; of a pair, of its first part that has one."""
+    """Return the colour of a mechanism, the same in every figure; for a pair, that of its first part that has one."""
     parts = mechanism.replace(",", "+").split("+")
     known = [COLOURS[part] for part in parts if part in COLOURS and part != "vanilla"]
     if known or mechanism == "vanilla":
@@ -51,7 +51,7 @@ def colour_of(mechanism: str) -> str:
 
 
 def mechanism_of(row: Row) -> str:
-    """The mechanism of a row, by its settings: a preset, or the parts that replace vanilla's."""
+    """Return the mechanism of a row from its settings: a preset, or the parts that replace vanilla's."""
     settings = row.settings
     parts = [value for name, value in settings.items() if name in ("model/connection", "model/attention")]
     named = settings.get("model", "vanilla" if not parts else "")
@@ -59,26 +59,26 @@ def mechanism_of(row: Row) -> str:
 
 
 def looks(mechanisms: Sequence[str]) -> list[Look]:
-    """A look for each series of a picture; of one mechanism, one hue, with other markers, dashes and shades."""
+    """Return a look for each series; those of one mechanism share the hue and differ in marker, dash and shade."""
     colours = [colour_of(mechanism) for mechanism in mechanisms]
-    found = []
+    styles = []
     for number, colour in enumerate(colours):
         before, every = colours[:number].count(colour), colours.count(colour)
-        # dashes tell a few apart, and more are paler too
+        # dashes distinguish a few series; with more, shades vary too
         pale = 0.0 if every <= len(DASHES) else 0.65 * before / (every - 1)
         look = Look(lightened(colour, pale), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
-        found.append(look)
-    return found
+        styles.append(look)
+    return styles
 
 
 def lightened(colour: str, share: float) -> str:
-    """A colour, `#RRGGBB`, mixed with so much white."""
+    """Return a colour, `#RRGGBB`, mixed with a share of white."""
     parts = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
     return "#" + "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
 
 
 def subplots(columns: int, width: float, height: float, rows: int = 1, **settings: Any) -> tuple[Any, Any]:
-    """A figure and its axes, [rows, columns]; nothing is shown on a screen."""
+    """Return a figure and its axes, [rows, columns], without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,7 +89,7 @@ def subplots(columns: int, width: float, height: float, rows: int = 1, **setting
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the picture."""
+    """Write the figure to a file and close it."""
     import matplotlib.pyplot as plt
 
     try:
@@ -99,14 +99,14 @@ def save(figure: Any, path: Path) -> None:
 
 
 def grid(axes: Any, which: str = "both") -> None:
-    """A faint grid behind the data, and no box around it."""
+    """Draw a faint grid behind the data, and remove the box around it."""
     axes.grid(alpha=0.25, axis=which)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> None:
-    """Few round ticks on a logarithmic axis, also where it spans less than a decade. counts: 360M, not 3.6e8."""
+    """Set few round ticks on a logarithmic axis, even below one decade. counts: write 360M, not 3.6e8."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     low, high = limits
@@ -126,6 +126,6 @@ def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> N
 
 
 def short(text: str, width: int = 44) -> str:
-    """A text for a legend or a title, cut where it is long; a dollar sign begins no formula."""
+    """Return text for a legend or a title, truncated where it is long, with dollar signs escaped."""
     text = " ".join(text.split()).replace("$", r"\$")
     return text if len(text) <= width else f"{text[: width - 1]}…"

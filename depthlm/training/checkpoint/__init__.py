@@ -1,1 +1,1 @@
-"""Checkpoints and run directories: writing, restoring, and starting from other weights."""
+"""Checkpoints: saving, restoring, and initialization from other weights."""

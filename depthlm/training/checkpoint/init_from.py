@@ -1,5 +1,5 @@
-"""The weights of another run, or of a folder of Hugging Face, as the start of this one: to go on with them, or to give
-a trained decoder a mechanism."""
+"""Initialization from the weights of another run or of a Hugging Face folder, to train them further or to add a
+mechanism to a trained decoder."""
 
 import dataclasses
 import logging
@@ -26,18 +26,19 @@ from depthlm.hugging_face.pretrained import (
     read_pretrained,
 )
 from depthlm.model import Decoder
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, checkpoint_of
 
 log = logging.getLogger("depthlm")
 
 
 def import_weights(config: Config, model: Decoder) -> None:
-    """Copy the weights of the run, checkpoint or folder of Hugging Face `import_from` into the model; collective.
+    """Copy the weights of `init_from` (a run, a checkpoint or a Hugging Face folder) into the model; collective.
 
-    Every rank takes the first rank's choice. Raises UserError where the source has no whole checkpoint, one that this
-    model cannot take, or weights of Hugging Face that would compute something else in it; the model is then as it was.
+    Every rank reads the source that rank 0 chose. Raises UserError if the source has no valid checkpoint, if the model
+    cannot take its weights, or if Hugging Face weights would compute something else in it; the model is then unchanged.
     """
-    source = on_rank_0(lambda: _find(config))
+    source = on_rank_0(lambda: _find_source(config))
     device = str(next(model.parameters()).device)
     weights = (
         load_file(source.path / WEIGHTS, device=device)
@@ -47,71 +48,73 @@ def import_weights(config: Config, model: Decoder) -> None:
     kept = copy_weights(weights, model)
     log.info("weights imported from %s", source.path)
     if kept:
-        log.info("%d parameters that it does not have keep their start: %s", len(kept), "; ".join(_summed(kept)))
-    saved, now = source.config, dataclasses.asdict(config)
-    there, here = (saved.get("model") or {}).get("name"), config.model.name
-    if there != here:
-        log.info("these weights are of model %s, this run's is %s", there, here)
+        log.info("%d parameters not found there keep their initialization: %s", len(kept), "; ".join(_grouped(kept)))
+    saved, current = source.config, dataclasses.asdict(config)
+    saved_model, model_name = (saved.get("model") or {}).get("name"), config.model.name
+    if saved_model != model_name:
+        log.info("the weights are from model %s, this run trains %s", saved_model, model_name)
     if source.pretrained is not None:
         return
-    # what gives weights their meaning beside their shapes, as the tokens' ids or the angles of RoPE
-    for part in ["model"] * (there == here) + ["backbone", "size", "data"]:
-        for key, words in compare(saved.get(part) or {}, now[part], f"{part}.").items():
-            log.info("these weights were trained otherwise: %s: %s", key, words)
+    # settings that change what weights of the same shape compute, such as the token ids or the angles of RoPE
+    for part in ["model"] * (saved_model == model_name) + ["backbone", "size", "data"]:
+        for key, words in compare(saved.get(part) or {}, current[part], f"{part}.").items():
+            log.info("the weights were trained with another setting: %s: %s", key, words)
 
 
 class Source(NamedTuple):
-    """Where weights are, the configuration they were trained with as far as it is known, and the folder of Hugging
-    Face; None: it is a checkpoint."""
+    """The path of the weights, the known part of their configuration, and the Hugging Face folder they are from (None:
+    a checkpoint)."""
 
     path: Path
     config: Mapping[str, Any]
     pretrained: Pretrained | None = None
 
 
-def _find(config: Config) -> Source:
-    path = Path(config.import_from or "")
+def _find_source(config: Config) -> Source:
+    path = Path(config.init_from or "")
     if not is_pretrained(path):
-        checkpoint, manifest = checkpoint_of(path, "import_from")
+        checkpoint, manifest = checkpoint_of(path, "init_from")
         return Source(checkpoint, manifest["config"])
     pretrained = read_pretrained(path)
-    if wrong := differences(pretrained, config):
-        raise ConfigError(wrong)
-    check_tokens(pretrained, Path(config.output_dir or ""))
+    if errors := differences(pretrained, config):
+        raise ConfigError(errors)
+    check_tokens(pretrained, RunDirectory.of(config.output_dir).path)
     return Source(path, pretrained.settings, pretrained)
 
 
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
-    """Copy weights into a model by their names; returns the names of those that the source does not have.
+    """Copy weights into a model by name; returns the names of the parameters that the source does not have.
 
-    Where the model has a norm for each of an attention's three inputs and the source one for all, each gets that one.
-    Raises UserError, the model untouched, where the model has no place for a weight, or one of another shape.
+    If the model has one norm per attention input and the source a single norm, all three get the weights of that one.
+    Raises UserError if the model lacks a weight of the source, or has it in another shape; the model is then unchanged.
     """
-    ours = model.state_dict()
-    pairs = {name: _name_in_source(name, source) for name in ours}
+    parameters = model.state_dict()
+    pairs = {name: _name_in_source(name, source) for name in parameters}
     taken = set(pairs.values())
-    wrong = [f"{name} {list(source[name].shape)}: none of that name here" for name in source if name not in taken]
-    wrong += [
-        f"{theirs} {list(source[theirs].shape)}: {list(ours[name].shape)} here"
-        for name, theirs in pairs.items()
-        if theirs in source and source[theirs].shape != ours[name].shape
+    mismatches = [
+        f"{name} {list(source[name].shape)}: this model has no such parameter" for name in source if name not in taken
     ]
-    if wrong:
-        lines = "\n".join(f"  - {line}" for line in _summed(wrong))
-        raise UserError(f"import_from: this model cannot take these weights:\n{lines}")
-    for name, theirs in pairs.items():
-        if theirs in source:
-            ours[name].copy_(source[theirs])
-    return [name for name, theirs in pairs.items() if theirs not in source]
+    mismatches += [
+        f"{source_name} {list(source[source_name].shape)}: {list(parameters[name].shape)} in this model"
+        for name, source_name in pairs.items()
+        if source_name in source and source[source_name].shape != parameters[name].shape
+    ]
+    if mismatches:
+        lines = "\n".join(f"  - {line}" for line in _grouped(mismatches))
+        raise UserError(f"init_from: this model cannot take these weights:\n{lines}")
+    for name, source_name in pairs.items():
+        if source_name in source:
+            parameters[name].copy_(source[source_name])
+    return [name for name, source_name in pairs.items() if source_name not in source]
 
 
 def _name_in_source(name: str, source: Mapping[str, Tensor]) -> str:
-    one_for_all = re.sub(r"^(layers\.\d+\.attention_norm)\.\d+\.", r"\1.", name)
-    return one_for_all if name not in source and one_for_all in source else name
+    single_norm = re.sub(r"^(layers\.\d+\.attention_norm)\.\d+\.", r"\1.", name)
+    return single_norm if name not in source and single_norm in source else name
 
 
-def _summed(texts: Iterable[str]) -> list[str]:
-    """One line for what differs by numbers between dots alone, as the layers do."""
+def _grouped(texts: Iterable[str]) -> list[str]:
+    """Merge texts that differ only in numbers between dots, such as layer indices, into one line each."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", text) for text in texts)
     return [text if count == 1 else f"{text} ({count} of them)" for text, count in counts.items()]

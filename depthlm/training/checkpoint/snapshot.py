@@ -1,4 +1,4 @@
-"""A copy of the training state in the CPU's memory, to be written while training changes the state."""
+"""A copy of the training state in CPU memory, for asynchronous checkpoints."""
 
 import copy
 from collections.abc import Iterator
@@ -9,32 +9,32 @@ from torch import Tensor
 
 
 class Snapshot:
-    """Copies that the next copies overwrite: memory that is taken anew each time can be slower than the disk."""
+    """Copies of the state in reused buffers: allocating memory for every copy can be slower than the disk."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
 
     def copy(self, name: str, state: Any) -> Any:
-        """The same nested state with a copy of every tensor in it; valid until the next copy of that name."""
+        """Return the nested state with every tensor copied; valid until the next copy of that name."""
         if isinstance(state, Tensor):
             return self._copy(name, state.detach())
         if isinstance(state, dict):
             return type(state)({key: self.copy(f"{name}/{key}", value) for key, value in state.items()})
         if type(state) in (list, tuple):
             return type(state)(self.copy(f"{name}/{index}", value) for index, value in enumerate(state))
-        # as fp16's loss scale, an object that training changes
+        # an object that training changes, such as the fp16 loss scaler
         return copy.deepcopy(state)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self.kept.get(name)
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self.kept[name] = kept
-        return kept.copy_(tensor)
+        buffer = self.buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[name] = buffer
+        return buffer.copy_(tensor)
 
 
 def tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor in nested state."""
+    """Yield every tensor in a nested state."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
@@ -46,6 +46,6 @@ def tensors(state: Any) -> Iterator[Tensor]:
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of the memory behind all tensors in nested state; what several of them share is counted once."""
+    """Return the bytes of memory behind all tensors in a nested state; shared storage is counted once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(state)}
     return sum(storages.values())

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: generated configuration, start. No JSON of the user's reaches DeepSpeed."""
+"""The DeepSpeed engine and its generated configuration. DeepSpeed reads no JSON written by the user."""
 
 import contextlib
 import io
@@ -15,12 +15,12 @@ from depthlm.training.plan import Plan
 
 
 def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
-    """A DeepSpeed engine that holds the model and its optimizer, at step 0."""
+    """Return a DeepSpeed engine that holds the model and its optimizer, at step 0."""
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
     if environment.device_type(config.device) == "cpu":
-        # its shared-memory helper needs a compiler, and was seen to abort finished runs
+        # DeepSpeed's shared-memory helper needs a compiler, and has aborted complete runs
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = build_optimizer(model, config.optimizer)
     if config.deepspeed.stage == 0:
@@ -29,17 +29,17 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
     if config.deepspeed.stage == 3:
         prepare_sharding(model)
     settings = deepspeed_settings(config, plan, sum(parameter.numel() for parameter in model.parameters()))
-    # its bf16 optimizer prints its memory whatever the level of the log
+    # DeepSpeed's bf16 optimizer prints its memory use at every log level
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if engine.fp16_enabled():
-        # at its smallest the scale would raise a bare exception, where training.on_bad_numbers is to decide
+        # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     return engine
 
 
 def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str, Any]:
-    """The JSON that DeepSpeed reads. parameters: how many the model has."""
+    """Return DeepSpeed's configuration. parameters: the number of the model's parameters."""
     sharding, precision = config.deepspeed, config.precision
     stage = sharding.stage
     settings: dict[str, Any] = {
@@ -49,16 +49,16 @@ def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str,
         "steps_per_print": None,
         "zero_optimization": {
             "stage": stage,
-            # room for so many gradients is taken at once
+            # DeepSpeed allocates a buffer of this many gradients at the start
             "reduce_bucket_size": min(sharding.reduce_bucket_size, parameters),
             "allgather_bucket_size": sharding.allgather_bucket_size,
             "stage3_prefetch_bucket_size": sharding.prefetch_bucket_size,
             "overlap_comm": sharding.overlap_comm,
         },
         "zero_allow_untested_optimizer": True,
-        # its own Adam for offloaded states is compiled for minutes at the first start
+        # compiling DeepSpeed's own Adam for offloaded states takes minutes at the first start
         "zero_force_ds_cpu_optimizer": False,
-        # at stage 0 the optimizer's guard clips, since DeepSpeed would not tell the norm
+        # at stage 0 guard_step clips, since DeepSpeed would not report the norm
         "gradient_clipping": config.training.gradient_clipping if stage else 0.0,
         "data_types": {"grad_accum_dtype": "fp32"},
     }
@@ -68,7 +68,7 @@ def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str,
         pinned = {"device": "cpu", "pin_memory": environment.device_type(config.device) == "cuda"}
         settings["zero_optimization"] |= {"offload_optimizer": pinned, "offload_param": pinned}
     if precision.name == "bf16" and stage == 0:
-        # bf16 weights at stage 0 start with a wrong Adam step: fp32 weights under autocast instead
+        # with bf16 weights at stage 0 DeepSpeed's first Adam step is wrong, so fp32 weights under autocast are used
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif precision.name == "bf16":
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
@@ -84,11 +84,11 @@ def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str,
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """The number format in which the model computes outside the engine, as in validation."""
+    """Return the autocast context for computing outside the engine, as in validation."""
     half = torch.float16 if config.precision.name == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=half, enabled=config.precision.name != "fp32")
 
 
 def loss_scale(engine: Any) -> float:
-    """The factor on the loss of the next step; 1 without fp16."""
+    """Return the loss scale of the next step; 1 without fp16."""
     return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else 1.0

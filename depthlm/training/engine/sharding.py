@@ -1,4 +1,4 @@
-"""ZeRO 3, where each rank holds a shard of every weight: what DeepSpeed must be told, leaves behind and gives back."""
+"""ZeRO 3, where each rank holds a shard of every weight: registration, cleanup, and gathering of weights."""
 
 import sys
 import warnings
@@ -14,20 +14,21 @@ PLAIN_LINEAR = torch.nn.functional.linear
 
 
 def prepare_sharding(model: Decoder) -> None:
-    """Say which module reads which weights, before DeepSpeed shards them.
+    """Register which module reads which weights, before DeepSpeed shards them.
 
-    DeepSpeed gathers what a module owns when that module is called. Of a connection and an attention a layer calls
-    methods, so what these own is read by the layer; what `open`, `close` and a tied head read, by the decoder. Untold,
-    DeepSpeed notices such a read when the weight is not at hand. Small weights, which it keeps, are so first after a
-    checkpoint, and then it stops: its order of gathers is fixed by the first steps.
+    DeepSpeed gathers a module's own weights when that module is called. But a layer calls methods of its connections
+    and its attention, so the layer reads their weights. The decoder reads the weights of `open`, `close` and a tied
+    head. Without registration, DeepSpeed notices such a read only when the weight is not available. Small weights,
+    which stay gathered, first become unavailable after a checkpoint; DeepSpeed then fails, since the first steps have
+    fixed its order of gathers.
     """
     import deepspeed
 
     model.read_alone()
-    # every gather would warn that torch will rename what DeepSpeed calls
+    # DeepSpeed calls a deprecated torch function, so every gather would warn
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # DeepSpeed lists the modules at work, and one whose recomputation stops early is never taken off
-    model.register_forward_pre_hook(lambda *_: _modules_at_work().clear())
+    # DeepSpeed never removes a module whose recomputation stops early from its list of active modules
+    model.register_forward_pre_hook(lambda *_: _active_modules().clear())
     for position in range(model.loops * model.size.num_layers):
         layer = model.layers[position % model.size.num_layers]
         for part in (layer.attention, *model.connections[2 * position : 2 * position + 2]):
@@ -40,30 +41,30 @@ def prepare_sharding(model: Decoder) -> None:
 
 
 def undo_sharding() -> None:
-    """Take back what ZeRO 3 did to this process: DeepSpeed lists its modules, and F.linear is DeepSpeed's own."""
-    _modules_at_work().clear()
+    """Undo the global changes of ZeRO 3 in this process: DeepSpeed's list of modules, and its patched F.linear."""
+    _active_modules().clear()
     torch.nn.functional.linear = PLAIN_LINEAR
 
 
 def copy_to_cpu(_: str, tensor: Tensor) -> Tensor:
-    """A copy of a weight."""
+    """Return a copy of a weight on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def whole_weights(engine: Any, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
-    """The weights by name, each as `keep` keeps it; collective, and empty on other ranks than the first."""
+    """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0."""
     import deepspeed
 
-    weights, first = {}, torch.distributed.get_rank() == 0
+    weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
     for name, tensor in engine.module.state_dict(keep_vars=True).items():
-        # one at a time, for they may not fit together; what is not sharded is left as it is
+        # one weight at a time, since all together may not fit in memory; weights that are not sharded stay as they are
         with deepspeed.zero.GatheredParameters(tensor):
-            if first:
+            if is_rank_0:
                 weights[name] = keep(name, tensor)
     return weights
 
 
-def _modules_at_work() -> list[Any]:
-    """DeepSpeed's list of the modules that are computing, the innermost last."""
+def _active_modules() -> list[Any]:
+    """Return DeepSpeed's list of the modules that are computing, the innermost last."""
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     return offload.FWD_MODULE_STACK if offload is not None else []

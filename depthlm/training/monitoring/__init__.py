@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, trackers, progress, profiles, sublayer norms."""
+"""Monitoring of a run: metrics, console output, profiles, sublayer norms."""

@@ -1,4 +1,4 @@
-"""The numbers of a run in words: what is derived before step one, what it came to."""
+"""Tables of a run: the values derived from its configuration, and its summary."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.evaluation import perplexity
 from depthlm.machine import environment
 from depthlm.model import Decoder
+from depthlm.run_directory import RunDirectory
 from depthlm.training.memory_check import gib
 from depthlm.training.monitoring.display import number_text, show_table
 from depthlm.training.plan import Plan
@@ -26,7 +27,7 @@ def derived(
     flops_per_token: float,
     memory: Memory | None,
 ) -> dict[str, str]:
-    """Everything that follows from the configuration, by name."""
+    """Return the values derived from the configuration, by name."""
     size, training = config.size, config.training
     counts = count_parameters(model)
     epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
@@ -57,11 +58,11 @@ def derived(
 
 
 def memory_text(config: Config, memory: Memory | None) -> str:
-    """The memory estimate of a rank, with what it is of."""
+    """Describe the memory estimate of a rank and the settings it holds for."""
     if memory is None:
         return "none: the decoder cannot be traced"
     checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
-    offloaded = f", and {gib(memory.offloaded)} of the memory of the CPU" if memory.offloaded else ""
+    offloaded = f", and {gib(memory.offloaded)} of CPU memory" if memory.offloaded else ""
     return (
         f"{gib(memory.total)} per rank (ZeRO {config.deepspeed.stage}{checkpointing}), "
         f"{gib(memory.activations)} of it activations{offloaded}"
@@ -69,24 +70,24 @@ def memory_text(config: Config, memory: Memory | None) -> str:
 
 
 def number_formats(config: Config) -> str:
-    """What is computed, kept, added up and sent in which number format."""
+    """Describe the dtypes of computation, weights, gradient accumulation and communication."""
     name, sharding = config.precision.name, config.deepspeed
-    sent = name if sharding.communication_data_type == "auto" else sharding.communication_data_type
+    reduced = name if sharding.communication_data_type == "auto" else sharding.communication_data_type
     if name == "fp32" or sharding.stage == 0:
         computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
-        return f"{computed}; gradients added up in fp32" + (f", reduced in {sent}" if sharding.stage else "")
+        return f"{computed}; gradients accumulated in fp32" + (f", reduced in {reduced}" if sharding.stage else "")
     scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
-    return f"{name} weights, fp32 master copy; gradients added up in fp32, reduced in {sent}{scale}"
+    return f"{name} weights, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
 
 
 def mixture(plan: Plan, batches: Batches) -> str:
-    """What the run will see of each source: its share of the tokens, and how often it goes through it."""
+    """Describe each source's share of the training tokens and its epochs in the whole run."""
     seen = batches.seen(plan.max_steps)
     return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())
 
 
 def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
-    """What a complete run came to, as a table."""
+    """Print the summary of a complete run as a table."""
     unigram = summary["unigram_entropy"]
     entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
     losses = {name: loss for name, loss in summary.items() if name.startswith("validation/") and name.endswith("/loss")}
@@ -100,7 +101,7 @@ def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int
         "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
         f"{summary['tokens_per_second']:,.0f} tokens/s",
         "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
-        "loss curve": str(directory / "loss.png"),
-        "weights": str(directory / "checkpoints"),
+        "loss curve": str(RunDirectory(directory).loss_curve),
+        "weights": str(RunDirectory(directory).checkpoints),
     }
     show_table(title, rows, rank)

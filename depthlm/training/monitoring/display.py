@@ -1,4 +1,4 @@
-"""What a person sees of a run: derived numbers before step one, a progress bar on a terminal, plain lines elsewhere."""
+"""Console output of a run: tables, a progress bar on a terminal, plain log lines elsewhere."""
 
 import logging
 import sys
@@ -18,7 +18,7 @@ console = stdout_console()
 
 
 def start_logging(rank: int) -> None:
-    """Log to the screen, and keep the lines for train.log; other ranks than the first only tell of trouble."""
+    """Log to the console, and keep the lines for train.log; ranks other than 0 log only warnings and errors."""
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
@@ -35,10 +35,10 @@ def start_logging(rank: int) -> None:
 
 
 def log_to(file: Path) -> None:
-    """Log to a file too, from the lines on that were logged before there was one."""
+    """Log to a file as well, beginning with the lines logged before it was opened."""
     to_file = logging.FileHandler(file)
     to_file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
-    # a full disk may cost lines, but neither the run nor a page of tracebacks
+    # on a full disk, lines are lost without an error or a traceback
     to_file.handleError = lambda record: None  # type: ignore[method-assign]
     for handler in [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]:
         handler.setTarget(to_file)
@@ -48,7 +48,7 @@ def log_to(file: Path) -> None:
 
 
 def show_table(title: str, rows: dict[str, str], rank: int) -> None:
-    """Print names and values as a table, and log them to the file."""
+    """Print names and values as a table on rank 0, and write them to the log file."""
     if rank != 0:
         return
     table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left", title_style="bold")
@@ -64,7 +64,7 @@ def show_table(title: str, rows: dict[str, str], rank: int) -> None:
 
 
 class Bar:
-    """Progress through the steps, with loss, tokens/s and remaining time; silent off a terminal."""
+    """A progress bar with loss, tokens/s and remaining time; disabled without a terminal."""
 
     def __init__(self, first: int, last: int, rank: int) -> None:
         self.progress = Progress(
@@ -89,7 +89,7 @@ class Bar:
         self.progress.stop()
 
     def step(self, step: int) -> None:
-        """One more step is done."""
+        """Show the number of completed steps."""
         self.progress.update(self.task, completed=step)
 
     def row(self, row: dict[str, Any]) -> None:
@@ -98,14 +98,14 @@ class Bar:
 
 
 def number_text(value: float | None) -> str:
-    """Four digits, or what stands for a number that JSON cannot hold."""
+    """Format a number with four decimals; None, a number that JSON cannot represent, as 'not finite'."""
     if value is None:
         return "not finite"
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
 def measured_text(measured: dict[str, float | None]) -> str:
-    """Validation losses, each with its perplexity, and what else was measured, as a line."""
+    """Format validation losses with their perplexities, and all other measurements, as one line."""
     parts = []
     for name, value in measured.items():
         if name.endswith("/loss"):
@@ -117,12 +117,12 @@ def measured_text(measured: dict[str, float | None]) -> str:
 
 
 def row_text(row: dict[str, Any], last: int) -> str:
-    """One logged step as a line."""
+    """Format a row of metrics as one line."""
     parts = [
         f"step {row['step']}/{last}",
         f"loss {number_text(row['loss'])}",
         f"lr {row['learning_rate']:.2e}",
-        f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "left out",
+        f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "skipped",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
     if row["mfu"] is not None:

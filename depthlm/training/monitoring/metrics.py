@@ -1,4 +1,4 @@
-"""What a run measures: metrics.jsonl, the clock, peak memory, utilisation."""
+"""Measurements of a run: metrics.jsonl, training time, peak memory, peak FLOP/s."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ import torch
 
 log = logging.getLogger("depthlm")
 
-# dense bf16 (or fp16) TFLOP/s by the name torch gives, from the makers' data sheets, without sparsity
+# dense bf16 (or fp16) TFLOP/s by torch's device name, from the vendors' data sheets, without sparsity
 PEAK_TFLOPS = {
     "NVIDIA B200": 2250,
     "NVIDIA H200": 989,
@@ -37,13 +37,13 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of the device, or None for one we do not know, a part of one (MIG) or fp32: a wrong guess is worse."""
+    """Return the peak FLOP/s of a device; None rather than a guess if unknown, for a MIG slice, or in fp32."""
     tflops = PEAK_TFLOPS.get(device_name)
     return None if tflops is None or precision == "fp32" else tflops * 1e12
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory so far: of the GPU's allocator, or of this process on a CPU."""
+    """Return the peak memory so far: of the GPU's allocator, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -51,13 +51,13 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MetricsFile:
-    """metrics.jsonl: one object a logged step, appended whole and flushed; on other ranks than the first, nothing.
+    """A JSON Lines file such as metrics.jsonl, one object per row, flushed after every row. path None: writes nothing.
 
-    Where a row cannot be written, as on a full disk, it waits for the next one.
+    A row that cannot be written, for example on a full disk, is kept in memory and written with the next row.
     """
 
     def __init__(self, path: Path | None, after_step: int) -> None:
-        """Open for appending; rows of steps after `after_step`, and a torn last one, are cut off."""
+        """Open for appending; rows of steps after `after_step`, and a truncated last row, are removed."""
         self.path = path
         self.last: dict[str, Any] = {}
         self.waiting: list[str] = []
@@ -70,7 +70,7 @@ class MetricsFile:
 
     @property
     def validated(self) -> bool:
-        """Whether the newest row has its validation losses."""
+        """Return whether the newest row contains validation losses."""
         return any(name.startswith("validation/") for name in self.last)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class MetricsFile:
                     file.truncate(self.size)
                 file.write(text)
         except OSError as error:
-            log.warning("%s cannot be written (%s); its rows wait in memory", path, error)
+            log.warning("%s cannot be written (%s); its rows are kept in memory", path, error)
             return
         self.newest, self.size = self.size + len(text) - len(self.waiting[-1]), self.size + len(text)
         self.waiting.clear()
@@ -107,7 +107,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def cut_after(path: Path, step: int) -> dict[str, Any]:
-    """Cut a file of rows off behind the last whole one of at most this step, and return that; {} where there is none.
+    """Truncate a file after its last complete row of at most this step, and return that row; {} if there is none.
 
     It reads from the end, so that a run of a million steps resumes as fast as one of ten.
     """
@@ -132,12 +132,12 @@ def cut_after(path: Path, step: int) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """A number as JSON can hold it: None stands for one that is not finite."""
+    """Return a number as JSON can represent it: None if it is not finite."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 class Stopwatch:
-    """Seconds spent in training steps; pauses leave out validation and saving."""
+    """Seconds spent in training steps; paused during validation and saving."""
 
     def __init__(self, seconds_before: float = 0.0) -> None:
         self.total = seconds_before
@@ -145,19 +145,19 @@ class Stopwatch:
         self.started: float | None = None
 
     def start(self) -> None:
-        """Go on."""
+        """Start or continue."""
         self.started = time.perf_counter()
 
     def pause(self) -> None:
-        """Hold, adding what has passed to the lap and to the total."""
+        """Pause, and add the elapsed time to the lap and the total."""
         if self.started is not None:
-            passed = time.perf_counter() - self.started
-            self.total += passed
-            self.lap += passed
+            elapsed = time.perf_counter() - self.started
+            self.total += elapsed
+            self.lap += elapsed
             self.started = None
 
     def take_lap(self) -> float:
-        """Seconds since the last lap, pauses left out; begins another."""
+        """Return the seconds of the current lap without pauses, and begin a new lap."""
         running = self.started is not None
         self.pause()
         seconds, self.lap = self.lap, 0.0

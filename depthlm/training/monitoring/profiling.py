@@ -1,20 +1,22 @@
-"""A trace of a few steps, for a browser."""
+"""A profiler trace of a few steps, to be viewed in a browser."""
 
 import logging
 from pathlib import Path
 
 import torch
 
+from depthlm.run_directory import RunDirectory
+
 log = logging.getLogger("depthlm")
 
-FIRST, LAST = 3, 5  # after the warm-up of allocators and compilers
+FIRST, LAST = 3, 5  # the first steps warm up allocators and compilers
 
 
 class Profiler:
-    """Records steps FIRST to LAST of this process into profile/trace.json (open it in ui.perfetto.dev)."""
+    """Records the steps FIRST to LAST of this process in profile/trace.json (open it in ui.perfetto.dev)."""
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / "profile" / "trace.json"
+        self.path = RunDirectory(directory).trace
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -22,7 +24,7 @@ class Profiler:
         self.profile: torch.profiler.profile | None = torch.profiler.profile(activities=activities)
 
     def step(self, last: bool) -> None:
-        """A step has ended, maybe the last; the first one seen counts as step 1, also in a resumed run."""
+        """Count a finished step, from 1 in each process, also in a resumed run. last: no step follows."""
         self.steps_seen += 1
         if self.profile is None:
             return
@@ -32,7 +34,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, also of a run that ends before step LAST."""
+        """Write the recorded steps, even if the run ends before step LAST."""
         if self.profile is None:
             return
         recorded = min(self.steps_seen, LAST) - FIRST + 1
@@ -42,5 +44,5 @@ class Profiler:
             self.profile.export_chrome_trace(str(self.path))
             log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.path)
         else:
-            log.warning("no trace: a profile begins with step %d of a session", FIRST)
+            log.warning("no trace: profiling begins at step %d of a process, and this one ran fewer", FIRST)
         self.profile = None

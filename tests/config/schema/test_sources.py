@@ -9,7 +9,7 @@ from depthlm.config.schema import Source
 LOCAL = ["data=local", "data.source=."]
 
 
-def test_named_sources_and_validation_sets_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
+def test_sources_and_validation_sets_can_be_set_on_the_command_line_and_in_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "own.yaml").write_text(
         "name: own\ntokenizer: bytes\nsources:\n  web: {source: ., weight: 3}\n  code: {path: here, weight: 1}\n"
@@ -21,7 +21,7 @@ def test_named_sources_and_validation_sets_come_from_the_command_line_and_from_f
     assert counted.sources["a"].num_tokens == 3 * 10**9
 
 
-def test_a_source_of_a_mixture_can_be_left_out() -> None:
+def test_a_source_of_a_mixture_can_be_deleted() -> None:
     names = depthlm.compose(["data=olmo2_mix", "~data.sources.dclm"]).data.sources
     assert list(names) == ["starcoder", "pes2o", "arxiv", "open-web-math", "algebraic-stack", "wiki"]
 
@@ -29,13 +29,13 @@ def test_a_source_of_a_mixture_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.sources.arxv.weight=3", "data.sources.arxv: has no text of its own"),
+        ("data.sources.arxv.weight=3", "data.sources.arxv: has no text; give one of"),
         ("data.validation.a.sorce=.", "data.validation.a.sorce=.: no such key; did you mean `source`?"),
         ("data.validation.a=.", "data.validation.a=.: must be a group"),
         ("data.validation.a.source=nowhere", "data.validation.a.source=nowhere: no such folder or file"),
         (
             "data.validation.a.text_field=x",
-            "data.validation.a: has no text of its own (files, hub,",
+            "data.validation.a: has no text; give one of files, hub,",
         ),
         ("data.validation.a.files=x", "data.validation.a.source: a needs text"),
         ("data.validation.a={source: ., weight: 2}", "data.validation.a.weight=2.0: a validation set has none"),
@@ -50,13 +50,13 @@ def test_a_source_of_a_mixture_can_be_left_out() -> None:
         ("data.tokenizer=own/tokenizer.json", "no such tokenizer.json, and no model of the hub"),
     ],
 )
-def test_a_mistake_in_a_source_is_named_with_what_is_allowed(override: str, words: str) -> None:
+def test_a_mistake_in_a_source_is_reported_with_the_allowed_values(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         depthlm.compose([*LOCAL, override])
     assert words in str(caught.value)
 
 
-def test_the_length_of_a_run_is_given_once() -> None:
+def test_only_one_length_of_a_run_is_allowed() -> None:
     config = depthlm.compose([*LOCAL, "training.max_epochs=3"])
     assert (config.training.max_steps, config.training.max_tokens, config.training.max_epochs) == (None, None, 3)
     with pytest.raises(ConfigError, match=r"training\.max_steps and training\.max_epochs: both given"):

@@ -1,4 +1,4 @@
-"""Every mistake of a command line gets a line that says what was given, what is allowed, and what was meant."""
+"""Every mistake on a command line is reported on one line with the given value, the allowed values and a suggestion."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from depthlm.sweeps import sweep_points
 
 from ...two_ranks import rank_variables
 
-# overrides, and what the error must say
+# overrides, and parts of the expected error
 BROKEN = [
     # groups
     (["size=1.6b"], ["size=1.6b", "360m", "did you mean `1.5b`?"]),
@@ -63,7 +63,7 @@ BROKEN = [
     (["deepspeed=zero2", "deepspeed.offload=cpu"], ["deepspeed.offload=cpu", "deepspeed=zero3_offload"]),
     (["deepspeed.communication_data_type=int8"], ["communication_data_type=int8", "one of auto, fp32, bf16, fp16"]),
     (["deepspeed.reduce_bucket_size=0"], ["reduce_bucket_size=0", "at least 1"]),
-    (["training.on_bad_numbers=ignore"], ["on_bad_numbers=ignore", "one of skip, rewind, stop"]),
+    (["training.on_nonfinite=ignore"], ["on_nonfinite=ignore", "one of skip, rewind, stop"]),
     (["training.checkpoint_minutes=0"], ["checkpoint_minutes=0", "above 0"]),
     (["training.keep_every=0"], ["keep_every=0", "at least 1"]),
     (["training.keep_every=150"], ["keep_every=150", "training.checkpoint_every=100", "multiples of 100"]),
@@ -96,7 +96,7 @@ BROKEN = [
     (["model.connection._target_=torch.nn.Linear"], ["torch.nn.Linear", "connection.Connection"]),
     (["model.attention._target_=depthlm.model.attention.Nothing"], ["has no Nothing"]),
     (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
-    # what Hydra would take, or refuse in its own words
+    # overrides that Hydra would accept, or reject with an unclear message
     (["+size.layers=3"], ["size.layers=3: no such key", "size.num_layers"]),
     (["~optimizer.lr"], ["~optimizer.lr: a key cannot be removed"]),
     (["~optimizer"], ["~optimizer: every group has an option"]),
@@ -108,7 +108,7 @@ BROKEN = [
     (["model.attention.stride=2"], ["not a setting of this mechanism; model=depth_attention, model=uniform_mix have"]),
     (["model=dca", "model.connection.period=2"], ["model=denseformer have `period`"]),
     (["model=denseformer", "model.connection.dilation=5"], ["dilation=5: no average of 4 layers"]),
-    # the grammar
+    # syntax of overrides
     (["seed"], ["seed", "write key=value"]),
     (["seed=1,2"], ["seed=1,2", "add -m"]),
     (["training.sample='unclosed"], ["not an override"]),
@@ -118,9 +118,9 @@ BROKEN = [
     (["size.head_size=7"], ["size.head_size=7", "even"]),
     (["size.vocab_size=300"], ["size.vocab_size=300", "needs"]),
     (["training.max_steps=5", "training.max_tokens=1M"], ["both given"]),
-    (["training.max_steps=null"], ["how long is the run"]),
+    (["training.max_steps=null"], ["the run has no length"]),
     (["training.batch_size=8", "training.batch_tokens=4096"], ["both given"]),
-    (["training.batch_tokens=1000"], ["training.batch_tokens=1000", "does not divide"]),
+    (["training.batch_tokens=1000"], ["training.batch_tokens=1000", "is not divisible by"]),
     (["training.batch_size=8", "training.micro_batch_size=3"], ["training.micro_batch_size=3", "allowed: 1, 2, 4, 8"]),
     (["training.max_steps=10", "schedule.warmup_steps=11"], ["longer than the run of 10 steps"]),
     (["schedule.warmup_steps=5", "schedule.warmup_ratio=0.1"], ["both given"]),
@@ -130,16 +130,16 @@ BROKEN = [
     (["optimizer=muon", "deepspeed=zero3"], ["Muon needs whole matrices", "deepspeed=zero0"]),
     (["training.compile=true", "deepspeed=zero3"], ["training.compile=true with deepspeed.stage=3", "allowed"]),
     (["precision=fp16"], ["precision=fp16"]),
-    (["import_from=/nowhere/at/all"], ["import_from=/nowhere/at/all", "no checkpoint in it"]),
-    (["import_from="], ["import_from=", "no checkpoint in it"]),
+    (["init_from=/nowhere/at/all"], ["init_from=/nowhere/at/all", "no checkpoint in it"]),
+    (["init_from="], ["init_from=", "no checkpoint in it"]),
     (["data.source=/nowhere/at/all"], ["data.source=/nowhere/at/all", "no such folder"]),
     (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
-    (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "no folder"]),
+    (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "not a folder"]),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "words"), BROKEN, ids=lambda value: " ".join(value)[:60])
-def test_a_broken_configuration_is_refused_in_words(overrides: list[str], words: list[str]) -> None:
+def test_a_broken_configuration_is_explained(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(overrides)
     text = "\n".join(caught.value.errors)
@@ -148,13 +148,13 @@ def test_a_broken_configuration_is_refused_in_words(overrides: list[str], words:
     assert len(caught.value.errors) == 1, text
 
 
-def test_all_override_errors_are_told_together() -> None:
+def test_all_override_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["size=1.6b", "optimzer.lr=1", "training.max_steps=x", "schedule.warmup_ratio=7", "resume=no"])
     assert len(caught.value.errors) == 5
 
 
-def test_all_cross_field_errors_are_told_together() -> None:
+def test_all_cross_field_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         compose(
             ["size.num_kv_heads=3", "training.micro_batch_size=7", "schedule.warmup_steps=9999", "size.vocab_size=9"]
@@ -162,7 +162,7 @@ def test_all_cross_field_errors_are_told_together() -> None:
     assert len(caught.value.errors) == 4
 
 
-def test_a_mechanism_judges_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mechanism_validates_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "judging.py").write_text(
         "from depthlm.model.attention.self_attention import SelfAttention\n"
         "from depthlm.model.connections.residual import Residual\n"
@@ -198,10 +198,10 @@ def test_a_mechanism_judges_the_values_of_its_settings(tmp_path: Path, monkeypat
         compose([*connection, "model.connection.stride=few"])
 
 
-def test_a_batch_that_does_not_divide_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_is_not_divisible_by_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in rank_variables(0, 29500, world_size=3).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="does not divide by the 3 ranks"):
+    with pytest.raises(ConfigError, match="is not divisible by the 3 ranks"):
         compose(["training.batch_size=32"])
 
 
@@ -230,7 +230,7 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ["-m", "run=outputs/default/base", "seed=1,2"],
     ],
 )
-def test_the_command_line_is_refused(arguments: list[str]) -> None:
+def test_an_invalid_command_line_is_refused(arguments: list[str]) -> None:
     with pytest.raises(UserError):
         check_command_line(read_command_line(arguments))
 
@@ -244,7 +244,7 @@ def test_the_command_line_is_refused(arguments: list[str]) -> None:
         ["train.py", "model=dca", "model.connection.version=9"],
     ],
 )
-def test_the_commands_end_with_2_and_no_traceback(command: list[str]) -> None:
+def test_commands_exit_with_2_without_a_traceback(command: list[str]) -> None:
     done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
@@ -264,7 +264,7 @@ def test_the_commands_end_with_2_and_no_traceback(command: list[str]) -> None:
         ["model=moda", "model.attention.slots=0", "model.attention.ffn_kv=no_thanks"],
     ],
 )
-def test_all_mistakes_of_a_mechanism_are_told_together(overrides: list[str]) -> None:
+def test_all_mistakes_of_a_mechanism_are_reported_together(overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         compose(overrides)
     assert len(caught.value.errors) == len(overrides) - 1
@@ -272,13 +272,13 @@ def test_all_mistakes_of_a_mechanism_are_told_together(overrides: list[str]) -> 
         assert any(error.startswith(f"{override}: must be") for error in caught.value.errors)
 
 
-def test_a_point_of_an_experiment_is_trained_without_m(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_point_of_an_experiment_needs_no_multirun_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     for point in sweep_points(["experiment=dca/depth", "budget=smoke"])[:3]:
         check_command_line(read_command_line(point.overrides))
 
 
 @pytest.mark.parametrize("content", ["name: [unclosed", "name: ok\n  bad: indent\n", "name: \tx: 3\n"])
-def test_a_broken_file_of_the_reader_is_named_with_its_line(content: str, tmp_path: Path) -> None:
+def test_a_broken_file_of_the_user_is_reported_with_its_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine.yaml").write_text(content)
     with pytest.raises(ConfigError, match=r"mine\.yaml, line \d+, column \d+: not valid YAML"):

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on 127.0.0.1 that serves folders: as much of its HTTP interface as the libraries ask for."""
+"""A Hugging Face hub on 127.0.0.1 that serves folders; it has the part of the HTTP API that the libraries use."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 class FakeHub(str):
     """The url, for HF_ENDPOINT.
 
-    Attributes: requests, "METHOD path" of each so far; drops, the name of a file to how many bytes each of its next
-    downloads sends before the connection is cut; gated, repositories that list their files and keep what is in them;
-    page, entries of a listing that are sent at once.
+    Attributes: requests, "METHOD path" of each request so far; drops, by file name, the numbers of bytes that the next
+    downloads send before the connection is cut; gated, repositories that list their files but refuse to serve them;
+    page, the number of entries per page of a listing.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,12 +37,12 @@ class FakeHub(str):
         return sha
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """The variables of a process that knows this hub alone and keeps its cache at home."""
+        """Return the environment of a process that uses only this hub and has its cache in `home`."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         return kept | {"HF_ENDPOINT": self, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"} | more
 
     def data_requests(self) -> list[str]:
-        """Names of the data files whose content was asked for."""
+        """Return the names of the data files whose content was requested."""
         return [request.rpartition("/")[2] for request in self.requests if request.startswith("GET /cdn/")]
 
     def has(self, repo: str) -> bool:
@@ -76,7 +76,7 @@ def fake_hub(repos: Mapping[str, Path]) -> Iterator[FakeHub]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # One packet for head and body: two would wait for each other.
+    # Head and body in one packet: two packets would delay each other.
     wbufsize = 2**16
 
     @property
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.hub.requests.append(f"{self.command} {unquote(self.path)}")
         url = urlsplit(self.path)
-        # A branch may hold slashes, which come quoted: so split first.
+        # A branch may contain slashes, which are quoted, so split before unquoting.
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         if parts[0] == "cdn":
             self._file("/".join(parts[1:3]) if parts[1] != "datasets" else "/".join(parts[1:4]), parts)
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif file.suffix in (".md", ".json"):
             self._body(file, {"X-Repo-Commit": sha})
         else:
-            # Large files lie elsewhere, as on the real hub.
+            # Large files are served from another url, as on the real hub.
             about = {"X-Repo-Commit": sha, "X-Linked-Size": str(file.stat().st_size), "X-Linked-ETag": _etag(file)}
             self._send(302, about | {"Location": f"{self.hub}/cdn/{repo}/{sha}/{path}"}, b"")
 

@@ -1,4 +1,4 @@
-"""Small repositories in the layouts of the real ones, and questions about them asked in a process of its own."""
+"""Small repositories in the layouts of the real ones, and queries about them that run in a separate process."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def ask(call, *args):
 given = json.loads(sys.argv[1])
 """
 
-# What each of the layouts is asked: repository, subset, revision, splits.
+# The queries for each layout: repository, subset, revision, splits.
 QUESTIONS: dict[str, list[Any]] = {
     "c4": ["allenai/c4", "en", None, ["train", "validation"]],
     "c4, no subset": ["allenai/c4", None, None, ["train"]],
@@ -159,7 +159,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
 
 
 def ask(code: str, environment: Mapping[str, str], folder: Path, given: Any = None) -> Any:
-    """What the code leaves in `out`, run by a process of its own: the endpoint is read when a library is imported."""
+    """Run the code in a new process, since the libraries read the endpoint on import, and return its `out`."""
     script = f"{PRELUDE}{code}\nprint('\\n' + json.dumps(out))"
     command = [sys.executable, "-c", script, json.dumps(given)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)

@@ -40,7 +40,7 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_its_texts_from_any_record_on(tmp_path: Path, name: str) -> None:
+def test_every_format_gives_its_texts_from_any_start_record(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     FORMATS[name](path)
     found = records(path)
@@ -65,7 +65,7 @@ BAD_LINES = {
     b'{"text": "half': ("json", "line 5 is not JSON"),
     b"[1]": ("json", "line 5 is not a JSON object"),
     b'{"url": "x", "date": 1}': ("field", "line 5: the field 'text' is missing; there are 'url', 'date'"),
-    b'{"text": null}': ("field", "line 5: the field 'text' is no text"),
+    b'{"text": null}': ("field", "line 5: the field 'text' is not a string"),
     b'{"text": "caf\xe9"}': ("utf8", "line 5 is not UTF-8"),
     b'{"text": "half a pair \\ud83d"}': ("utf8", "line 5 is not UTF-8"),
     b'{"text": ""}': ("empty", "line 5 is empty"),
@@ -73,20 +73,20 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_and_its_neighbours_are_read(tmp_path: Path, line: bytes) -> None:
+def test_a_bad_line_is_reported_and_its_neighbours_are_read(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES + line + b"\n" + LINES)
     found = records(path)
-    kind, words = BAD_LINES[line]
+    reason, message = BAD_LINES[line]
     assert [record.text for record in found] == [*TEXTS, None, *TEXTS]
-    assert found[4].bad == kind
-    assert words in found[4].why
+    assert found[4].bad == reason
+    assert message in found[4].why
 
 
-def test_a_bad_row_is_named_and_its_neighbours_are_read(tmp_path: Path) -> None:
+def test_a_bad_row_is_reported_and_its_neighbours_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     values = pa.array([b"one", b"caf\xe9", None, b"", b"two"], pa.binary())
-    # what another writer may have stored as text, unchecked
+    # another writer may have stored unchecked bytes as text
     text = pa.Array.from_buffers(pa.string(), 5, values.buffers())
     pyarrow.parquet.write_table(pa.table({"text": text}), path)
     found = records(path)
@@ -95,21 +95,21 @@ def test_a_bad_row_is_named_and_its_neighbours_are_read(tmp_path: Path) -> None:
     assert found[1].why.startswith("row 2 is not UTF-8")
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
-def test_every_kind_of_text_column_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+@pytest.mark.parametrize("dtype", [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_every_type_of_text_column_is_read(tmp_path: Path, dtype: pa.DataType) -> None:
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pa.table({"text": pa.array(TEXTS).cast(kind)}), path)
+    pyarrow.parquet.write_table(pa.table({"text": pa.array(TEXTS).cast(dtype)}), path)
     assert [record.text for record in records(path)] == TEXTS
 
 
 @pytest.mark.parametrize("values", [[1, 2], [[b"a"], [b"b"]], [{"a": "b"}] * 2, [True, False]])
-def test_a_column_that_is_no_text_is_refused(tmp_path: Path, values: list[object]) -> None:
+def test_a_column_that_is_not_text_is_an_error(tmp_path: Path, values: list[object]) -> None:
     parquet(tmp_path / "a.parquet", text=values)
     with pytest.raises(DataError, match="the column 'text' is of type"):
         records(tmp_path / "a.parquet")
 
 
-def test_a_column_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_column_is_an_error_that_lists_the_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet(path, body=TEXTS, url=TEXTS)
     with pytest.raises(DataError, match=r"no column 'text'.*body, url") as caught:
@@ -136,7 +136,7 @@ LONG = b"".join(json.dumps({"text": f"{n} {n * n}"}).encode() + b"\n" for n in r
         ("empty.parquet", b""),
     ],
 )
-def test_a_file_that_ends_early_or_is_damaged_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_a_truncated_or_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:

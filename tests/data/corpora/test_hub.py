@@ -1,4 +1,4 @@
-"""Corpora and tokenizers of the hub: small repositories with the layouts of the real ones."""
+"""Corpora and tokenizers on the hub: small repositories with the layouts of the real ones."""
 
 import gzip
 import socket
@@ -25,16 +25,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
             file.write_bytes(content)
     with fake_hub({name: root / str(number) for number, name in enumerate(REPOSITORIES)}) as url:
         url.gated.add("datasets/some/gated")
-        # so small that every listing has several pages
+        # small enough that every listing has several pages
         url.page = 2
         yield url
 
 
 @pytest.fixture(scope="module")
 def asked(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The answers to QUESTIONS and about tokenizers, what was requested for them, and the cache they left."""
+    """The answers to QUESTIONS and about tokenizers, the requests made for them, and the resulting cache."""
     folder = tmp_path_factory.mktemp("asked")
-    # not to be taken for the repository
+    # a local folder that must not be used instead of the repository
     (folder / "allenai/c4/en").mkdir(parents=True)
     (folder / "allenai/c4/train.jsonl").write_bytes(lines("here"))
     code = """
@@ -110,8 +110,8 @@ REFUSED = {
     "fineweb, no validation": ("no such split 'validation'", "some of: train."),
     "lm1b, no such folder": ("no such subset 'en'", "a folder of it: plain_text."),
     "lm1b script": ("no file of text (.parquet, .jsonl, .json)", "data.revision=refs/convert/parquet"),
-    "gated": ("the owner of the repository asks for consent first", "`hf auth login`, or set data.source=<folder>"),
-    "nowhere": ("no such repository on the hub", "It has moved, or is private or gated: set data.hub, run `hf auth"),
+    "gated": ("the repository is gated: its owner requires consent", "`hf auth login`, or set data.source=<folder>"),
+    "nowhere": ("no such repository on the hub", "It may have moved, or be private or gated: set data.hub, run"),
     "no name": ("no such repository on the hub", "set data.hub"),
     "some/model": ("no tokenizer.json in the repository", "data.tokenizer=<its path>"),
     "some/nowhere": ("no such repository on the hub", "set data.tokenizer"),
@@ -119,7 +119,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("question", REFUSED)
-def test_what_is_not_there_is_said(asked: SimpleNamespace, question: str) -> None:
+def test_anything_missing_is_an_error_with_a_remedy(asked: SimpleNamespace, question: str) -> None:
     answer = asked.answers[question]
     what, remedy = REFUSED[question]
     assert answer["what"] == what
@@ -127,7 +127,7 @@ def test_what_is_not_there_is_said(asked: SimpleNamespace, question: str) -> Non
     assert (QUESTIONS[question][0] if question in QUESTIONS else question) in answer["where"]
 
 
-def test_every_question_is_judged() -> None:
+def test_every_question_has_an_expected_answer() -> None:
     assert QUESTIONS.keys() <= FOUND.keys() | REFUSED.keys()
 
 
@@ -179,7 +179,7 @@ out["then"] = [commit, open_url(files["train"][0].url).read().decode()]
 """
 
 
-def test_reading(hub: FakeHub, tmp_path: Path) -> None:
+def test_reading_survives_dropped_connections_and_reports_errors(hub: FakeHub, tmp_path: Path) -> None:
     large = hub.commit("datasets/some/large", "main")[1]
     assert large is not None
     (large / "dead.parquet").write_bytes((large / "rows.parquet").read_bytes())
@@ -196,15 +196,15 @@ def test_reading(hub: FakeHub, tmp_path: Path) -> None:
     files = REPOSITORIES["datasets/some/large"]
     assert bytes.fromhex(out["noise"]) == gzip.decompress(files["noise.jsonl.gz"])
     assert bytes.fromhex(out["frames"]) == lines("first", "second")
-    for place, sought, told, read in out["places"]:
-        assert place == sought == told
+    for place, sought, position, read in out["places"]:
+        assert place == sought == position
         assert bytes.fromhex(read) == files["noise.jsonl.gz"][place : place + 9]
     assert out["closed"]
     assert out["rows"] == pq.read_table(pa.BufferReader(files["rows.parquet"]))["text"].to_pylist()
     assert not hub.drops["noise.jsonl.gz"] + hub.drops["rows.parquet"]
     assert out["waits"] == [1, 2, 1], "the connection was dropped three times"
 
-    # pyarrow hands the reader's error on as it is
+    # pyarrow passes the reader's error through unchanged
     assert out["dead"]["what"].startswith("the Hugging Face hub cannot be read (peer closed connection")
     assert (
         f"hf download some/large --repo-type dataset --revision {hub.commit('datasets/some/large', 'main')[0]}"
@@ -214,7 +214,7 @@ def test_reading(hub: FakeHub, tmp_path: Path) -> None:
     assert out["no file"]["what"] == "no such file on the hub"
     assert out["no commit"]["what"] == "no such revision"
     assert out["no repository"]["what"] == "no such repository on the hub"
-    assert out["gated"]["what"] == "the owner of the repository asks for consent first"
+    assert out["gated"]["what"] == "the repository is gated: its owner requires consent"
     assert out["now"] == commits[1]
     assert out["then"] == [commits[0], "old"]
 
@@ -246,7 +246,9 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_a_hub_that_cannot_be_reached(asked: SimpleNamespace, hub: FakeHub, tmp_path: Path, offline: bool) -> None:
+def test_an_unreachable_hub_is_an_error_with_a_remedy(
+    asked: SimpleNamespace, hub: FakeHub, tmp_path: Path, offline: bool
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     away = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_ETAG_TIMEOUT": "1"}
@@ -261,5 +263,5 @@ def test_a_hub_that_cannot_be_reached(asked: SimpleNamespace, hub: FakeHub, tmp_
     for name, answer in out.items():
         assert answer["what"] == f"the Hugging Face hub cannot be read ({reason})"
         copy = "data.tokenizer=<its path>" if name == "not cached" else "data.source=<folder>"
-        assert answer["remedy"] == f"On a machine with internet run `{COMMANDS[name]} <folder>`; set {copy}."
+        assert answer["remedy"] == f"With internet access, run `{COMMANDS[name]} <folder>`, then set {copy}."
         assert answer["seconds"] < 2

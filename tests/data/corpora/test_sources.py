@@ -16,7 +16,7 @@ def found(data: Data) -> Iterator[tuple[str, str]]:
     return documents(text_files(data.name, data).train, data.text_field or "", cut)
 
 
-def test_a_folder_gives_its_files_in_sorted_order_whatever_the_order_they_were_made_in(tmp_path: Path) -> None:
+def test_a_folder_gives_its_files_in_sorted_order_for_any_creation_order(tmp_path: Path) -> None:
     for name in ("b/z.txt", "b/a.md", "a.txt", "c.bin", "b-a.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -24,7 +24,7 @@ def test_a_folder_gives_its_files_in_sorted_order_whatever_the_order_they_were_m
     assert list(found(Data(source=str(tmp_path)))) == expected
 
 
-def test_hidden_files_are_left_out_and_newlines_are_kept(tmp_path: Path) -> None:
+def test_hidden_files_are_skipped_and_newlines_are_kept(tmp_path: Path) -> None:
     for hidden in (".git", "__pycache__"):
         (tmp_path / hidden).mkdir()
         (tmp_path / hidden / "a.txt").write_text("no")
@@ -55,7 +55,7 @@ def test_the_standard_library_is_a_corpus() -> None:
     assert files.description["python"] == platform.python_version()
 
 
-def test_patterns_say_which_files_of_a_mirror_are_read_and_which_are_held_out(tmp_path: Path) -> None:
+def test_patterns_select_the_files_of_a_mirror_to_read_and_to_hold_out(tmp_path: Path) -> None:
     for name in ("train/00.jsonl", "train/01.jsonl", "val.jsonl", "test.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
@@ -67,7 +67,7 @@ def test_patterns_say_which_files_of_a_mirror_are_read_and_which_are_held_out(tm
         text_files("pile", Data(source=str(tmp_path), validation_files="*dev*"))
 
 
-def test_a_source_of_a_mixture_takes_what_it_leaves_out_from_the_corpus() -> None:
+def test_a_source_of_a_mixture_takes_missing_settings_from_the_corpus() -> None:
     data = Data(
         name="mix", hub="a/b", text_field="body", path="tokens", weight=9,
         sources={"one": Source(subset="x", weight=2), "two": Source(source="here", weight=1, text_field="text")},
@@ -82,25 +82,25 @@ def test_a_source_of_a_mixture_takes_what_it_leaves_out_from_the_corpus() -> Non
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (Data(source="nowhere"), "no such folder or file: nowhere"),
         (Data(source="."), "no file ending in .txt, .md, .py"),
         (Data(name="own"), "Set data.source"),
     ],
 )
-def test_text_that_is_not_there_is_said_so(data: Data, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_missing_text_is_an_error(data: Data, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         list(found(data))
 
 
-def test_a_single_file_that_is_not_utf8_is_refused() -> None:
+def test_a_single_file_that_is_not_utf8_is_an_error() -> None:
     Path("latin1.txt").write_bytes(b"caf\xe9 noir")
     with pytest.raises(DataError, match="not UTF-8"):
         list(found(Data(source="latin1.txt")))
 
 
-def test_linked_folders_are_read_once_and_odd_names_are_read(tmp_path: Path) -> None:
+def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "mirror").mkdir()
     (tmp_path / "real" / "a b\nc.txt").write_text("one")

@@ -1,4 +1,4 @@
-"""Preparing in a process that a test can kill, and what it leaves."""
+"""Helpers: preparing in a process that a test can kill, and the files that remain."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Preparing once told to, slowed down, so that a kill can fall into any part of it.
+# Waits for a line on stdin, then prepares slowly, so that a kill can interrupt any part of it.
 SLOW = """
 import sys, time
 from depthlm.config.schema import Data
@@ -46,5 +46,5 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def left_over(folder: Path) -> set[str]:
-    """What lies beside a folder of token files, locks aside."""
+    """Return what is next to a folder of token files, except lock files."""
     return {path.name for path in folder.parent.iterdir() if path.suffix != ".lock"} - {folder.name}

@@ -26,7 +26,7 @@ def test_the_estimate_of_local_text_follows_its_bytes(local: Local, text_folder:
     assert half.seconds == pytest.approx(found.seconds / 2, rel=0.01)
 
 
-def test_compressed_text_counts_for_more_than_its_file(tmp_path: Path) -> None:
+def test_the_estimate_of_a_compressed_file_exceeds_its_size(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 10**6, 0))
     data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
     found = estimate("own", data, data)
@@ -37,14 +37,14 @@ def test_compressed_text_counts_for_more_than_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "disk", "download"),
     [
-        # 2 bytes a token of the GPT-NeoX vocabulary, 4 of dolma2's
+        # a token takes 2 bytes with the GPT-NeoX vocabulary, 4 with dolma2's
         (["data=pile"], 400e9, 335e9),
         (["data=fineweb_edu", "data.max_tokens=10B"], 20e9, 28.6e9),
         (["data=c4", "data.max_tokens=90B"], 180e9, 152.5e9),
         (["data=pile", "data.tokenizer=bytes"], 1720e9, 335e9),
     ],
 )
-def test_the_estimate_of_a_corpus_of_the_hub_is_its_share_of_what_the_configuration_says(
+def test_the_estimate_of_a_hub_corpus_is_the_prepared_share_of_the_configured_sizes(
     overrides: list[str], disk: float, download: float
 ) -> None:
     data = depthlm.compose(overrides).data
@@ -55,7 +55,7 @@ def test_the_estimate_of_a_corpus_of_the_hub_is_its_share_of_what_the_configurat
     assert found.seconds * BYTES_PER_CORE_SECOND > 1e9
 
 
-def test_training_asks_for_what_is_large_or_unknown_to_be_prepared_and_says_by_which_command(
+def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_prepares_it(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_prepared(local(), lambda: "prepare it")
@@ -65,7 +65,7 @@ def test_training_asks_for_what_is_large_or_unknown_to_be_prepared_and_says_by_w
     prepare(local())
     prepare(local(tokenizer="bytes"))
     check_prepared(local(), lambda: "prepare it")
-    with pytest.raises(DataError, match="what own takes is not known"):
+    with pytest.raises(DataError, match="an unknown amount for own"):
         check_prepared(Data(name="own", hub="some/corpus", tokenizer="bytes"), lambda: "prepare it")
     with pytest.raises(DataError, match="not prepared: further"):
         check_prepared(
@@ -73,7 +73,7 @@ def test_training_asks_for_what_is_large_or_unknown_to_be_prepared_and_says_by_w
         )
 
 
-def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_an_error(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_room("local", local(), local(), tmp_path) is not None
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=999))
     with pytest.raises(DataError, match="and 999 bytes are free"):
@@ -93,7 +93,7 @@ def test_a_disk_without_room_is_told_before(local: Local, tmp_path: Path, monkey
         ["data.max_tokens=12345"],
     ],
 )
-def test_the_command_that_prepares_composes_to_the_same_data(overrides: list[str]) -> None:
+def test_the_printed_command_composes_the_same_data_configuration(overrides: list[str]) -> None:
     config = depthlm.compose(overrides)
     command = shlex.split(prepare_command(config))
     assert command[:2] == ["python", "data/prepare.py"]

@@ -15,7 +15,7 @@ from .preparing import content, go, left_over, ready
 Local = Callable[..., Data]
 
 
-def test_preparing_again_does_nothing(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparing_a_second_time_does_nothing(local: Local, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare(local())["local"]
     assert "prepared" in capsys.readouterr().err
     times = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -31,7 +31,7 @@ def test_the_same_text_and_settings_give_the_same_bytes(local: Local, tmp_path: 
     assert content(first) == content(second)
 
 
-def test_the_bytes_do_not_depend_on_how_much_is_encoded_at_once(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_do_not_depend_on_the_batch_size(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [{"max_tokens": None}, {"max_tokens": 700}]
     whole = [content(prepare(local(**changes))["local"]) for changes in settings]
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
@@ -39,7 +39,7 @@ def test_the_bytes_do_not_depend_on_how_much_is_encoded_at_once(local: Local, mo
         assert content(prepare(local(path=f"again-{changes['max_tokens']}", **changes))["local"]) == expected
 
 
-def test_two_processes_at_once_prepare_once(local: Local, text_folder: Path) -> None:
+def test_of_two_concurrent_processes_one_prepares(local: Local, text_folder: Path) -> None:
     processes = [ready(text_folder) for _ in range(2)]
     for process in processes:
         go(process)
@@ -51,7 +51,7 @@ def test_two_processes_at_once_prepare_once(local: Local, text_folder: Path) -> 
     assert open_corpus(data).manifests["local"] == Manifest.read(alone)
 
 
-def test_what_changes_the_bytes_changes_the_folder_and_nothing_else_does(local: Local, tmp_path: Path) -> None:
+def test_only_settings_that_change_the_bytes_change_the_folder(local: Local, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     changes = [
         {}, {"tokenizer": "bytes"}, {"vocab_size": 400}, {"validation_fraction": 0.1}, {"suffixes": [".txt"]},
@@ -60,11 +60,11 @@ def test_what_changes_the_bytes_changes_the_folder_and_nothing_else_does(local: 
     ]  # fmt: skip
     folders = [next(iter(token_folders(local(**change)).values())) for change in changes]
     assert len(set(folders)) == len(changes)
-    silent = [
+    irrelevant = [
         {"num_workers": 4}, {"fraction": 0.5}, {"pad_vocab_multiple": 1}, {"source": "text"}, {"shuffle_seed": 3},
         {"document_mask": True}, {"on_bad_document": "skip"}, {"text_bytes": 5},
     ]  # fmt: skip
-    for same in silent:
+    for same in irrelevant:
         assert token_folders(local(**same)) == token_folders(local())
     assert token_folders(local(tokenizer="bytes", vocab_size=999)) == token_folders(local(tokenizer="bytes"))
 
@@ -74,13 +74,13 @@ def test_token_files_at_a_path_are_used_as_they_are(local: Local) -> None:
     bare = Data(name="pile", path="tokens")
     assert prepare(bare) == {"pile": Path("tokens")}
     assert list(open_corpus(bare).validation) == ["pile"]
-    # the text is too short for 5000 tokens; the answer must be that from before the tokens were made
+    # the text is too short for 5000 tokens, but vocab_size must not change once the tokens are made
     assert open_corpus(bare).tokenizer.vocab_size < 5000 == vocab_size(bare)
-    with pytest.raises(DataError, match="vocab_size: 5000 there, 300 asked"):
+    with pytest.raises(DataError, match="vocab_size: prepared 5000, requested 300"):
         prepare(local(path="tokens"))
 
 
-def test_text_that_changed_since_is_said(local: Local, text_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_the_text_is_noted(local: Local, text_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = prepare(local())["local"]
     before = content(folder)
     (text_folder / "new.txt").write_text("new")
@@ -89,7 +89,7 @@ def test_text_that_changed_since_is_said(local: Local, text_folder: Path, capsys
     assert content(folder) == before
 
 
-def test_a_document_longer_than_a_file_and_than_what_is_encoded_at_once_is_one_document(
+def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepare(local(tokenizer="bytes", path="whole"))["local"]
@@ -110,7 +110,7 @@ def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
     assert content(Path("precious")) == {"thesis.tex": b"years"}
 
 
-def test_a_few_documents_still_have_one_held_out(tmp_path: Path) -> None:
+def test_of_a_few_documents_one_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "few").mkdir()
     for name in "abcdefgh":
         (tmp_path / "few" / f"{name}.txt").write_text(name * 100)
@@ -118,14 +118,14 @@ def test_a_few_documents_still_have_one_held_out(tmp_path: Path) -> None:
     assert (manifest.train.documents, manifest.validation["local"].documents) == (7, 1)
 
 
-def test_a_short_file_is_cut_into_enough_documents(tmp_path: Path) -> None:
+def test_a_short_file_is_cut_into_several_documents(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a line of text\n" * 200)
     manifest = Manifest.read(prepare(Data(name="local", source="short.txt", tokenizer="bytes"))["local"])
     assert manifest.train.documents > 20
     assert manifest.validation["local"].documents >= 1
 
 
-def test_empty_text_or_a_single_document_is_refused_and_leaves_no_corpus(tmp_path: Path) -> None:
+def test_empty_text_or_a_single_document_is_an_error_and_creates_no_folder(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     data = Data(name="local", source="text", on_bad_document="skip")
     folder = token_folders(data)["local"]
@@ -136,7 +136,7 @@ def test_empty_text_or_a_single_document_is_refused_and_leaves_no_corpus(tmp_pat
         assert not folder.exists()
 
 
-def test_a_held_out_split_of_the_corpus_is_its_validation_set_and_nothing_else_is_held_out(tmp_path: Path) -> None:
+def test_the_held_out_files_are_the_validation_set_and_nothing_else_is_held_out(tmp_path: Path) -> None:
     for name, texts in {"train": ["one two", "three"], "val": ["four"]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     data = Data(
@@ -149,7 +149,7 @@ def test_a_held_out_split_of_the_corpus_is_its_validation_set_and_nothing_else_i
     assert texts == {"train": "one two<|endoftext|>three<|endoftext|>", "validation": "four<|endoftext|>"}
 
 
-def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_are_held_out_whole(
+def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_are_held_out_completely(
     local: Local, text_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "held").mkdir()
@@ -172,14 +172,14 @@ def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_
     assert list(corpus.validation) == ["low", "high", "further"]
     held = corpus.validation["further"]
     assert corpus.tokenizer.decode(held.read(0, len(held))) == "held out text<|endoftext|>"
-    # what the weights do not change is not prepared anew
+    # without max_tokens the weights do not change the folders
     again = dataclasses.replace(data, max_tokens=None)
     first = prepare(again)
     again.sources["low"].weight = 7
     assert prepare(again) == first
 
 
-def test_sources_made_with_different_tokenizers_do_not_mix(local: Local) -> None:
+def test_sources_with_different_tokenizers_are_an_error(local: Local) -> None:
     prepare(local(path="one"))
     prepare(local(path="two", tokenizer="bytes"))
     data = Data(name="mix", sources={"a": Source(path="one", weight=1), "b": Source(path="two", weight=1)})
@@ -193,12 +193,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_document_is_named_or_left_out_and_counted_as_the_configuration_says(
-    local: Local, text_folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("defect", BAD)
+def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(
+    local: Local, text_folder: Path, defect: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clean = content(prepare(local(path="clean"))["local"])
-    bad, reason = BAD[kind]
+    bad, reason = BAD[defect]
     (text_folder / "zz.txt").write_bytes(bad)
     if reason != "empty":
         with pytest.raises(DataError, match="not UTF-8") as caught:
@@ -207,7 +207,7 @@ def test_a_bad_document_is_named_or_left_out_and_counted_as_the_configuration_sa
         assert "data.on_bad_document=skip" in caught.value.remedy
         assert not Path("tokens").exists()
     folder = prepare(local(path="tokens", on_bad_document="skip"))["local"]
-    assert f"left out 1 {REASONS[reason]}" in capsys.readouterr().err
+    assert f"skipped 1 {REASONS[reason]}" in capsys.readouterr().err
     assert Manifest.read(folder).left_out == {reason: 1}
     kept = content(folder)
     assert {name: kept[name] for name in kept if name != "manifest.json"} == {
@@ -215,14 +215,14 @@ def test_a_bad_document_is_named_or_left_out_and_counted_as_the_configuration_sa
     }
 
 
-def test_too_little_room_is_said_before_anything_is_written(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_an_error_before_anything_is_written(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(DataError, match=r"will take about .*, and 10 bytes are free"):
         prepare(local())
     assert left_over(token_folders(local())["local"]) == set()
 
 
-def test_a_folder_that_cannot_be_written_is_said(local: Local) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(local: Local) -> None:
     Path("file").write_text("")
     with pytest.raises(DataError, match="cannot prepare token files"):
         prepare(local(path="file/tokens"))

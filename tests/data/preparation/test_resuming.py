@@ -1,4 +1,4 @@
-"""Preparing goes on after a kill, and ends with the bytes of an undisturbed run."""
+"""Preparing resumes after a kill, and gives the bytes of an uninterrupted preparation."""
 
 import contextlib
 import dataclasses
@@ -29,32 +29,30 @@ Local = Callable[..., Data]
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_the_next_calls_go_on_and_give_the_same_bytes(
-    local: Local, text_folder: Path, kills: int
-) -> None:
+def test_after_kills_at_random_moments_the_bytes_are_the_same(local: Local, text_folder: Path, kills: int) -> None:
     data = local(shard_tokens=500)
     folder = token_folders(data)["local"]
     whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
     assert len(whole) > 8
-    chance, begun, went_on = random.Random(kills), set(), 0
+    chance, partial, resumed = random.Random(kills), set(), 0
     for _ in range(kills):
         process = ready(text_folder)
         go(process)
         time.sleep(chance.uniform(0.05, 0.35))
         process.send_signal(signal.SIGKILL)
-        went_on += "going on" in process.communicate()[1]
-        begun |= left_over(folder) if folder.parent.exists() else set()
+        resumed += "resuming" in process.communicate()[1]
+        partial |= left_over(folder) if folder.parent.exists() else set()
         if folder.exists():
             assert content(folder) == whole
             shutil.rmtree(folder)
-    assert begun == {f"{folder.name}.partial"}
-    assert went_on
+    assert partial == {f"{folder.name}.partial"}
+    assert resumed
     prepare(data)
     assert content(folder) == whole
     assert left_over(folder) == set()
 
 
-def test_what_was_killed_goes_on_from_its_last_whole_file(
+def test_a_killed_preparation_resumes_from_its_last_complete_file(
     local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = local(shard_tokens=500)
@@ -79,7 +77,7 @@ def test_what_was_killed_goes_on_from_its_last_whole_file(
     monkeypatch.setattr(Reader, "records", lambda self, first=0: read.append(self.file.name) or lines(self, first))
     capsys.readouterr()
     folder = prepare(data)["local"]
-    assert "going on with" in capsys.readouterr().err
+    assert "resuming /" in capsys.readouterr().err
     assert content(folder) == whole
     assert read[-1] == "part2/8.txt"
     assert "part0/0.txt" not in read[read.index(read[-1]) - 40 :]
@@ -88,7 +86,7 @@ def test_what_was_killed_goes_on_from_its_last_whole_file(
 @pytest.mark.parametrize(
     "change", ["text", "tokenizer", "half-written progress", "empty progress", "a file lost", "a file cut"]
 )
-def test_what_was_killed_is_started_over_where_it_cannot_go_on(
+def test_a_killed_preparation_that_cannot_resume_starts_from_scratch(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
@@ -115,7 +113,7 @@ def test_what_was_killed_is_started_over_where_it_cannot_go_on(
 
 
 def stopped_after(monkeypatch: pytest.MonkeyPatch, saves: int, data: Data) -> None:
-    """Prepare until progress has been saved so many times, as if killed then."""
+    """Prepare until progress has been saved `saves` times, then stop as if killed."""
     save, count = ProgressFile.save, iter(range(saves))
 
     def counted(self: ProgressFile, *given: Any) -> None:
@@ -130,7 +128,7 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, saves: int, data: Data) -> No
 
 
 @pytest.mark.parametrize("call", range(8))
-def test_killed_between_the_last_token_and_the_rename_nothing_is_made_again(
+def test_after_a_kill_between_the_last_token_and_the_rename_nothing_is_repeated(
     local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
 ) -> None:
     data = local(shard_tokens=500, path="tokens")
@@ -141,7 +139,7 @@ def test_killed_between_the_last_token_and_the_rename_nothing_is_made_again(
 
         def dying(self: Path, *given: Any, function: Any = function) -> Any:
             if "partial" in str(self) and next(calls) == call // 2:
-                # before it, or after it
+                # die before the call or after it
                 if call % 2:
                     function(self, *given)
                 raise KeyboardInterrupt
@@ -154,11 +152,11 @@ def test_killed_between_the_last_token_and_the_rename_nothing_is_made_again(
     os.chdir(Path(data.source or "").parent)
     capsys.readouterr()
     assert content(prepare(data)["local"]) == whole
-    assert "over" not in capsys.readouterr().err
+    assert "from scratch" not in capsys.readouterr().err
     assert left_over(Path("tokens")) <= {"text", "whole"}
 
 
-def test_killed_inside_a_document_that_spans_files_it_is_not_cut(
+def test_a_kill_inside_a_document_that_spans_files_does_not_cut_it(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 50)
@@ -171,7 +169,7 @@ def test_killed_inside_a_document_that_spans_files_it_is_not_cut(
     assert content(prepare(data)["local"]) == whole
 
 
-def test_what_was_left_out_before_a_kill_is_still_counted(
+def test_documents_skipped_before_a_kill_are_still_counted(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
@@ -181,7 +179,7 @@ def test_what_was_left_out_before_a_kill_is_still_counted(
     assert Manifest.read(prepare(data)["local"]).left_out == {"empty": 1}
 
 
-def test_text_that_was_renamed_since_is_read_from_the_beginning(
+def test_after_a_text_file_is_renamed_preparing_starts_from_scratch(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
@@ -190,11 +188,11 @@ def test_text_that_was_renamed_since_is_read_from_the_beginning(
     (text_folder / "part0" / "0.txt").rename(text_folder / "part2" / "zz.txt")
     capsys.readouterr()
     folder = prepare(data)["local"]
-    assert "over: its text has changed" in capsys.readouterr().err
+    assert "from scratch: its text has changed" in capsys.readouterr().err
     assert content(folder) == content(prepare(local(shard_tokens=500, path="alone"))["local"])
 
 
-def test_a_corpus_of_the_hub_goes_on_with_the_commit_it_began_with(
+def test_a_hub_corpus_resumes_at_the_commit_it_started_with(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(200)]
@@ -214,7 +212,7 @@ def test_a_corpus_of_the_hub_goes_on_with_the_commit_it_began_with(
     assert Manifest.read(folder).source["revision"] == "commit-1"
 
 
-def test_after_a_bad_line_the_rest_is_prepared_from_the_last_whole_file(
+def test_after_a_bad_line_preparing_resumes_from_the_last_complete_file(
     local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
@@ -225,13 +223,13 @@ def test_after_a_bad_line_the_rest_is_prepared_from_the_last_whole_file(
     with pytest.raises(DataError, match=r"line 151 is not JSON.*a\.jsonl"):
         prepare(data)
     prepare(dataclasses.replace(data, on_bad_document="skip"))
-    assert "going on with" in capsys.readouterr().err
+    assert "resuming /" in capsys.readouterr().err
     manifest = Manifest.read(token_folders(data)["local"])
     assert manifest.train.documents + manifest.validation["local"].documents == 199
     assert manifest.left_out == {"json": 1}
 
 
-def test_a_full_disk_is_said_and_what_was_written_is_gone_on_from(
+def test_preparing_resumes_after_a_full_disk(
     local: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
@@ -268,4 +266,4 @@ except DataError as error:
     assert not Path("tokens").exists()
     capsys.readouterr()
     assert content(prepare(data)["local"]) == whole
-    assert "going on with" in capsys.readouterr().err
+    assert "resuming /" in capsys.readouterr().err

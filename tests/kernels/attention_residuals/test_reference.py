@@ -1,4 +1,4 @@
-"""Several reads at once equal the formula read by read, in one phase and in two, and so do all gradients."""
+"""Several reads at once, in one phase and in two, equal the formula of each read, and so do all gradients."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def formula(q: Tensor, xs: list[Tensor], eps: float | None, bias: Tensor | None, start: Start | None) -> Start:
-    """The softmax over all scores in one row, the start's log-sum-exp among them."""
+    """Compute one softmax over all scores, including the log-sum-exp of the start."""
     keys = [x if eps is None else x / (x.square().mean(-1, keepdim=True) + eps).sqrt() for x in xs]
     scores = torch.stack([torch.einsum("sd,...d->s...", q, key) for key in keys])
     if bias is not None:
@@ -40,7 +40,7 @@ def assert_same(found: Start, expected: Start, inputs: list[Tensor]) -> None:
     reads=st.integers(1, 4), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 6),
     eps=st.sampled_from([None, 1e-5, 0.1]), biased=st.booleans(), started=st.booleans(),
 )  # fmt: skip
-def test_it_equals_the_formula(
+def test_reads_equal_the_formula(
     reads: int, n: int, t: int, d: int, eps: float | None, biased: bool, started: bool
 ) -> None:
     q, xs = normal(reads, d), [normal(2, t, d, seed=j) for j in range(1, n + 1)]
@@ -57,7 +57,7 @@ def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(depth_attend(q, xs, 1e-5, None, start), formula(q, xs, 1e-5, None, start), [q, *xs, *start])
 
 
-def test_two_phases_are_one() -> None:
+def test_two_phases_equal_one() -> None:
     q, xs = normal(3, 4), [normal(2, 5, 4, seed=j) for j in range(1, 7)]
     halves = depth_attend(q, xs[4:], 1e-5, start=depth_attend(q, xs[:4], 1e-5))
     assert_same(halves, depth_attend(q, xs, 1e-5), [q, *xs])
@@ -75,7 +75,7 @@ def test_autocast_does_not_round_the_scores() -> None:
         torch.testing.assert_close(depth_attend(q, xs, 1e-5), expected, rtol=0, atol=0)
 
 
-def test_types_are_the_widest_of_the_sources() -> None:
+def test_result_has_the_widest_dtype_of_the_sources() -> None:
     q, xs = normal(2, 4).float(), [normal(3, 4, seed=j).detach().bfloat16().requires_grad_() for j in (1, 2)]
     out, lse = depth_attend(q, xs, 1e-5)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)

@@ -1,4 +1,4 @@
-"""The loss of a head in chunks of rows equals that of whole logits, and never holds them."""
+"""The chunked loss of a head equals that of full logits, and never materializes them."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from depthlm.kernels.cross_entropy import reference as module
 from depthlm.kernels.cross_entropy.reference import cross_entropy, linear_cross_entropy
 
 ROWS, WIDTH, VOCABULARY = 23, 6, 37
-# of how many rows a chunk is: one, some with a short one at the end, all but one, and whole logits
+# rows per chunk: one, several with a shorter last chunk, all but one, and all rows
 CHUNKS = [1, 5, 22, 23]
 
 
 @pytest.fixture
 def chunk_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Chunks of so many rows, and the fp32 parts of them of two rows."""
+    """Set the rows per chunk, with two rows in fp32 at a time."""
 
     def use(rows: int, vocabulary: int = VOCABULARY) -> None:
         monkeypatch.setattr(module, "WHOLE", rows * vocabulary)
@@ -37,7 +37,7 @@ def inputs(bias: bool = True) -> list[Tensor]:
 
 
 def targets() -> Tensor:
-    """Of which the first three and the last do not count."""
+    """Targets of which the first three and the last are ignored."""
     found = torch.randint(0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(3))
     return found.index_fill(0, torch.tensor([0, 1, 2, ROWS - 1]), -100)
 
@@ -48,7 +48,7 @@ def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets_r: Tensor
 
 
 def results(function: Any, tensors: list[Tensor], autocast: bool = False) -> list[Tensor]:
-    """nll and logsumexp of the targets that count, and every gradient of a loss of both."""
+    """Return nll and logsumexp of all targets that are not ignored, and every gradient of a loss of both."""
     tensors = [x.detach().requires_grad_() for x in tensors]
     hidden, weight, bias = [*tensors, None][:3]
     counted = targets() != -100
@@ -61,7 +61,7 @@ def results(function: Any, tensors: list[Tensor], autocast: bool = False) -> lis
 
 @pytest.mark.parametrize("rows", CHUNKS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_the_whole(chunk_of: Any, bias: bool, rows: int) -> None:
+def test_chunked_loss_equals_full_loss(chunk_of: Any, bias: bool, rows: int) -> None:
     chunk_of(rows)
     expected = results(whole, inputs(bias))
     for kind, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
@@ -73,8 +73,8 @@ def test_equals_the_whole(chunk_of: Any, bias: bool, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", CHUNKS)
-def test_under_autocast_it_is_the_whole_in_bf16(chunk_of: Any, rows: int) -> None:
-    """The same logits to the bit; chunks of the weight's gradient are summed in fp32."""
+def test_chunked_loss_under_autocast_equals_full_loss_in_bf16(chunk_of: Any, rows: int) -> None:
+    """The logits are bitwise equal, and chunks of the weight's gradient are summed in fp32."""
     single = [x.float() for x in inputs()]
     chunk_of(ROWS)
     expected = results(linear_cross_entropy, single, autocast=True)
@@ -86,8 +86,8 @@ def test_under_autocast_it_is_the_whole_in_bf16(chunk_of: Any, rows: int) -> Non
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-6, atol=1e-6)
 
 
-def test_in_a_bf16_model_the_weights_gradient_is_summed_in_fp32(chunk_of: Any) -> None:
-    """Rows that differ by their size alone: one gradient of 1 and 22 of 2^-9 would stay 1 in a sum in bf16."""
+def test_weight_gradient_of_a_bf16_model_is_summed_in_fp32(chunk_of: Any) -> None:
+    """Rows that differ only in magnitude: in bf16, one gradient of 1 plus 22 of 2^-9 would remain 1."""
     chunk_of(1, vocabulary=1)
     hidden = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
     weight = torch.zeros(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -117,14 +117,14 @@ def test_layout_does_not_matter(chunk_of: Any) -> None:
     torch.testing.assert_close(results(linear_cross_entropy, strided), results(whole, inputs()))
     hidden = hidden.requires_grad_()
     nll, _ = linear_cross_entropy(hidden, weight, bias, targets().clamp(min=0))
-    # the gradient of a sum is one number, expanded
+    # the gradient of a sum is an expanded scalar
     (grad,) = torch.autograd.grad(nll.sum(), hidden)
     (expected,) = torch.autograd.grad(whole(hidden, weight, bias, targets().clamp(min=0))[0].sum(), hidden)
     torch.testing.assert_close(grad, expected)
 
 
 class Largest(TorchDispatchMode):
-    """The size of the largest tensor that any operator returns."""
+    """Records the size of the largest tensor that any operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_is_as_large_as_the_logits(chunk_of: Any) -> None:
-    """A mode sees an operator from outside, so its two functions are called as they are."""
+    """A dispatch mode does not see inside a custom operator, so the test calls its two functions directly."""
     chunk_of(4)
     hidden, weight, bias = (x.float() for x in inputs())
     for rows in (4, ROWS):
@@ -146,19 +146,19 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_of: Any) -> None:
             _, logsumexp = module.forward(hidden, weight, bias, targets(), rows, torch.float32)
             grads = torch.ones(2, ROWS)
             module.backward(*grads, hidden, weight, bias, targets(), logsumexp, rows, torch.float32)
-        # the largest are then the weights and a chunk
+        # the largest tensors are then the weights and a chunk
         assert largest.numel == max(rows * VOCABULARY, weight.numel())
     assert max(4 * VOCABULARY, weight.numel()) < ROWS * VOCABULARY / 3
 
 
-def test_small_logits_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_logits_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "chunked", None)
     results(linear_cross_entropy, inputs())
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_the_operators_are_sound(bias: bool, kind: torch.dtype) -> None:
+def test_operators_pass_opcheck(bias: bool, kind: torch.dtype) -> None:
     hidden, weight, b = [*(x.float().requires_grad_() for x in inputs(bias)), None][:3]
     torch.library.opcheck(module.chunked, (hidden, weight, b, targets(), 5, kind))
     _, logsumexp = module.chunked(hidden, weight, b, targets(), 5, kind)
@@ -167,7 +167,7 @@ def test_the_operators_are_sound(bias: bool, kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [5, ROWS])
-def test_compiled_it_is_one_graph(chunk_of: Any, rows: int) -> None:
+def test_compiled_head_is_one_graph(chunk_of: Any, rows: int) -> None:
     torch.compiler.reset()
     chunk_of(rows)
     single = [x.float() for x in inputs()]

@@ -1,4 +1,4 @@
-"""The mix over depth equals its formula, and its backward pass numerical derivatives."""
+"""The value mix over depth equals its formula, and its gradients equal numerical derivatives."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def mixed(q: torch.Tensor, *entries: torch.Tensor) -> torch.Tensor:
 @given(
     n=st.integers(1, 4), kv_heads=st.integers(1, 2), groups=st.integers(1, 3), t=st.integers(1, 3), e=st.integers(1, 5)
 )
-def test_it_is_attention_over_depth(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
+def test_value_mix_equals_attention_over_depth(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
     q = normal(2, kv_heads * groups, t, e)
     entries = [normal(2, kv_heads, t, e, seed=j) for j in range(1, 2 * n + 1)]
     keys, values = (torch.stack(x) for x in (entries[:n], entries[n:]))
@@ -32,19 +32,19 @@ def test_it_is_attention_over_depth(n: int, kv_heads: int, groups: int, t: int, 
     assert torch.autograd.gradcheck(mixed, (q, *entries))
 
 
-def test_keys_may_be_mixed_by_their_own_weights() -> None:
+def test_mix_of_keys() -> None:
     q, keys = normal(2, 4, 3, 4), [normal(2, 2, 3, 4, seed=j) for j in range(1, 4)]
     assert torch.autograd.gradcheck(lambda q, *keys: depth_value_mix(q, keys, keys), (q, *keys))
 
 
-def test_weights_are_fp32_and_the_mix_of_the_type_of_the_values() -> None:
+def test_weights_are_fp32_and_the_mix_has_the_dtype_of_the_values() -> None:
     q, key, value = (x.detach().bfloat16() for x in (normal(1, 2, 3, 4), normal(1, 1, 3, 4), normal(1, 1, 3, 4)))
     assert depth_weights(q, [key, key]).dtype == torch.float32
     assert depth_value_mix(q, [key, key], [value, value]).dtype == torch.bfloat16
     assert depth_value_mix(q, [key, key], [value, value.float()]).dtype == torch.float32
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_entries_are_refused() -> None:
     q, x = normal(1, 4, 3, 4).detach().float(), normal(1, 2, 3, 4).detach().float()
     with pytest.raises(ValueError, match="2 keys and 1 values"):
         check_entries("mix", q, [x, x], [x])

@@ -1,4 +1,4 @@
-"""The Triton kernels of depth_value_mix equal the PyTorch that defines it, forward and every gradient."""
+"""The outputs and all gradients of the Triton kernels of depth_value_mix equal those of the PyTorch reference."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
-    """q_bhte, n keys and n values, as projections give them."""
+    """Return q_bhte, n keys and n values, with the memory layout of projections."""
     shapes = [(b, t, kv_heads * groups, e), *[(b, t, kv_heads, e)] * (2 * n)]
     return [normal(*shape, seed=j).transpose(1, 2) for j, shape in enumerate(shapes)]
 
 
 def results(kernels: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The mix, and the gradients of all inputs."""
+    """Return the mix, and the gradients of all inputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     n = len(inputs) // 2
     with using(kernels):
@@ -49,31 +49,31 @@ def assert_same(inputs: list[Tensor], grad: Tensor, tolerance: float = 1e-5) -> 
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 8), t=st.integers(1, 9),
     e=st.integers(1, 40),
 )  # fmt: skip
-def test_it_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
+def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
     assert_same(tensors(n, kv_heads, groups, t, e), normal(2, kv_heads, t, e, seed=99))
 
 
 @pytest.mark.parametrize(("n", "groups", "e"), [(1, 2, 8), (64, 1, 4), (3, 2, 256)])
-def test_the_smallest_and_the_largest(n: int, groups: int, e: int) -> None:
+def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
     assert_same(tensors(n, 1, groups, 5, e, b=1), normal(1, 1, 5, e, seed=99))
 
 
 @pytest.mark.parametrize(
     "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
 )
-def test_sixteen_bits(kind: torch.dtype) -> None:
+def test_16_bit_inputs(kind: torch.dtype) -> None:
     inputs = [x.to(kind) for x in tensors(5, 2, 2, 7, 16)]
     assert_same(inputs, normal(2, 2, 7, 16, seed=99), 4 * torch.finfo(kind).eps)
 
 
-def test_types_may_differ() -> None:
+def test_inputs_may_have_different_dtypes() -> None:
     q, *entries = tensors(3, 2, 2, 5, 8)
-    # the widest value is the last one, which gives the mix its type
+    # the last value has the widest dtype, which is that of the mix
     inputs = [q.half(), *(x if j % 2 else x.half() for j, x in enumerate(entries))]
     assert_same(inputs, normal(2, 2, 5, 8, seed=99), 5e-3)
 
 
-def test_layouts_of_inputs_and_of_the_gradient_do_not_matter() -> None:
+def test_memory_layouts_of_inputs_and_gradient_do_not_matter() -> None:
     q, *entries = tensors(3, 2, 2, 5, 8)
     wide = [torch.cat([x, x], -1)[..., 8:] for x in entries]
     assert_same([q.contiguous(), *wide], normal(2, 2, 1, 1, seed=99).expand(2, 2, 5, 8))
@@ -95,13 +95,13 @@ def test_large_scores_stay_finite() -> None:
     assert_same([30 * q, *(30 * x for x in entries[:3]), *entries[3:]], normal(2, 1, 4, 8, seed=99), 1e-4)
 
 
-def test_the_same_bits_twice() -> None:
+def test_results_are_bitwise_reproducible() -> None:
     inputs, grad = tensors(4, 2, 3, 9, 8), normal(2, 2, 9, 8, seed=99)
     for x, y in zip(*(results("triton", inputs, grad) for _ in range(2)), strict=True):
         assert torch.equal(x, y)
 
 
-def test_the_operators_are_registered_as_pytorch_wants_it() -> None:
+def test_operators_pass_opcheck() -> None:
     q, *entries = (x.detach().requires_grad_() for x in tensors(2, 1, 2, 3, 4, b=1))
     torch.library.opcheck(triton_ops.forward, (q, entries[:2], entries[2:]))
     mix, lse = (x.detach() for x in triton_ops.forward(q, entries[:2], entries[2:]))
@@ -109,7 +109,7 @@ def test_the_operators_are_registered_as_pytorch_wants_it() -> None:
     torch.library.opcheck(triton_ops.backward, (torch.ones_like(mix), q, mix, lse, entries[:2], entries[2:]))
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     q, key, value = tensors(1, 2, 2, 3, 4)
     refused: list[tuple[Any, str]] = [
         ((q, [key] * 65, [value] * 65), "65 sources, self included, are more than 64"),

@@ -1,4 +1,4 @@
-"""Several sums at once equal the formula, in one phase and in two, and so do all gradients."""
+"""Several sums at once, in one phase and in two, equal the formula, and so do all gradients."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("chunk", [2**15, 12])
 @settings(max_examples=10, deadline=None)
 @given(reads=st.integers(1, 4), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 6), started=st.booleans())
-def test_they_equal_the_formulas(chunk: int, reads: int, n: int, t: int, d: int, started: bool) -> None:
+def test_reads_equal_the_formulas(chunk: int, reads: int, n: int, t: int, d: int, started: bool) -> None:
     xs, start = [normal(2, t, d, seed=j) for j in range(1, n + 1)], normal(reads, 2, t, d, seed=30)
     inputs = [*xs, start] if started else xs
     given_start = start if started else None
@@ -45,7 +45,7 @@ def test_they_equal_the_formulas(chunk: int, reads: int, n: int, t: int, d: int,
         assert_same(found, gated(bias, gate, xs, given_start), [bias, gate, *inputs])
 
 
-def test_two_phases_are_one() -> None:
+def test_two_phases_equal_one() -> None:
     xs, weights, bias, gate = (
         [normal(2, 5, 4, seed=j) for j in range(5)],
         normal(3, 5),
@@ -63,7 +63,7 @@ def test_a_source_used_twice_gets_both_gradients() -> None:
     assert_same(weighted_reads(weights, [x, x]), weighted(weights, [x, x], None), [weights, x])
 
 
-def test_types_are_the_widest_of_the_sources() -> None:
+def test_result_has_the_widest_dtype_of_the_sources() -> None:
     xs = [normal(2, 3, 4, seed=j).detach().bfloat16().requires_grad_() for j in range(2)]
     assert weighted_reads(normal(1, 2).float(), xs).dtype == torch.bfloat16
     out = gated_reads(normal(1, 2, 4).float(), normal(1, 2, 4).float(), [xs[0].float(), xs[1]])

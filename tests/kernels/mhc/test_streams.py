@@ -1,4 +1,4 @@
-"""Operators on parallel streams equal their formulas, and their backward passes numerical derivatives."""
+"""Operators on parallel streams equal their formulas, and their gradients equal numerical derivatives."""
 
 import torch
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 4), t=st.integers(1, 4), d=st.integers(1, 5))
-def test_reading_and_mixing(n: int, t: int, d: int) -> None:
+def test_read_and_mix_streams(n: int, t: int, d: int) -> None:
     pre, post, res = normal(2, t, n), normal(2, t, n, seed=1), normal(2, t, n, n, seed=2)
     x, y = normal(2, t, n, d, seed=3), normal(2, t, d, seed=4)
     torch.testing.assert_close(read_streams(pre, x), torch.einsum("btj,btjd->btd", pre, x))
@@ -26,7 +26,7 @@ def test_reading_and_mixing(n: int, t: int, d: int) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 4), w=st.integers(1, 5), m=st.integers(1, 5), eps=st.sampled_from([1e-5, 0.1]))
-def test_a_normed_projection(n: int, w: int, m: int, eps: float) -> None:
+def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
     x, weight = normal(2, 3, n, w), normal(m, w, seed=1)
     expected = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt()) @ weight.mT
     torch.testing.assert_close(normed_projection(x, weight, eps), expected)

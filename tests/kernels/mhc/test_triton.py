@@ -1,4 +1,4 @@
-"""The Triton kernels of mhc_post_pre equal the PyTorch that defines it, forward and every gradient."""
+"""The outputs and all gradients of the Triton kernels of mhc_post_pre equal those of the PyTorch reference."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ NAMES = ("input", "streams", "post", "res", "d x", "d phi", "d alpha", "d bias",
 
 
 def arguments(n: int, d: int, t: int, b: int = 2, seed: int = 0) -> list[Tensor]:
-    """x, phi, alpha, bias, and output, post and res of a pending write."""
+    """Return x, phi, alpha, bias, and output, post and res of a pending write."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -31,7 +31,7 @@ def arguments(n: int, d: int, t: int, b: int = 2, seed: int = 0) -> list[Tensor]
 
 
 def results(kernels: str, inputs: list[Tensor], pending: bool = True, iterations: int = 20) -> list[Tensor]:
-    """The outputs, and the gradients of all inputs from gradients of all outputs."""
+    """Return the outputs, and the gradients of all inputs from gradients of all outputs."""
     inputs = [x.detach().requires_grad_() for x in (inputs if pending else inputs[:4])]
     x, phi, alpha, bias, *written = inputs
     with using(kernels):
@@ -42,13 +42,13 @@ def results(kernels: str, inputs: list[Tensor], pending: bool = True, iterations
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Within a tolerance of the largest number of each tensor."""
+    """Compare tensors. The tolerance is relative to the largest number of each tensor."""
     for name, x, y in zip(NAMES, found, expected, strict=False):
         assert (x.double() - y).abs().max() <= tolerance * max(1.0, y.abs().max().item()), name
 
 
 def low(inputs: list[Tensor], kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """The inputs in a type, and those very numbers in fp64."""
+    """Return the inputs in a dtype, and the same rounded numbers in fp64."""
     rounded = [x.to(kind) for x in inputs]
     return rounded, [x.double() for x in rounded]
 
@@ -58,7 +58,7 @@ def low(inputs: list[Tensor], kind: torch.dtype) -> tuple[list[Tensor], list[Ten
     n=st.sampled_from([4, 2, 1, 3, 5, 8]), t=st.integers(1, 9), d=st.integers(1, 40), pending=st.booleans(),
     iterations=st.sampled_from([1, 3, 20]),
 )  # fmt: skip
-def test_equals_pytorch(n: int, t: int, d: int, pending: bool, iterations: int) -> None:
+def test_outputs_and_gradients_equal_pytorch(n: int, t: int, d: int, pending: bool, iterations: int) -> None:
     single, double = low(arguments(n, d, t), torch.float32)
     found = results("triton", single, pending, iterations)
     assert_same(found, results("torch", double, pending, iterations), 1e-5)
@@ -75,14 +75,14 @@ HALF = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("kind", HALF)
 @pytest.mark.parametrize("pending", [False, True])
-def test_half_precision_is_rounded_a_few_times(kind: torch.dtype, pending: bool) -> None:
-    """The streams are rounded, and then the numbers that are multiplied with phi."""
+def test_half_precision_is_close_to_fp64(kind: torch.dtype, pending: bool) -> None:
+    """The streams are rounded, and then the factors of the product with phi."""
     half, double = low(arguments(4, 48, 9), kind)
     tolerance = 8 * torch.finfo(kind).eps
     assert_same(results("triton", half, pending), results("torch", double, pending), tolerance)
 
 
-def test_types_may_differ() -> None:
+def test_inputs_may_have_different_dtypes() -> None:
     """As under autocast: streams and maps in fp32, the output of a sublayer in 16 bits."""
     inputs = [x.float() for x in arguments(4, 24, 5)]
     inputs[4] = inputs[4].half()
@@ -94,8 +94,8 @@ def test_types_may_differ() -> None:
     torch.testing.assert_close(found[8].double(), expected[8], rtol=2**-10, atol=1e-5)
 
 
-def test_autocast_rounds_the_product_alone() -> None:
-    """In autocast's fp16 the streams stay exact, and the maps are those of a rounded product."""
+def test_autocast_rounds_only_the_product() -> None:
+    """With fp16 autocast, the streams remain exact, and the maps are those of a rounded product."""
     inputs = [x.float() for x in arguments(4, 24, 5)]
     with torch.autocast(DEVICE, torch.float16):
         found, expected = results("triton", inputs), results("torch", inputs)
@@ -105,7 +105,7 @@ def test_autocast_rounds_the_product_alone() -> None:
 
 
 def test_layout_does_not_matter() -> None:
-    """Streams that are copies by stride, as at the bottom of a decoder, and transposed tensors and gradients."""
+    """Streams expanded from the embedding, and transposed tensors and gradients."""
     inputs = [x.float() for x in arguments(4, 24, 5)]
     inputs[0] = inputs[0][:, :, :1].expand(-1, -1, 4, -1)
     inputs[1] = inputs[1].mT.contiguous().mT
@@ -118,7 +118,7 @@ def test_layout_does_not_matter() -> None:
     assert x.grad.isfinite().all()
 
 
-def test_an_output_nobody_uses_needs_no_gradient() -> None:
+def test_unused_outputs_need_no_gradient() -> None:
     inputs = [x.float().requires_grad_() for x in arguments(4, 24, 5)]
     grads = []
     for kernels in ("triton", "torch"):
@@ -140,14 +140,14 @@ def test_large_logits_stay_finite() -> None:
     torch.testing.assert_close(found[3].sum(-1), torch.ones_like(found[3][..., 0]))
 
 
-def test_the_same_bits_twice() -> None:
+def test_results_are_bitwise_reproducible() -> None:
     inputs = [x.float() for x in arguments(4, 40, 9)]
     for a, b in zip(results("triton", inputs), results("triton", inputs), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_the_operators_are_sound(pending: bool) -> None:
+def test_operators_pass_opcheck(pending: bool) -> None:
     x, phi, alpha, bias, *written = [x.float().requires_grad_() for x in arguments(2, 8, 3, b=1)]
     written = written if pending else [None] * 3
     inputs = (x, *written, phi, alpha, bias, 1e-5, 3, torch.float32)
@@ -172,14 +172,14 @@ def changed(inputs: list[Tensor], which: int, value: Tensor) -> list[Tensor]:
         (2, lambda alpha: alpha.double(), ValueError, "float64 is not fp32, fp16 or bf16"),
     ],
 )
-def test_what_is_wrong_is_said(which: int, change: Any, error: type[Exception], words: str) -> None:
+def test_invalid_arguments_are_refused(which: int, change: Any, error: type[Exception], words: str) -> None:
     inputs = [x.float() for x in arguments(4, 8, 3)]
     with pytest.raises(error) as told:
         results("triton", changed(inputs, which, change(inputs[which])))
     assert words in str(told.value)
 
 
-def test_more_streams_than_registers_are_refused() -> None:
+def test_too_many_streams_are_refused() -> None:
     inputs = [x.float() for x in arguments(9, 8, 3)]
     with pytest.raises(ValueError, match="num_streams=9 is above 8"):
         results("triton", inputs)

@@ -1,4 +1,4 @@
-"""Attention over sequence and depth, merged from a flash attention and a depth part, equals one softmax over both."""
+"""The merge of a flash attention and a depth part equals one softmax over sequence and depth."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def call(attend: Any, inputs: list[torch.Tensor], mask: torch.Tensor | None = No
 
 
 def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
-    """mask_b1ts of two rows, random but that each of the t last of s tokens sees itself."""
+    """Return a random mask_b1ts of two rows, in which each of the last t of s tokens attends to itself."""
     mask = torch.rand(2, 1, t, s, generator=torch.Generator().manual_seed(seed)) < 0.4
     return mask | torch.eye(s, dtype=torch.bool)[s - t :]
 
@@ -34,8 +34,8 @@ def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
     kv_heads=st.integers(1, 3), groups=st.integers(1, 4), t=st.integers(1, 9), entries=st.integers(1, 6),
     held=st.none() | st.integers(0, 5),
 )  # fmt: skip
-def test_merged_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: int, held: int | None) -> None:
-    """held: tokens in the cache, under a mask; None: no mask."""
+def test_merge_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: int, held: int | None) -> None:
+    """held: the number of cached tokens, with a mask; None: no mask."""
     inputs = tensors(kv_heads * groups, kv_heads, t, t + (held or 0), entries)
     mask = None if held is None else any_mask(t, t + held, seed=t)
     outputs = [call(attend, inputs, mask) for attend in (DepthMerge.apply, attend_with_scores)]
@@ -51,8 +51,8 @@ def test_one_new_token_over_a_cache() -> None:
     torch.testing.assert_close(call(DepthMerge.apply, inputs), call(attend_with_scores, inputs))
 
 
-def test_a_mask_hides_whole_blocks_of_the_flash_attention() -> None:
-    """Its blocks hold up to 512 keys; the last tokens see none of the first."""
+def test_mask_may_hide_complete_blocks_of_flash_attention() -> None:
+    """The blocks of flash attention have up to 512 keys. The last tokens attend to no key of the first block."""
     inputs, document = tensors(2, 1, 1100, 1100, 1), torch.arange(1100) // 700
     mask = ((document[:, None] == document) & torch.ones(1100, 1100, dtype=torch.bool).tril()).expand(2, 1, -1, -1)
     outputs = [call(attend, inputs, mask) for attend in (DepthMerge.apply, attend_with_scores)]
@@ -61,8 +61,8 @@ def test_a_mask_hides_whole_blocks_of_the_flash_attention() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_the_scores_are_those_of_the_formula() -> None:
-    """One query at the second of two tokens, its keys and depth keys by hand."""
+def test_scores_equal_the_formula() -> None:
+    """The query of the second of two tokens, with keys and depth keys set by hand."""
     q, k, v, key, value = (x.detach() for x in tensors(1, 1, 2, 2, 1))
     weights = torch.stack([q[:, 0, 1] @ k[0, 0].T, q[:, 0, 1] @ k[1, 0].T])
     rows = [torch.cat([weights[b, b], (q[b, 0, 1] * key[b, 0, 1]).sum()[None]]) / 2 for b in range(2)]
@@ -73,7 +73,7 @@ def test_the_scores_are_those_of_the_formula() -> None:
 @pytest.mark.parametrize("attend", [DepthMerge.apply, attend_with_scores], ids=["merged", "with scores"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_lower_precision_stays_near(masked: bool, dtype: torch.dtype, attend: Any) -> None:
+def test_lower_precision_is_close(masked: bool, dtype: torch.dtype, attend: Any) -> None:
     inputs, mask = tensors(6, 2, 33, 33, 5, e=16), any_mask(33, 33, seed=0) if masked else None
     expected = call(attend_with_scores, inputs, mask)
     low = [x.detach().to(dtype).requires_grad_() for x in inputs]
@@ -87,7 +87,7 @@ def test_lower_precision_stays_near(masked: bool, dtype: torch.dtype, attend: An
         assert torch.nn.functional.cosine_similarity(x.grad.double().flatten(), grad.flatten(), dim=0) > 0.999
 
 
-def test_without_flash_attention_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_is_the_same_without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, *depth = tensors(4, 2, 7, 7, 2)
     pairs = list(zip(depth[::2], depth[1::2], strict=True))
     masks = (None, any_mask(7, 7, seed=0))
@@ -108,7 +108,7 @@ def test_the_depth_part_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch, c
     torch.testing.assert_close(*grads)
 
 
-def test_entries_may_lie_anyhow_and_be_used_twice() -> None:
+def test_entries_with_any_memory_layout_and_used_twice() -> None:
     q, k, v, key, value = tensors(4, 2, 5, 5, 1)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
     wide = torch.cat([value, key], -1)[..., 4:]

@@ -1,4 +1,4 @@
-"""The Triton kernels of moda_depth equal the PyTorch that defines it, forward and every gradient."""
+"""The outputs and all gradients of the Triton kernels of moda_depth equal those of the PyTorch reference."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
-    """grad_bhte, q_bhte, out_bhte, lse_bht, n keys and n values, as projections and a flash attention give them."""
+    """Return grad_bhte, q_bhte, out_bhte, lse_bht, n keys and n values, with the layouts that a decoder has."""
     h = kv_heads * groups
     shapes = [*[(b, t, h, e)] * 3, *[(b, t, kv_heads, e)] * (2 * n)]
     grad, q, out, *entries = (normal(*shape, seed=j).transpose(1, 2) for j, shape in enumerate(shapes))
@@ -31,7 +31,7 @@ def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> l
 
 
 def results(kernels: str, inputs: list[Tensor]) -> list[Tensor]:
-    """The merged context and log-sum-exp, and the gradients of q, keys and values that depth gives."""
+    """Return the merged context and log-sum-exp, and the gradients of q, keys and values from the depth part."""
     grad, q, out, lse, *entries = inputs
     keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
     with using(kernels):
@@ -55,17 +55,17 @@ def assert_same(inputs: list[Tensor], tolerance: float = 1e-5) -> None:
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 9),
     e=st.integers(1, 40),
 )  # fmt: skip
-def test_it_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
+def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
     assert_same(tensors(n, kv_heads, groups, t, e))
 
 
 @pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (1, 40, 4)])
-def test_the_smallest_and_the_largest(n: int, groups: int, e: int) -> None:
+def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
     assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7])
-def test_many_entries_take_several_launches(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+def test_many_entries_need_several_launches(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     monkeypatch.setattr(triton_ops, "PER_LAUNCH", 2)
     assert_same(tensors(n, 2, 3, 5, 8))
     low = [x.half() if x.ndim == 4 else x for x in tensors(n, 2, 3, 5, 8)]
@@ -79,20 +79,20 @@ def test_a_hundred_entries() -> None:
 @pytest.mark.parametrize(
     "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
 )
-def test_sixteen_bits(kind: torch.dtype) -> None:
+def test_16_bit_inputs(kind: torch.dtype) -> None:
     grad, q, out, lse, *entries = tensors(5, 2, 2, 7, 16)
     assert_same([grad.to(kind), q.to(kind), out.to(kind), lse, *(x.to(kind) for x in entries)], 8e-3)
 
 
-def test_types_may_differ() -> None:
+def test_inputs_may_have_different_dtypes() -> None:
     grad, q, out, lse, *entries = tensors(3, 2, 2, 5, 8)
     assert_same([grad, q.half(), out.half(), lse, *(x if j % 2 else x.half() for j, x in enumerate(entries))], 5e-3)
 
 
-def test_layouts_do_not_matter() -> None:
+def test_memory_layouts_do_not_matter() -> None:
     _, q, out, lse, *entries = tensors(3, 2, 2, 5, 8)
     wide = [torch.cat([x, x], -1)[..., 8:] for x in entries]
-    # as the flash attention of a CPU gives its log-sum-exp
+    # the layout of the log-sum-exp of flash attention on a CPU
     turned = lse.transpose(1, 2).contiguous().transpose(1, 2)
     assert_same([normal(2, 1, 1, 8).expand(2, 4, 5, 8), q.contiguous(), out.contiguous(), turned, *wide])
 
@@ -102,7 +102,7 @@ def test_large_scores_stay_finite() -> None:
     assert_same([grad, 30 * q, out, 30 * lse, *(30 * x for x in entries[:3]), *entries[3:]], 2e-3)
 
 
-def test_the_same_bits_twice() -> None:
+def test_results_are_bitwise_reproducible() -> None:
     inputs = tensors(4, 2, 3, 9, 8)
     for x, y in zip(*(results("triton", inputs) for _ in range(2)), strict=True):
         assert torch.equal(x, y)
@@ -110,7 +110,7 @@ def test_the_same_bits_twice() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="flash attention on a GPU takes 16 bits only")
 def test_attention_over_sequence_and_depth() -> None:
-    """The one autograd function over both parts; one entry is used twice."""
+    """The autograd function over both parts, with an entry that is used twice."""
     _, q, _, _, k, v, *entries = tensors(4, 2, 3, 6, 8)
     found = []
     for kernels in ("triton", "torch"):
@@ -122,14 +122,14 @@ def test_attention_over_sequence_and_depth() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-def test_the_operators_are_registered_as_pytorch_wants_it() -> None:
+def test_operators_pass_opcheck() -> None:
     grad, q, out, lse, *entries = tensors(2, 1, 2, 3, 4, b=1)
     torch.library.opcheck(triton_ops.forward, (q, out, lse, entries[:2], entries[2:]))
     context, merged = triton_ops.forward(q, out, lse, entries[:2], entries[2:])
     torch.library.opcheck(triton_ops.backward, (grad, q, context, merged, entries[:2], entries[2:]))
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     _, q, out, lse, key, value = tensors(1, 2, 2, 3, 4)
     wide, wide_lse = normal(1, 1, 1, 300), normal(1, 1, 1)
     refused: list[tuple[Any, type[Exception], str]] = [

@@ -17,7 +17,7 @@ Heads = list[list[Tensor]]
 
 @dataclass
 class Pass:
-    """One pass through a layer: with loops there are several of the same layer."""
+    """One pass through a layer. With loops a layer has several passes."""
 
     layer: int
     q: Heads = field(default_factory=list)
@@ -26,7 +26,7 @@ class Pass:
     k_inputs: list[Tensor] = field(default_factory=list)
     v_inputs: list[Tensor] = field(default_factory=list)
     mlp_inputs: list[Tensor] = field(default_factory=list)
-    # what depth_attention leaves for later layers: keys and values as the attention over the sequence saw them
+    # what depth_attention passes to later layers: the keys and values of its attention over the sequence
     k_seen: Heads = field(default_factory=list)
     v_seen: Heads = field(default_factory=list)
 
@@ -38,7 +38,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def causal(m: Model, q: Heads, k: Heads, v: Heads, extra: Callable | None = None) -> Heads:
-    """Each query head over the tokens up to its own; extra(t, g): more keys and values in the same softmax."""
+    """Attend with each query head to all tokens up to its own. extra(t, g): more entries of the same softmax."""
     group = m.size.num_heads // m.size.num_kv_heads
     contexts = []
     for t in range(len(q)):
@@ -77,7 +77,7 @@ def depth_attention(
         chosen = [j for j in range(now.layer) if j % stride == 0]
     else:
         chosen = [j for j in range(now.layer) if (now.layer - j) % stride == 0]
-    # of the earlier loops: this layer itself
+    # from the earlier loops: the same layer
     others = [this_loop[j] for j in chosen] + [one for one in before[:start] if one.layer == now.layer]
 
     for t in range(len(now.q)):
@@ -107,16 +107,16 @@ def moda(
     last_layer_kv: bool = False,
     slots: int | None = None,
 ) -> Heads:
-    """arXiv 2603.15619: one softmax over the tokens so far and over the depth entries of the own token."""
+    """arXiv 2603.15619: one softmax over all tokens so far and over the depth entries of the current token."""
 
     def projected(layer: int, kind: str, k_in: Tensor, v_in: Tensor, t: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The key has the layer's own K-norm, and RoPE at its position."""
+        """Return projected keys and values. Keys get the layer's K-norm, and RoPE at their position."""
         name = f"layers.{layer}.attention"
         keys = normed_heads(m, f"{name}.{kind}_k_proj", f"{name}.k_norm", k_in, t)
         return keys, plain_heads(m, f"{name}.{kind}_v_proj", v_in)
 
     def entries_of(t: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Keys and values, by head, of every sublayer before this one, oldest first."""
+        """Return keys and values, by head, of all earlier sublayers, oldest first."""
         found = []
         for one in before:
             owns_projections = one.layer < m.size.num_layers - 1 or last_layer_kv or m.loops > 1

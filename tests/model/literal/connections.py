@@ -46,7 +46,7 @@ def attention_residuals(
 ) -> list[Tensor]:
     """h = sum_j alpha_j b_j, alpha = softmax_j(w . RMSNorm(b_j)), arXiv 2603.15031.
 
-    b_0 is the embedding, b_n the sum of the outputs of block n; the block that is under way counts with what it has.
+    b_0 is the embedding, b_n the sum of the outputs of block n. The current block counts with its outputs so far.
     """
     block_size = block_size or math.ceil(2 * m.depth / 8)
     b = [x_0] + [sum(f[start : start + block_size]) for start in range(0, s, block_size)]
@@ -63,9 +63,9 @@ def attention_residuals(
 def attention_residuals_recency(
     m: Model, s: int, x_0: Tensor, f: list[Tensor], block_size: int | None = None
 ) -> list[Tensor]:
-    """The same read over the embedding, snapshots of the running sum and the sum itself, which has a learned bonus.
+    """Attention Residuals over the embedding, snapshots of the running sum, and the sum itself with a learned bonus.
 
-    A snapshot is taken at the end of each layer in which a multiple of block_size lies.
+    A layer ends with a snapshot if its sublayers pass a multiple of block_size.
     """
     block_size = block_size or math.ceil(2 * m.depth / 8)
     running = [sum(f[:i], x_0) for i in range(s + 1)]
@@ -89,16 +89,16 @@ def grn(
     w: str = "per_source",
     separate_qkv: bool = False,
 ) -> list[Tensor]:
-    """g = sum_j gate_j * G_j, arXiv 2502.06785, section 3.1; three of them make the inputs of q, k and v in DCA.
+    """g = sum_j gate_j * G_j, arXiv 2502.06785, section 3.1; DCA has three of them, the inputs of q, k and v.
 
-    G = [embedding, output of block 1, ...], a block's output being attention output + MLP output.
+    G = [embedding, output of block 1, ...], where the output of a block is attention output + MLP output.
     """
     blocks = [f[2 * i] + f[2 * i + 1] for i in range(s // 2)]
     if last_k is not None and len(blocks) > last_k:
         middle, last = blocks[: len(blocks) - last_k], blocks[len(blocks) - last_k :]
         blocks = [sum(middle), *last]
     stack = [x_0, *blocks]
-    # the MLP of a block reads the same stack as its attention, through the same parameters
+    # the MLP of a block reads the same stack as its attention, with the same parameters
     own = f"connections.{s - s % 2}"
 
     def gate_of(read: int, j: int) -> Tensor:
@@ -192,7 +192,7 @@ def mhc(
 
 
 def sinkhorn_knopp(logits: Tensor, iterations: int) -> Tensor:
-    """Columns to sum 1, then rows to sum 1, again and again. Entry [i, j]: from stream j to stream i."""
+    """Normalize columns, then rows, in each iteration. Entry [i, j]: from stream j to stream i."""
     matrix = torch.exp(logits)
     for _ in range(iterations):
         matrix = matrix / matrix.sum(dim=0)[None, :]

@@ -1,4 +1,4 @@
-"""The whole decoder, written from the formulas and not from the code it checks: slow, literal, in float64.
+"""A complete decoder in float64, slow and literal, written from the formulas and not from the code that it checks.
 
     x_0 = embedding
     f_s = sublayer_s(input_s(x_0, f_0 .. f_(s-1)))
@@ -34,13 +34,13 @@ def literal_logits(
     attention: Mechanism = ("self_attention", {}),
     loops: int = 1,
 ) -> Tensor:
-    """logits_btv. parameters: in float64, under their names in the decoder's state_dict."""
+    """Return logits_btv. parameters: in float64, keyed by their names in the decoder's state_dict."""
     model = Model(parameters, size, backbone, loops)
     return torch.stack([sequence_logits(model, tokens_t.tolist(), connection, attention) for tokens_t in tokens_bt])
 
 
 def sequence_logits(m: Model, tokens: list[int], connection: Mechanism, attention: Mechanism) -> Tensor:
-    """logits_tv of one sequence."""
+    """Return logits_tv of one sequence."""
     embeddings = [embed(m, token, t) for t, token in enumerate(tokens)]
     outputs: list[list[Tensor]] = [[] for _ in tokens]
 
@@ -69,7 +69,7 @@ def sequence_logits(m: Model, tokens: list[int], connection: Mechanism, attentio
 
 
 def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
-    """Queries, keys and values of one pass through a layer. inputs: of each token, one, or three for q, k and v."""
+    """Return queries, keys and values of one pass through a layer. inputs: one per token, or three for q, k and v."""
     now = Pass(layer)
     name = f"layers.{layer}.attention"
     for t in range(len(inputs)):
@@ -84,7 +84,7 @@ def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
 
 
 def pre_norm(m: Model, name: str, inputs: list[Tensor]) -> list[Tensor]:
-    """f(norm(x)): three inputs have a norm each."""
+    """Normalize the inputs of f(norm(x)). If there are three inputs, each has its own norm."""
     if m.backbone.norm_placement != "pre":
         return inputs
     if len(inputs) == 1:
@@ -93,7 +93,7 @@ def pre_norm(m: Model, name: str, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def post_norm(m: Model, name: str, output: Tensor) -> Tensor:
-    """norm(f(x)), before anything else sees the output."""
+    """Return norm(f(x)), before anything else uses the output."""
     return norm(m, name, output) if m.backbone.norm_placement == "post" else output
 
 

@@ -1,4 +1,4 @@
-"""What every layer is made of, one token and one vector at a time, in float64.
+"""The parts of every layer, one token and one vector at a time, in float64.
 
 Shapes: t tokens, d hidden size, e head size. Vectors of one token have no suffix.
 """
@@ -12,7 +12,7 @@ from depthlm.model.shape import Backbone, Size
 
 
 class Model(NamedTuple):
-    """Everything a formula may ask for. p: the parameters, under their names in the decoder's state_dict."""
+    """The inputs of all formulas. p: the parameters, keyed by their names in the decoder's state_dict."""
 
     p: dict[str, Tensor]
     size: Size
@@ -21,7 +21,7 @@ class Model(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Layers passed from bottom to top, counting each loop."""
+        """The number of layers, counting each loop."""
         return self.loops * self.size.num_layers
 
 

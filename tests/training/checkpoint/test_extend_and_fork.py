@@ -1,4 +1,4 @@
-"""A run goes on as what it has become: longer, forked, on other ranks, at another stage."""
+"""Runs resumed with another length, number of ranks or ZeRO stage, and forked runs."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def losses(directory: Path) -> list[float]:
         *(pytest.param(stage, "bf16", 2, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_with_another_number_of_ranks_and_comes_back(
+def test_a_run_resumes_on_another_number_of_ranks_and_back(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: int, precision: str, before: int
 ) -> None:
     def go(world_size: int, *more: str, name: str) -> None:
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_comes_back(
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_zero_1_goes_on_as_zero_2_and_back(
+def test_zero_1_resumes_as_zero_2_and_back(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, precision: str
 ) -> None:
     for name, stages in (("undisturbed", [1]), ("moved", [1, 2, 1])):
@@ -74,7 +74,7 @@ def test_zero_1_goes_on_as_zero_2_and_back(
 
 
 @pytest.mark.slow
-def test_zero_1_on_two_ranks_goes_on_as_zero_2_on_one(
+def test_zero_1_on_two_ranks_resumes_as_zero_2_on_one(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
     shared = ("training.max_steps=6", "training.stop_after=3")
@@ -84,7 +84,7 @@ def test_zero_1_on_two_ranks_goes_on_as_zero_2_on_one(
     torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=2e-6, atol=0)
 
 
-def test_a_conversion_that_has_no_room_or_fails_is_told_and_loses_nothing(
+def test_a_conversion_without_disk_space_or_that_fails_is_reported_and_loses_nothing(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = ("training.max_steps=4", "deepspeed=zero1")
@@ -101,13 +101,13 @@ def test_a_conversion_that_has_no_room_or_fails_is_told_and_loses_nothing(
     assert len(losses(tmp_path / "run")) == 4
 
 
-def test_a_finished_run_is_extended_where_that_is_asked_for(
+def test_a_complete_run_is_extended_on_request(
     small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     constant = ("schedule=constant", "schedule.warmup_ratio=0")
     assert train(depthlm.compose(small_run(*constant, "training.max_steps=4"))) == 0
     longer = small_run(*constant, "training.max_steps=8")
-    with pytest.raises(UserError, match="max_steps: the run has 4, this command gives 8\nresume=extend goes on"):
+    with pytest.raises(UserError, match="max_steps: the run has 4, this command gives 8\nresume=extend allows"):
         train(depthlm.compose(longer))
     assert (tmp_path / "run/summary.json").exists()
     for stop in (6, 8, 8):
@@ -124,7 +124,7 @@ def test_a_finished_run_is_extended_where_that_is_asked_for(
         train(depthlm.compose(small_run(*constant, "training.max_steps=9", "optimizer.lr=1", "resume=extend")))
 
 
-def test_a_fork_goes_on_from_the_state_under_other_settings(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_fork_continues_from_the_state_with_other_settings(small_run: Overrides, tmp_path: Path) -> None:
     shared = ("training.max_steps=8", "training.checkpoint_every=2", "training.keep_last=9")
     assert train(depthlm.compose(small_run(*shared, name="source"))) == 0
     source = {file: file.read_bytes() for file in (tmp_path / "source").rglob("*") if file.is_file()}
@@ -148,7 +148,7 @@ def test_a_fork_goes_on_from_the_state_under_other_settings(small_run: Overrides
 
 
 @pytest.mark.slow
-def test_a_forks_optimizer_works_with_the_settings_of_the_fork(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_forks_optimizer_uses_the_settings_of_the_fork(small_run: Overrides, tmp_path: Path) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=2", name="source"))) == 0
     states = []
     for decay in ("0", "5"):
@@ -168,28 +168,28 @@ def test_a_forks_optimizer_works_with_the_settings_of_the_fork(small_run: Overri
         ("optimizer=muon", "optimizer.name: the run has adamw"),
     ],
 )
-def test_a_fork_that_cannot_take_the_state_is_refused_before_anything_is_built(
+def test_a_fork_that_cannot_use_the_state_is_refused_before_the_model_is_built(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, words: str
 ) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=1", name="source"))) == 0
     monkeypatch.setattr("depthlm.training.run.build_model", lambda *_, **__: pytest.fail("something was built"))
-    with pytest.raises(UserError, match=rf"(?s){words}.*import_from={tmp_path}/source"):
+    with pytest.raises(UserError, match=rf"(?s){words}.*init_from={tmp_path}/source"):
         train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", change, name="next")))
 
 
-def test_a_source_without_a_whole_checkpoint_is_no_fork(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_fork_of_a_run_without_a_valid_checkpoint_is_refused(small_run: Overrides, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"fork_from=.*nowhere: no checkpoint in it"):
         depthlm.compose(small_run(f"fork_from={tmp_path}/nowhere"))
     assert train(depthlm.compose(small_run("training.max_steps=1", name="source"))) == 0
     weights = tmp_path / "source/checkpoints/step-00000001/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"fork_from=.*source: no whole checkpoint in it"):
+    with pytest.raises(UserError, match=r"fork_from=.*source: no complete checkpoint in it"):
         train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", name="next")))
     with pytest.raises(UserError, match="both given"):
-        depthlm.compose(small_run(f"fork_from={tmp_path}/source", f"import_from={tmp_path}/source", name="next"))
+        depthlm.compose(small_run(f"fork_from={tmp_path}/source", f"init_from={tmp_path}/source", name="next"))
 
 
-def test_a_complete_run_that_lost_its_checkpoints_says_so_and_one_command_retrains_it(
+def test_a_complete_run_without_its_checkpoints_warns_and_retrains_on_request(
     small_run: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     overrides = small_run("training.max_steps=4", "training.checkpoint_every=2")
@@ -200,10 +200,10 @@ def test_a_complete_run_that_lost_its_checkpoints_says_so_and_one_command_retrai
     (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"torn")
     capfd.readouterr()
     assert train(depthlm.compose(overrides)) == 0
-    told = capfd.readouterr().out
-    assert "This run is complete" in told
-    assert "step-00000004 is missing" in told
-    assert "resume=retrain" in told
+    output = capfd.readouterr().out
+    assert "This run is complete" in output
+    assert "step-00000004 is missing" in output
+    assert "resume=retrain" in output
     with pytest.raises(UserError, match=r"step-00000002: model.safetensors .* run=.* resume=retrain"):
         depthlm.load(run)
     again = depthlm.compose([f"run={run}", "resume=retrain"])
@@ -211,7 +211,7 @@ def test_a_complete_run_that_lost_its_checkpoints_says_so_and_one_command_retrai
     assert train(again) == 0
     depthlm.load(run)
     assert json.loads((run / "summary.json").read_text())["validation_loss"] == before
-    # and then it has nothing to do
+    # a second start has nothing to train
     capfd.readouterr()
     assert train(again) == 0
     assert "step 1/4" not in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""A run that starts with another's weights computes what that one computed, and says what it could not take."""
+"""A run initialized from another's weights computes the same as that run, and logs which weights it could not take."""
 
 import shutil
 from collections.abc import Callable
@@ -36,20 +36,20 @@ def logits(model: Decoder) -> torch.Tensor:
         return model(torch.arange(64).view(2, 32))
 
 
-def test_a_vanilla_run_goes_on_as_dca_from_where_it_was(
+def test_dca_initialized_from_a_vanilla_run_continues_its_loss(
     small_run: Overrides, tmp_path: Path, vanilla: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = depthlm.compose(small_run("model=dca", f"import_from={vanilla}", name="dca"))
+    config = depthlm.compose(small_run("model=dca", f"init_from={vanilla}", name="dca"))
     model = depthlm.build_model(config)
     copy_weights(load_file(vanilla / "checkpoints/step-00000008/model.safetensors"), model)
     torch.testing.assert_close(logits(model), logits(depthlm.load(vanilla)[0]), rtol=1e-5, atol=1e-5)
     capsys.readouterr()
     assert train(config) == 0
-    told = capsys.readouterr().out
-    assert f"weights imported from {vanilla}/checkpoints/step-00000008" in told
-    assert "6 parameters that it does not have keep their start: connections.*.b (3 of them)" in told
-    assert "these weights are of model vanilla, this run's is dca" in told
-    assert train(depthlm.compose(small_run(f"import_from={vanilla}", "training.max_steps=1", name="again"))) == 0
+    output = capsys.readouterr().out
+    assert f"weights imported from {vanilla}/checkpoints/step-00000008" in output
+    assert "6 parameters not found there keep their initialization: connections.*.b (3 of them)" in output
+    assert "the weights are from model vanilla, this run trains dca" in output
+    assert train(depthlm.compose(small_run(f"init_from={vanilla}", "training.max_steps=1", name="again"))) == 0
     curve = losses(tmp_path / "dca")
     # the first loss is before any update
     assert curve[0] == pytest.approx(losses(tmp_path / "again")[0], rel=1e-5)
@@ -61,29 +61,27 @@ def test_weights_are_imported_once_and_resuming_needs_no_source(
     small_run: Overrides, tmp_path: Path, vanilla: Path
 ) -> None:
     for name, stop in (("straight", "null"), ("resumed", "4")):
-        overrides = small_run(
-            f"import_from={vanilla}", "training.max_steps=8", f"training.stop_after={stop}", name=name
-        )
+        overrides = small_run(f"init_from={vanilla}", "training.max_steps=8", f"training.stop_after={stop}", name=name)
         assert train(depthlm.compose(overrides)) == 0
     shutil.rmtree(vanilla)
-    overrides = small_run(f"import_from={vanilla}", "training.max_steps=8", name="resumed")
+    overrides = small_run(f"init_from={vanilla}", "training.max_steps=8", name="resumed")
     assert train(depthlm.compose(overrides)) == 0
     assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
-    with pytest.raises(UserError, match=r"import_from: the run has .*vanilla, this command gives None"):
+    with pytest.raises(UserError, match=r"init_from: the run has .*vanilla, this command gives None"):
         train(depthlm.compose(small_run("training.max_steps=8", name="resumed")))
 
 
-def test_what_does_not_fit_is_listed_with_its_shape_before_anything_is_trained(
+def test_weights_that_do_not_fit_are_listed_with_their_shapes_before_training(
     small_run: Overrides, tmp_path: Path, vanilla: Path
 ) -> None:
-    dca = small_run("model=dca", f"import_from={vanilla}", "training.max_steps=1", name="dca")
+    dca = small_run("model=dca", f"init_from={vanilla}", "training.max_steps=1", name="dca")
     assert train(depthlm.compose(dca)) == 0
     with pytest.raises(UserError) as caught:
-        train(depthlm.compose(small_run(f"import_from={tmp_path}/dca", "size.intermediate_size=96", name="wrong")))
+        train(depthlm.compose(small_run(f"init_from={tmp_path}/dca", "size.intermediate_size=96", name="wrong")))
     text = str(caught.value)
-    assert "connections.*.b [3, 1, 64]: none of that name here" in text
-    assert "layers.*.attention_norm.*.weight [64]: none of that name here (6 of them)" in text
-    assert "layers.*.mlp.up_proj.weight [192, 64]: [96, 64] here (2 of them)" in text
+    assert "connections.*.b [3, 1, 64]: this model has no such parameter" in text
+    assert "layers.*.attention_norm.*.weight [64]: this model has no such parameter (6 of them)" in text
+    assert "layers.*.mlp.up_proj.weight [192, 64]: [96, 64] in this model (2 of them)" in text
     assert "embedding" not in text
     assert not (tmp_path / "wrong/checkpoints").exists()
     model = depthlm.build_model(depthlm.compose(small_run("size.intermediate_size=96")))
@@ -100,7 +98,7 @@ def test_every_mechanism_takes_vanillas_weights_and_its_own(small_run: Overrides
         model, same = depthlm.build_model(config), depthlm.build_model(config)
         kept = copy_weights(source, model)
         for name, tensor in model.state_dict().items():
-            # of the norms of an attention with three inputs, each is vanilla's one
+            # each of the three norms of an attention's inputs gets the weights of vanilla's single norm
             shared = name.replace("_norm.0", "_norm").replace("_norm.1", "_norm").replace("_norm.2", "_norm")
             assert name in kept or torch.equal(tensor, source[shared])
         assert not set(kept) & set(source)
@@ -108,14 +106,14 @@ def test_every_mechanism_takes_vanillas_weights_and_its_own(small_run: Overrides
         assert torch.equal(logits(same), logits(model))
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused(small_run: Overrides, vanilla: Path) -> None:
-    with pytest.raises(UserError, match=r"import_from=.*nowhere: no checkpoint in it"):
-        depthlm.compose(small_run("import_from=/nowhere"))
-    config = depthlm.compose(small_run(f"import_from={vanilla}"))
+def test_a_run_without_a_valid_checkpoint_is_refused(small_run: Overrides, vanilla: Path) -> None:
+    with pytest.raises(UserError, match=r"init_from=.*nowhere: no checkpoint in it"):
+        depthlm.compose(small_run("init_from=/nowhere"))
+    config = depthlm.compose(small_run(f"init_from={vanilla}"))
     (vanilla / "checkpoints/step-00000008/model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match="no whole checkpoint in it"):
+    with pytest.raises(UserError, match="no complete checkpoint in it"):
         train(config)
 
 
-def test_the_source_is_part_of_the_name() -> None:
-    assert run_name(["import_from=outputs/default/base"]) != run_name(["import_from=outputs/default/other"])
+def test_the_source_is_part_of_the_run_name() -> None:
+    assert run_name(["init_from=outputs/default/base"]) != run_name(["init_from=outputs/default/other"])

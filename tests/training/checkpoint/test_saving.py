@@ -1,4 +1,4 @@
-"""Saving costs no run: not a full disk, not a slow one, not a kill in the middle."""
+"""Saving checkpoints: a full disk, a slow disk or a kill while saving never costs the run."""
 
 import json
 import resource
@@ -28,14 +28,14 @@ Overrides = Callable[..., list[str]]
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps of the checkpoints of a run, each of which is whole."""
+    """Return the steps of the checkpoints of a run, after validating each of them."""
     paths = sorted((directory / "checkpoints").glob("step-*"))
     return [read_manifest(path)["step"] for path in paths]
 
 
 @contextmanager
 def files_no_larger_than(size: int) -> Iterator[None]:
-    """Writing beyond fails, as on a full disk."""
+    """Make writes beyond this file size fail, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -45,7 +45,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Let no file be larger than 100 kB while the checkpoints of these steps are written."""
+    """Limit files to 100 kB while the checkpoints of these steps are written."""
     save = Saver.save
 
     def limited(self: Saver, progress: dict[str, Any], *, last: bool) -> None:
@@ -58,20 +58,20 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepspeed=zero0", "training.async_checkpoint=true"])
-def test_a_write_that_fails_leaves_the_earlier_ones_whole_and_the_run_alive(
+def test_a_failed_write_leaves_earlier_checkpoints_intact_and_the_run_alive(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     overrides = small_run(kind, "training.checkpoint_every=4", "training.keep_last=9")
     assert train(depthlm.compose([*overrides, f"output_dir={tmp_path}/undisturbed"])) == 0
     fail_at(monkeypatch, 8, 12)
     if kind.startswith("training.async"):
-        # else the limit is over before the other thread writes
+        # otherwise the limit ends before the other thread writes
         monkeypatch.setattr(Saver, "_start", _then_wait(Saver._start))
     assert train(depthlm.compose(overrides)) == 0
     assert saved_steps(tmp_path / "run") == [4, 16, 20]
     log = (tmp_path / "run/train.log").read_text()
     assert "step-00000008 was not saved: " in log
-    assert "the earlier ones are whole" in log
+    assert "earlier checkpoints are intact" in log
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
 
@@ -86,7 +86,9 @@ def _then_wait(start: Callable[..., Any]) -> Callable[..., Any]:
     return waiting
 
 
-def test_without_room_nothing_is_written(small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_disk_space_nothing_is_written(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = saving.shutil.disk_usage
     full = {"now": False}
     monkeypatch.setattr(
@@ -106,28 +108,30 @@ def test_without_room_nothing_is_written(small_run: Overrides, tmp_path: Path, m
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
 
 
-def test_the_room_asked_for_is_what_is_written(
+def test_the_space_required_is_the_size_written(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    required: list[int] = []
     make_room = saving._make_room
-    monkeypatch.setattr(saving, "_make_room", lambda path, size: (asked.append(size), make_room(path, size)))
+    monkeypatch.setattr(saving, "_make_room", lambda path, size: (required.append(size), make_room(path, size)))
     for stage in ("zero0", "zero1", "zero3"):
         assert train(depthlm.compose(small_run(f"deepspeed={stage}", "training.max_steps=1", name=stage))) == 0
         files = list((tmp_path / stage / "checkpoints/step-00000001").rglob("*"))
         written = sum(file.stat().st_size for file in files if file.is_file())
-        assert asked.pop() == pytest.approx(written, rel=0.15)
+        assert required.pop() == pytest.approx(written, rel=0.15)
 
 
 def train_with_a_failing_second_rank(overrides: list[str]) -> int | str:
-    """Train, with the second rank's parts of the checkpoint of step 10 not fitting on the disk."""
+    """Train, with rank 1 failing to write its part of the checkpoint of step 10."""
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
             fail_at(patch, 10)
         return train_on_ranks(overrides)
 
 
-def test_where_one_rank_cannot_write_no_rank_saves(two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path) -> None:
+def test_if_one_rank_cannot_write_no_checkpoint_is_saved(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
+) -> None:
     overrides = small_run("deepspeed=zero1", "training.checkpoint_every=5", "training.keep_last=9")
     assert two_ranks(train_with_a_failing_second_rank, overrides) == [0, 0]
     assert saved_steps(tmp_path / "run") == [5, 15, 20]
@@ -142,7 +146,7 @@ def test_where_one_rank_cannot_write_no_rank_saves(two_ranks: TwoRanks, small_ru
     ],
     ids=" ".join,
 )
-def test_what_is_written_while_training_goes_on_is_what_it_was(
+def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
 ) -> None:
     overrides = small_run(*kind, "training.checkpoint_every=5", "training.keep_last=9")
@@ -176,7 +180,7 @@ def test_what_is_written_while_training_goes_on_is_what_it_was(
 
 
 def train_by_the_clock_of_the_second_rank(overrides: list[str]) -> int | str:
-    """Train, with a clock that on the second rank alone has a checkpoint due after every seventh step."""
+    """Train, with a checkpoint due after every seventh step by the clock of rank 1 only."""
     with pytest.MonkeyPatch.context() as patch:
         calls = {"due": 0}
 
@@ -188,13 +192,15 @@ def train_by_the_clock_of_the_second_rank(overrides: list[str]) -> int | str:
         return train_on_ranks(overrides)
 
 
-def test_when_the_clock_of_one_rank_says_so_all_save(two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path) -> None:
+def test_all_ranks_save_when_a_checkpoint_is_due_on_one(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
+) -> None:
     overrides = small_run("training.checkpoint_every=100", "training.keep_last=9", "training.checkpoint_minutes=1")
     assert two_ranks(train_by_the_clock_of_the_second_rank, overrides) == [0, 0]
     assert saved_steps(tmp_path / "run") == [7, 14, 20]
 
 
-def test_a_checkpoint_is_due_so_many_minutes_after_the_last(
+def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = {"seconds": 0.0}
@@ -213,14 +219,14 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last(
     assert not saver.due()
 
 
-def test_what_a_killed_save_left_does_not_take_the_room_of_the_next(small_run: Overrides, tmp_path: Path) -> None:
-    left_over = tmp_path / "run/checkpoints/.saving-step-00000017/deepspeed"
-    left_over.mkdir(parents=True)
+def test_files_of_an_interrupted_save_are_removed_before_the_next(small_run: Overrides, tmp_path: Path) -> None:
+    interrupted = tmp_path / "run/checkpoints/.saving-step-00000017/deepspeed"
+    interrupted.mkdir(parents=True)
     saving._make_room(tmp_path / "run/checkpoints/.saving-step-00000020", 10)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [".saving-step-00000020"]
 
 
-def test_a_run_that_diverges_keeps_the_checkpoint_that_was_being_written(
+def test_a_run_that_diverges_completes_the_checkpoint_being_written(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, write = threading.Event(), saving._write_state
@@ -228,12 +234,12 @@ def test_a_run_that_diverges_keeps_the_checkpoint_that_was_being_written(
     finish = Saver.finish
     monkeypatch.setattr(Saver, "finish", lambda self: (reached.set(), finish(self))[1])
     overrides = small_run("training.async_checkpoint=true", "training.checkpoint_every=5",
-                          "training.on_bad_numbers=stop")  # fmt: skip
+                          "training.on_nonfinite=stop")  # fmt: skip
     assert train_spoiled(overrides, {6: "gradient"}) == 1
     assert saved_steps(tmp_path / "run") == [5]
 
 
-def test_a_copy_holds_objects_as_they_were() -> None:
+def test_a_snapshot_does_not_change_with_the_state() -> None:
     scaler, weights = SimpleNamespace(cur_scale=512.0), torch.ones(3)
     snapshot = Snapshot()
     copy = snapshot.copy("state", {"scaler": scaler, "weights": [weights, (weights, 7)]})
@@ -244,10 +250,10 @@ def test_a_copy_holds_objects_as_they_were() -> None:
     assert snapshot.copy("state", {"weights": [weights]})["weights"][0] is kept
 
 
-def test_checkpoints_that_are_multiples_are_kept_for_ever(small_run: Overrides, tmp_path: Path) -> None:
+def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(small_run: Overrides, tmp_path: Path) -> None:
     overrides = small_run("training.checkpoint_every=2", "training.keep_last=1", "training.keep_every=8")
     assert train(depthlm.compose(overrides)) == 0
     assert saved_steps(tmp_path / "run") == [8, 16, 20]
-    found = newest_checkpoint(tmp_path / "run")
-    assert found is not None
-    assert json.loads((found[0] / "manifest.json").read_text())["step"] == 20
+    newest = newest_checkpoint(tmp_path / "run")
+    assert newest is not None
+    assert json.loads((newest[0] / "manifest.json").read_text())["step"] == 20

@@ -1,4 +1,4 @@
-"""Nothing foreign runs: what is not trusted is read as data, and pickles only where a manifest vouches for them."""
+"""No untrusted code runs: files are read as data, and pickles are loaded only if a manifest lists their digests."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Overrides = Callable[..., list[str]]
 
 
 class Intruder:
-    """Leaves a file where it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -29,7 +29,7 @@ class Intruder:
 
 @pytest.fixture
 def run(small_run: Overrides, tmp_path: Path) -> Path:
-    """A run at ZeRO 1 with checkpoints of steps 2 and 4, all of whose pickles would leave a trace."""
+    """Train a run at ZeRO 1 with checkpoints of steps 2 and 4, and replace every pickle by an intruder."""
     overrides = small_run("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
     assert train(depthlm.compose(overrides)) == 0
     pickles = list((tmp_path / "run/checkpoints").rglob("*.pt"))
@@ -40,20 +40,20 @@ def run(small_run: Overrides, tmp_path: Path) -> Path:
 
 
 def vouch(run: Path) -> None:
-    """Give the manifests the digests of what lies there now."""
+    """Write the digests of the files in the checkpoints to their manifests."""
     for path in run.glob("checkpoints/step-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"] = {name: digest(path / name) for name in manifest["files"]}
         (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_resuming_and_forking_unpickle_nothing_that_no_manifest_lists(
+def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(
     run: Path, small_run: Overrides, tmp_path: Path
 ) -> None:
     (run / "summary.json").unlink()
     same = ("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
     for overrides in (small_run(*same), small_run(*same, f"fork_from={run}", name="fork")):
-        with pytest.raises(UserError, match=r"no checkpoint in it is valid|no whole checkpoint in it"):
+        with pytest.raises(UserError, match=r"no checkpoint in it is valid|no complete checkpoint in it"):
             train(depthlm.compose(overrides))
     assert not (tmp_path / "trace").exists()
     vouch(run)
@@ -62,10 +62,10 @@ def test_resuming_and_forking_unpickle_nothing_that_no_manifest_lists(
     assert (tmp_path / "trace").exists()
 
 
-def test_loading_and_importing_never_unpickle(run: Path, small_run: Overrides, tmp_path: Path) -> None:
+def test_loading_and_init_from_never_unpickle(run: Path, small_run: Overrides, tmp_path: Path) -> None:
     vouch(run)
     depthlm.load(run)
-    overrides = small_run("training.max_steps=1", f"import_from={run}", name="next")
+    overrides = small_run("training.max_steps=1", f"init_from={run}", name="next")
     assert train(depthlm.compose(overrides)) == 0
     assert not (tmp_path / "trace").exists()
 

@@ -1,4 +1,4 @@
-"""Rows, clocks and utilisation."""
+"""Rows of metrics, the stopwatch and peak FLOP/s."""
 
 import json
 import resource
@@ -11,7 +11,7 @@ from depthlm.runs.records import read_metrics
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, peak_flops
 
 
-def test_rows_are_appended_amended_and_cut_off(tmp_path: Path) -> None:
+def test_rows_are_appended_amended_and_truncated(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": 2.0})
@@ -29,7 +29,7 @@ def test_rows_are_appended_amended_and_cut_off(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-def test_the_end_of_a_file_is_mended_from_behind(tmp_path: Path) -> None:
+def test_an_invalid_end_of_a_file_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = "".join(json.dumps({"step": step}) + "\n" for step in range(1, 5))
     for torn in ("", '{"step": 5, "lo', '{"step": 5}', "\x00\x00\x00\n", "\n"):
@@ -42,7 +42,7 @@ def test_the_end_of_a_file_is_mended_from_behind(tmp_path: Path) -> None:
         assert path.read_text() == ""
 
 
-def test_rows_wait_where_they_cannot_be_written(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": 1.0})
@@ -73,24 +73,24 @@ def test_a_rank_without_a_file_still_knows_its_newest_row() -> None:
     assert metrics.last == {"step": 1, "validation/set/loss": 1.0}
 
 
-def test_the_clock_leaves_pauses_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stopwatch_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    def passes(seconds: float) -> None:
+    def advance(seconds: float) -> None:
         now[0] += seconds
 
-    watch = Stopwatch(seconds_before=100.0)
-    watch.start()
-    passes(3)
-    assert watch.take_lap() == 3
-    passes(2)
-    watch.pause()
-    passes(50)
-    watch.start()
-    passes(1)
-    assert watch.take_lap() == 3
-    assert watch.total == 106
+    step_timer = Stopwatch(seconds_before=100.0)
+    step_timer.start()
+    advance(3)
+    assert step_timer.take_lap() == 3
+    advance(2)
+    step_timer.pause()
+    advance(50)
+    step_timer.start()
+    advance(1)
+    assert step_timer.take_lap() == 3
+    assert step_timer.total == 106
 
 
 def test_an_unknown_device_has_no_peak() -> None:

@@ -1,4 +1,4 @@
-"""How large outputs and gradients are: the numbers, and that measuring them changes nothing."""
+"""Sublayer norms equal plain PyTorch's, and measuring them does not change the run."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def expected_row(overrides: list[str]) -> dict[str, list[float]]:
-    """The same numbers by plain PyTorch, in one batch: what each sublayer wrote, and autograd's gradient of it."""
+    """Compute the norms with plain PyTorch in one batch: of each sublayer's output, and of its gradient by autograd."""
     config = depthlm.compose(overrides)
     model, written = depthlm.build_model(config), {}
 
@@ -44,11 +44,11 @@ def expected_row(overrides: list[str]) -> dict[str, list[float]]:
     tokens = synthetic_tokens(config, 1)[0]
     sums = model(tokens[:, :-1], tokens[:, 1:], observer=Keep())
     gradients = torch.autograd.grad(sums.nll / sums.tokens, list(written.values()))
-    found: dict[str, list[float]] = {}
-    for what, tensors in (("output", written.values()), ("gradient", gradients)):
+    norms: dict[str, list[float]] = {}
+    for quantity, tensors in (("output", written.values()), ("gradient", gradients)):
         for (_, kind), tensor in zip(written, tensors, strict=True):
-            found.setdefault(f"{kind}_{what}", []).append(tensor.square().mean().sqrt().item())
-    return found
+            norms.setdefault(f"{kind}_{quantity}", []).append(tensor.square().mean().sqrt().item())
+    return norms
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,7 @@ def expected_row(overrides: list[str]) -> dict[str, list[float]]:
     ],
 )
 @pytest.mark.usefixtures("fp16_on_the_cpu")
-def test_numbers_equal_plain_pytorch(
-    small_run: Callable[..., list[str]], settings: list[str], tolerance: float
-) -> None:
+def test_norms_equal_plain_pytorch(small_run: Callable[..., list[str]], settings: list[str], tolerance: float) -> None:
     torch.set_num_threads(1)
     overrides = small_run(DEEP, *settings)
     config = depthlm.compose(overrides)
@@ -81,11 +79,11 @@ def test_numbers_equal_plain_pytorch(
     scale = loss_scale(engine)
     batch = synthetic_tokens(config, 1)[0].view(plan.accumulation, plan.micro_batch_size, -1)
     train_step(engine, batch, plan, 0.0, observer=meter)
-    found, expected = meter.row(scale), expected_row(overrides)
-    assert found.keys() == expected.keys()
+    actual, expected = meter.row(scale), expected_row(overrides)
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
         assert len(values) == config.model.loops * 3
-        torch.testing.assert_close(found[name], values, rtol=tolerance, atol=0)
+        torch.testing.assert_close(actual[name], values, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_numbers_equal_plain_pytorch(
         pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
     ],
 )
-def test_measuring_changes_no_number_and_resuming_cuts_rows_off(
+def test_measuring_does_not_change_the_curve_and_resuming_truncates_rows(
     small_run: Callable[..., list[str]], tmp_path: Path, settings: list[str]
 ) -> None:
     settings = ["model=attention_residuals", "training.max_steps=6", "training.checkpoint_every=4", *settings]
@@ -106,7 +104,7 @@ def test_measuring_changes_no_number_and_resuming_cuts_rows_off(
     assert train(depthlm.compose(small_run(*measured, "training.stop_after=4", name="with"))) == 0
     assert [row["step"] for row in rows(tmp_path / "with")] == [1, 2, 4]
     before = (tmp_path / "with/blocks.jsonl").read_text()
-    # what a killed run wrote beyond its checkpoint
+    # rows that a killed run wrote after its checkpoint
     beyond = before.splitlines(keepends=True)[-1].replace('"step": 4', '"step": 5')
     (tmp_path / "with/blocks.jsonl").write_text(before + beyond + '{"st')
     assert train(depthlm.compose(small_run(*measured, name="with"))) == 0
@@ -115,17 +113,17 @@ def test_measuring_changes_no_number_and_resuming_cuts_rows_off(
     assert curve(tmp_path / "with") == curve(tmp_path / "without")
 
 
-def test_a_batch_that_is_left_out_has_no_gradients(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_skipped_batch_has_no_gradient_norms(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     overrides = small_run("training.max_steps=3", "training.log_blocks_every=1")
     assert train_spoiled(overrides, {2: "loss"}) == 0
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [1, 2, 3]
-    assert found[1]["mlp_gradient"] == [None, None]
-    assert all(math.isfinite(value) for value in found[1]["mlp_output"] + found[2]["mlp_gradient"])
+    logged = rows(tmp_path / "run")
+    assert [row["step"] for row in logged] == [1, 2, 3]
+    assert logged[1]["mlp_gradient"] == [None, None]
+    assert all(math.isfinite(value) for value in logged[1]["mlp_output"] + logged[2]["mlp_gradient"])
 
 
 @pytest.mark.parametrize("stage", ["zero0", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_two_ranks_measure_what_one_does(
+def test_two_ranks_measure_the_same_as_one(
     two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, stage: str
 ) -> None:
     settings = ["training.max_steps=2", "training.log_blocks_every=2", "training.micro_batch_size=1"]
@@ -136,5 +134,5 @@ def test_two_ranks_measure_what_one_does(
             torch.testing.assert_close(two[name], values, rtol=1e-4, atol=0)
 
 
-def test_the_key_is_silent() -> None:
+def test_log_blocks_every_does_not_affect_the_result() -> None:
     assert is_silent("training.log_blocks_every")

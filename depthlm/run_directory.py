@@ -1,0 +1,130 @@
+"""The paths of a run directory. No other module spells them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files and folders of a run, whether they exist or not."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, output_dir: str | Path | None) -> "RunDirectory":
+        """The run directory of a configuration's `output_dir`."""
+        return cls(Path(output_dir or ""))
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, git commit, command and device."""
+        return self.path / "environment.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that the run was trained with."""
+        return self.path / "tokenizer.json"
+
+    @property
+    def log(self) -> Path:
+        """What was printed."""
+        return self.path / "train.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def sublayer_norms(self) -> Path:
+        """The sizes of each sublayer's output and gradient, one object per logged step."""
+        return self.path / "blocks.jsonl"
+
+    @property
+    def bad_batches(self) -> Path:
+        """The batches with a non-finite loss or gradient, or with a spike."""
+        return self.path / "bad_batches.jsonl"
+
+    @property
+    def row_files(self) -> tuple[Path, Path, Path]:
+        """The files to which a run appends a row at a time."""
+        return self.metrics, self.bad_batches, self.sublayer_norms
+
+    @property
+    def summary(self) -> Path:
+        """The results of a complete run. A run is complete when this file exists."""
+        return self.path / "summary.json"
+
+    def earlier_summary(self, step: int) -> Path:
+        """The summary of a run that was complete at this step and has been extended since."""
+        return self.path / f"summary-step-{step:08d}.json"
+
+    @property
+    def failure(self) -> Path:
+        """Why the last attempt failed, until the next one."""
+        return self.path / "failure.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """The measurements of `evaluate`."""
+        return self.path / "evaluation.json"
+
+    @property
+    def loss_curve(self) -> Path:
+        """The picture of the losses."""
+        return self.path / "loss.png"
+
+    @property
+    def trace(self) -> Path:
+        """The profile of a few steps."""
+        return self.path / "profile" / "trace.json"
+
+    @property
+    def inspection(self) -> Path:
+        """The folder of the pictures of `inspect`."""
+        return self.path / "inspect"
+
+    @property
+    def wandb(self) -> Path:
+        """The folder that W&B writes."""
+        return self.path / "wandb"
+
+    @property
+    def lock(self) -> Path:
+        """The file that the one process that trains this run holds locked."""
+        return self.path / ".lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint of a step."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def checkpoint_folders(self) -> list[Path]:
+        """The folders of all checkpoints, the newest first, valid or not."""
+        return sorted(self.checkpoints.glob("step-*"), reverse=True)
+
+    @property
+    def latest(self) -> Path:
+        """The name of the newest checkpoint, for people and scripts; resuming reads the manifests."""
+        return self.checkpoints / "latest"
+
+    def staging(self, step: int) -> Path:
+        """Where the checkpoint of a step is written before it is renamed."""
+        return self.checkpoints / f".saving-step-{step:08d}"
+
+    def universal(self, checkpoint: Path) -> Path:
+        """Where a checkpoint is converted to DeepSpeed's universal format."""
+        return self.checkpoints / f".universal-{checkpoint.name}"
+
+    def leftovers(self) -> list[Path]:
+        """Folders of checkpoints that were being written or converted when a process ended."""
+        return [*self.checkpoints.glob(".saving-*"), *self.checkpoints.glob(".universal-*")]
