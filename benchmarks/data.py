@@ -33,7 +33,7 @@ from depthlm.data.manifest import Shard
 from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
 

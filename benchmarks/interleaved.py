@@ -93,7 +93,7 @@ def result_path(benchmark: str) -> Path:
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
     """Write results together with the machine that they were measured on."""
-    machine = environment.describe(ranks())
+    machine = environment.describe(ranks(), environment.device_type())
     machine.pop("command")
     machine["threads"] = torch.get_num_threads()
     machine["load_average"] = os.getloadavg()

@@ -28,7 +28,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
 from depthlm.model import compile_sublayers
-from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
 

@@ -12,7 +12,7 @@ from depthlm.locations import REPOSITORY
 WORDS = {
     r"go(?:es|ing)? on\b": "resume",
     r"bad numbers?\b": "non-finite",
-    r"\bt(?:old|ells?)\b": "logged, reported, printed",
+    r"(?<!\.)\bt(?:old|ells?)\b": "logged, reported, printed",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\banew\b": "from scratch, again",
     r"\bfirst rank\b": "rank 0",

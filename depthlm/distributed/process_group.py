@@ -83,7 +83,7 @@ def wait_for_first_rank() -> None:
     _waits += 1
     if _store is None or torch.distributed.get_world_size() == 1:
         return
-    name = f"first rank/{_waits}"
+    name = f"rank 0/{_waits}"
     if torch.distributed.get_rank() == 0:
         _store.set(name, "")
     pause = 0.001

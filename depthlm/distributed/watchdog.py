@@ -162,7 +162,7 @@ class Watcher:
             thread.start()
 
     def leave(self) -> None:
-        """Tell the other ranks that this one has finished, so that none waits for it; ranks may leave in any order."""
+        """Announce that this rank has finished, so that no other waits for it; ranks may leave in any order."""
         self.left = True
         self._close()
 

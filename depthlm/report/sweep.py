@@ -56,7 +56,9 @@ def read_sweep(overrides: Sequence[str], config_dir: str | Path | None) -> Sweep
     """Return the sweep of these overrides, with the content of its run directories. Raises ConfigError."""
     name = experiment_of(overrides)
     if name is None or "," in name:
-        raise ConfigError([f"experiment={name or ''}: a report covers one experiment, e.g. depth_attention/mixing_rule"])
+        raise ConfigError(
+            [f"experiment={name or ''}: a report covers one experiment, like depth_attention/mixing_rule"]
+        )
     experiment = load_experiment(name, config_dir)
     rows = gather(sweep_points(overrides, config_dir))
     return Sweep(

@@ -1,19 +1,19 @@
 """The dry run: one full-size step, to measure its peak memory and time."""
 
 import time
-from typing import Any
 
 import torch
 
 from depthlm.config import Config
 from depthlm.data import Batches
+from depthlm.training.engine import Engine
 from depthlm.training.loop import train_step
 from depthlm.training.monitoring.display import show_table
 from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.plan import Plan
 
 
-def dry_run(config: Config, plan: Plan, batches: Batches, engine: Any, device: torch.device) -> None:
+def dry_run(config: Config, plan: Plan, batches: Batches, engine: Engine, device: torch.device) -> None:
     """Take two steps on the global batch and print their peak memory and time; no run directory is written."""
     batch = batches[0].to(device)
     seconds = []

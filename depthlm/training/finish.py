@@ -12,7 +12,7 @@ from depthlm.files import replace_text
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
-from depthlm.training.engine.deepspeed import autocast
+from depthlm.training.engine import autocast
 from depthlm.training.loop import Progress, Run
 from depthlm.training.monitoring.describe import show_summary
 from depthlm.training.monitoring.metrics import peak_memory_gib

@@ -13,13 +13,12 @@ from depthlm.config import Config
 from depthlm.distributed.collectives import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.model.observer import UNOBSERVED, Observer
-from depthlm.training.engine.deepspeed import loss_scale
+from depthlm.training.engine import Engine
 from depthlm.training.monitoring.display import Bar, measured_text, row_text
 from depthlm.training.monitoring.metrics import Stopwatch, finite, peak_memory_gib
 from depthlm.training.monitoring.profiling import Profiler
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.nonfinite import handle_nonfinite, spike_limit
-from depthlm.training.optimizers import set_learning_rate
 from depthlm.training.plan import Plan
 from depthlm.training.schedules import lr_factor
 from depthlm.training.state import Progress, Run
@@ -56,10 +55,10 @@ def train_steps(run: Run, progress: Progress, request: StopRequest) -> bool:
             mark("reading the batch")
             batch = next(run.batches)
             learning_rate = next_learning_rate(config, plan, progress)
-            set_learning_rate(engine.optimizer, learning_rate)
+            engine.set_learning_rate(learning_rate)
             # seeding every step makes random draws depend on the step alone, so resuming needs no generator state
             torch.manual_seed(hash((config.seed, progress.step, torch.distributed.get_rank())) % 2**63)
-            scale = loss_scale(engine)  # read before the step: DeepSpeed may change it at the end
+            scale = engine.loss_scale  # read before the step, which may change it
             limit = spike_limit(config.training, progress.recent_losses, plan.tokens_per_step)
             highest = limit if config.training.on_spike == "skip" else math.inf
             batch = batch.to(run.device, non_blocking=True)
@@ -127,7 +126,7 @@ def validate(run: Run) -> None:
 
 
 def train_step(
-    engine: Any,
+    engine: Engine,
     batch: torch.Tensor,
     plan: Plan,
     z_loss: float,
@@ -137,7 +136,7 @@ def train_step(
 ) -> torch.Tensor:
     """Take one step on batch [accumulation, micro_batch, T + 1]. Returns the token losses summed over all ranks (nats).
 
-    The loss is divided by the number of tokens in the global batch. DeepSpeed divides by the accumulation steps and
+    The loss is divided by the number of tokens in the global batch. The engine divides by the accumulation steps and
     averages over the ranks, so the loss is multiplied by both. If the summed loss is not finite, or above `highest`,
     the update is skipped. mark: called with each phase of the step. observer: sees every micro-batch.
     """
@@ -145,7 +144,7 @@ def train_step(
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
     for number, tokens in enumerate(batch, 1):
         mark("forward")
-        sums = engine(tokens[:, :-1], tokens[:, 1:], observer=observer)
+        sums = engine(tokens[:, :-1], tokens[:, 1:], observer)
         loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
         totals += torch.stack((sums.nll.detach(), loss.detach()))
         if number == len(batch):
@@ -176,7 +175,7 @@ def measure(run: Run, progress: Progress, nll: float, learning_rate: float, step
         "tokens": progress.tokens,
         "loss": finite(nll / run.plan.tokens_per_step),
         "learning_rate": learning_rate,
-        "grad_norm": finite(run.engine.get_global_grad_norm()),
+        "grad_norm": finite(run.engine.grad_norm()),
         "tokens_per_second": tokens_per_second,
         "mfu": flops_per_second / run.peak_flops if run.peak_flops else None,
         "peak_memory_gib": peak_memory_gib(run.device),

@@ -41,14 +41,14 @@ def handle_nonfinite(run: Run, progress: Progress, nll: float, limit: float, sca
     training, step = run.config.training, progress.step
     loss = nll / run.plan.tokens_per_step
     spike = limit < nll < math.inf
-    if run.engine.was_step_applied():
+    if run.engine.step_applied():
         if spike:
             record_bad_batch(run, step, "kept", spike_text(loss, progress.recent_losses), loss)
         if training.spike_deviations is not None:
             progress.recent_losses = [*progress.recent_losses, loss][-training.spike_window :]
         return
     progress.skipped.append(step)
-    fp16, smallest = run.engine.fp16_enabled(), run.config.precision.min_loss_scale
+    fp16, smallest = run.engine.fp16, run.config.precision.min_loss_scale
     skip_spike = spike and training.on_spike == "skip"
     if fp16 and scale > smallest and math.isfinite(nll) and not skip_spike:
         progress.overflows.append(step)
@@ -125,7 +125,7 @@ def record_bad_batch(run: Run, step: int, outcome: str, reason: str, loss: float
     windows = run.windows(step)
     line = f"step {step} {outcome}: {reason}; its batch is {windows_text(windows)} (bad_batches.jsonl)"
     if torch.distributed.get_rank() == 0:
-        norm = finite(run.engine.get_global_grad_norm())
+        norm = finite(run.engine.grad_norm())
         numbers = {"reason": reason, "loss": finite(loss), "grad_norm": norm}
         run.bad_batches.write({"step": step, "outcome": outcome, **numbers, "samples": windows})
         if outcome != "ends the run":

@@ -1,4 +1,4 @@
-"""One optimizer for all parameters, grouped as their modules declare; it skips non-finite gradients."""
+"""One optimizer for all parameters, grouped as their modules declare."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,30 +53,3 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 group for group in self.param_groups if (group["kind"] == "matrix") == (name == "muon")
             ]
             part.step()
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group to `lr` times its `lr_scale`."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-
-
-def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Make `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
-
-    At ZeRO stage 0 DeepSpeed does not check gradients, but reads `overflow` and `_global_grad_norm` of the optimizer,
-    which its own optimizers set at the higher stages. With this guard every stage reports the same.
-    """
-    update = optimizer.step
-
-    def step(*arguments: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        optimizer._global_grad_norm = float(norm)  # type: ignore[attr-defined]
-        optimizer.overflow = not torch.isfinite(norm).item()  # type: ignore[attr-defined]
-        if not optimizer.overflow:  # type: ignore[attr-defined]
-            if max_norm > 0:
-                nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            update()
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -42,8 +42,7 @@ from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.checkpoint.restoring import ResumePoint, find_resume_point, restore, rewind_to
 from depthlm.training.checkpoint.saving import NotSavedError, Saver
 from depthlm.training.dry_run import dry_run
-from depthlm.training.engine.deepspeed import build_engine
-from depthlm.training.engine.sharding import undo_sharding
+from depthlm.training.engine import build_engine, undo_sharding
 from depthlm.training.finish import final_losses, finish, show_sample
 from depthlm.training.loop import train_steps
 from depthlm.training.memory_check import check_memory

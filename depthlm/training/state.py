@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from depthlm.config import Config
 from depthlm.distributed.watchdog import Activity
 from depthlm.runs.trackers import Tracker
 from depthlm.training.checkpoint.saving import Saver
+from depthlm.training.engine import Engine
 from depthlm.training.monitoring.metrics import MetricsFile
 from depthlm.training.plan import Plan
 
@@ -48,7 +48,7 @@ class Run:
     config: Config
     plan: Plan
     directory: Path
-    engine: Any
+    engine: Engine
     device: torch.device
     batches: Iterator[torch.Tensor]
     seen: Callable[[int], dict[str, tuple[float, float]]] | None

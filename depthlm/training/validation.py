@@ -13,7 +13,7 @@ from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
 from depthlm.evaluation import diagnose, perplexity, total_loss
 from depthlm.model import Decoder
-from depthlm.training.engine.deepspeed import autocast
+from depthlm.training.engine import autocast
 from depthlm.training.plan import Plan
 
 # validation batches between two checks of whether any rank has received a signal

@@ -24,17 +24,17 @@ def counts(weights: tuple[float, ...], samples: int) -> np.ndarray:
 @given(WEIGHTS)
 def test_every_prefix_has_the_requested_shares_to_within_one_sample(weights: list[float]) -> None:
     samples = 5000
-    found = counts(tuple(weights), samples)
+    seen = counts(tuple(weights), samples)
     for index, share in enumerate(shares(weights)):
         # exact: |count - n * share| < 1
-        scaled = found[index] * share.denominator - np.arange(1, samples + 1) * share.numerator
+        scaled = seen[index] * share.denominator - np.arange(1, samples + 1) * share.numerator
         assert np.abs(scaled).max() < share.denominator
 
 
 def test_the_shares_of_olmo2_hold_over_several_periods() -> None:
-    found = counts(OLMO2, 130_000)
+    seen = counts(OLMO2, 130_000)
     exact = np.array([float(share) for share in shares(OLMO2)])
-    assert np.abs(found - exact[:, None] * np.arange(1, 130_001)).max() < 1
+    assert np.abs(seen - exact[:, None] * np.arange(1, 130_001)).max() < 1
 
 
 def test_weights_without_a_short_period_are_an_error_that_suggests_rounded_weights() -> None:
@@ -71,12 +71,12 @@ def test_a_sample_is_a_pure_function_of_its_number(weights: list[float], first: 
 @pytest.fixture
 def sources(tmp_path: Path) -> dict[str, TokenFiles]:
     """Three sources whose tokens identify their source."""
-    found = {}
+    files_by_source = {}
     for index, (name, count) in enumerate({"web": 3001, "code": 301, "maths": 61}.items()):
         writer = SplitWriter(tmp_path, name, "uint16", 40_000, 700)
         writer.add(10_000 * index + np.arange(count), 1, 1)
-        found[name] = TokenFiles(tmp_path, writer.finish().files, "uint16")
-    return found
+        files_by_source[name] = TokenFiles(tmp_path, writer.finish().files, "uint16")
+    return files_by_source
 
 
 SETTINGS = {"sequence_length": 10, "batch_size": 12, "seed": 3, "weights": {"web": 0.7, "code": 0.25, "maths": 0.05}}

@@ -125,7 +125,7 @@ def test_the_loader_gives_the_steps_in_order_for_any_number_of_workers(tmp_path:
     batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3, micro_batch=2)
     loaded = list(loader(batches, 5, 12, num_workers=num_workers))
     assert len(loaded) == 7
-    assert all(torch.equal(found, batches[step]) for step, found in enumerate(loaded, 5))
+    assert all(torch.equal(batch, batches[step]) for step, batch in enumerate(loaded, 5))
 
 
 def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def test_any_range_of_tokens_is_read_across_files(
     start = data.draw(st.integers(0, len(whole)))
     count = data.draw(st.integers(0, len(whole) - start))
     for files in (tokens, pickle.loads(pickle.dumps(tokens))):
-        found = files.read(start, count)
-        assert found.dtype == np.int64
-        assert found.tolist() == whole[start : start + count]
+        content = files.read(start, count)
+        assert content.dtype == np.int64
+        assert content.tolist() == whole[start : start + count]
     with pytest.raises(IndexError):
         tokens.read(start, len(whole) - start + 1)
 
@@ -64,8 +64,8 @@ def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local
     splits = {False: (corpus.train["local"], corpus.manifests["local"].train)}
     splits[True] = corpus.validation["local"], corpus.manifests["local"].validation["local"]
     for held_out, (tokens, split) in splits.items():
-        found = documents(text_files("local", data).train, "text")
-        texts = [text for name, text in found if is_validation(name, 0.2) == held_out]
+        named_texts = documents(text_files("local", data).train, "text")
+        texts = [text for name, text in named_texts if is_validation(name, 0.2) == held_out]
         ids = tokens.read(0, len(tokens))
         ends = np.flatnonzero(ids == corpus.tokenizer.end_of_text)
         starts = [0, *(ends[:-1] + 1)]
@@ -80,9 +80,9 @@ def test_the_digests_are_those_of_the_files(local: Local) -> None:
     manifest = Manifest.read(folder)
     listed = {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
     listed |= {"tokenizer.json": manifest.tokenizer}
-    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
-    found.pop("manifest.json")
-    assert listed == found
+    actual = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    actual.pop("manifest.json")
+    assert listed == actual
     verify(folder)
 
 

@@ -9,5 +9,5 @@ __all__ = ["quick_pictures", "rendered"]
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs, reports and configurations of a test lie in a folder of its own."""
+    """Give each test its own folder for runs, reports and configurations."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Experiments and run directories, complete or not, with numbers made up; all below the current folder."""
+"""Experiments and run directories, complete or not, with made-up numbers, in the current folder."""
 
 import functools
 import json
@@ -21,14 +21,14 @@ STEPS = 40
 
 
 def experiment(**settings: Any) -> Experiment:
-    """An experiment with these fields; columns as in a file."""
+    """Return an experiment with these fields; columns as in a file."""
     columns = {name: Column(**column) for name, column in settings.pop("columns", {}).items()}
     return Experiment(name="made_up", columns=columns, **settings)
 
 
 def points(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> list[Point]:
-    """The points of an experiment, one for each seed."""
-    given = [{"budget": budget, **({"seed": seed} if seed else {})} for seed in seeds or [""]]
+    """Return the points of an experiment, one for each seed."""
+    variants = [{"budget": budget, **({"seed": seed} if seed else {})} for seed in seeds or [""]]
     return [
         Point(
             [f"{name}={value}" for name, value in (chosen | point.settings).items()],
@@ -36,24 +36,24 @@ def points(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> 
             point.settings | chosen,
             point.paper,
         )
-        for chosen in given
+        for chosen in variants
         for point in expand(of)
     ]
 
 
 def directories(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> list[str]:
-    """The run directory of each point."""
+    """Return the run directory of each point."""
     return [run_directory(point.overrides) for point in points(of, budget, seeds)]
 
 
 def sweep(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> Sweep:
-    """The sweep, with what its run directories hold; the configurations are the default ones."""
+    """Return the sweep with the content of its run directories; the configurations are the default ones."""
     rows = gather(points(of, budget, seeds))
     return Sweep(of, rows, of.columns or LOSS, [default_config(budget)] * len(rows), [])
 
 
 def reported(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> str:
-    """The report of a sweep; its pictures are in `report`."""
+    """Return the report of a sweep; its figures are in `report`."""
     Path("report").mkdir(exist_ok=True)
     return experiment_report(sweep(of, budget, seeds), Path("report"))[0]
 
@@ -72,7 +72,7 @@ def write_run(
     config: dict[str, Any] | None = None,
     **summary: Any,
 ) -> Path:
-    """A run whose losses fall to `loss`, of which a share of the steps is done; complete at 1."""
+    """Write a run whose losses fall to `loss`. done: the share of its steps that is done; 1: complete."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def write_run(
     if failure is not None:
         (folder / "failure.json").write_text(json.dumps({"time": "", "error": failure}))
     elif done == 1:
-        told = {
+        defaults = {
             "parameters": 1_000_000,
             "steps": STEPS,
             "tokens": STEPS * 1000,
@@ -98,18 +98,18 @@ def write_run(
             "tokens_per_second": 12345.0,
             "wall_seconds": 98.7,
         }
-        (folder / "summary.json").write_text(json.dumps(told | summary))
+        (folder / "summary.json").write_text(json.dumps(defaults | summary))
     return folder
 
 
 def row(text: str, label: str, nth: int = 0) -> list[str]:
-    """The cells behind the label in the nth row of a report that begins with it."""
+    """Return the cells after the label, from the nth row of a report that begins with this label."""
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    found = [[cell.strip() for cell in cells[1:]] for cells in lines if cells[0].strip() == label]
-    return found[nth]
+    matching = [[cell.strip() for cell in cells[1:]] for cells in lines if cells[0].strip() == label]
+    return matching[nth]
 
 
 def is_png(name: str) -> bool:
-    """Whether the report has this picture, and it is one."""
+    """Return whether the report has this figure and it is a PNG of plausible size."""
     content = Path("report", name).read_bytes()
     return content.startswith(b"\x89PNG") and len(content) > 10_000

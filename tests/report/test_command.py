@@ -1,4 +1,4 @@
-"""`python -m depthlm report`: its words, its errors, what it prints."""
+"""`python -m depthlm report`: its arguments, its errors and its output."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ CONFIGS = Path("configs")
 
 @pytest.fixture(autouse=True)
 def _experiment() -> None:
-    """A file of conf/experiment in CONFIGS."""
+    """An experiment file in CONFIGS."""
     settings = {
         "title": "A pair",
         "points": [{"label": "[A]", "model": "vanilla", "paper": {"loss": 2.5}}, {"label": "B", "model": "dca"}],
@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     main()
 
 
-def test_it_prints_the_main_table_and_where_the_report_is(
+def test_report_prints_the_main_table_and_the_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run("outputs/pair/model-vanilla", 2.5)
@@ -46,7 +46,7 @@ def test_it_prints_the_main_table_and_where_the_report_is(
     assert "[A]" in Path("outputs/pair/report/report.md").read_text().replace("\\", "")
 
 
-def test_overrides_choose_points_and_what_they_change_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     write_run("outputs/pair/model-dca__seed-1", 2.25)
     write_run("outputs/pair/model-dca__seed-2", 2.75)
     run(monkeypatch, "experiment=pair", "model=dca", "seed=1,2", "training.log_every=5", "to=report")
@@ -61,7 +61,7 @@ def test_overrides_choose_points_and_what_they_change_is_told(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "give experiment=<paper>/<name>"),
         (["size=micro"], "give experiment=<paper>/<name>"),
@@ -75,14 +75,14 @@ def test_overrides_choose_points_and_what_they_change_is_told(monkeypatch: pytes
         (["experiment=pair", "to=file"], "to=file: the report cannot be written there"),
     ],
 )
-def test_mistakes_are_told_in_words_and_exit_with_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+def test_mistakes_print_a_message_and_exit_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     Path("file").write_text("")
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, *arguments)
     assert caught.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("depthlm report: ")
-    assert words in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert error.startswith("depthlm report: ")
+    assert message in error
+    assert "Traceback" not in error

@@ -1,4 +1,4 @@
-"""What the report of an experiment says: tables, states, protocol."""
+"""The content of an experiment's report: tables, states, protocol."""
 
 import fcntl
 import json
@@ -30,7 +30,7 @@ RULE = experiment(
 
 
 @pytest.mark.usefixtures("rendered")
-def test_ours_the_papers_and_both_differences() -> None:
+def test_the_report_has_our_numbers_the_papers_and_both_differences() -> None:
     for directory, loss in zip(directories(RULE, "smoke"), (3.0, 2.9, 2.95), strict=True):
         write_run(directory, loss)
     text = reported(RULE, "smoke")
@@ -50,7 +50,7 @@ def test_ours_the_papers_and_both_differences() -> None:
     assert is_png("loss_curves.png")
 
 
-def test_a_half_finished_sweep_says_how_far_each_run_is() -> None:
+def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)
     write_run(rule[1], 2.9, done=0.5)
@@ -65,7 +65,7 @@ def test_a_half_finished_sweep_says_how_far_each_run_is() -> None:
     assert "Pale lines that end in a cross" in text
 
 
-def test_a_run_that_trains_now_is_running() -> None:
+def test_a_run_that_is_training_is_running() -> None:
     folder = write_run(directories(RULE)[1], 2.9, done=0.5)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,7 +75,7 @@ def test_a_run_that_trains_now_is_running() -> None:
     assert row(text, "Uniform \\| Mix", 1) == [MISSING, DASH, DASH]
 
 
-def test_an_empty_sweep_has_the_papers_numbers_alone() -> None:
+def test_an_empty_sweep_has_only_the_papers_numbers() -> None:
     text = reported(RULE)
     assert "3 runs: 3 waiting." in text
     assert "Waiting: Vanilla; Uniform \\| Mix; Depth-Attention." in text
@@ -86,7 +86,7 @@ def test_an_empty_sweep_has_the_papers_numbers_alone() -> None:
     assert "Nothing to draw yet." in text
 
 
-def test_torn_files_count_as_empty() -> None:
+def test_incomplete_files_count_as_empty() -> None:
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)
     for name in ("summary.json", "config.yaml", "metrics.jsonl"):
@@ -97,7 +97,7 @@ def test_torn_files_count_as_empty() -> None:
     assert row(text, "Vanilla", 1)[0] == MISSING
 
 
-def test_a_loss_that_is_not_finite_is_no_number() -> None:
+def test_a_non_finite_loss_gives_no_number() -> None:
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)
     write_run(rule[2], validation_loss=None)
@@ -106,9 +106,9 @@ def test_a_loss_that_is_not_finite_is_no_number() -> None:
     assert "1 of 2 complete runs have no finite number yet for validation loss (`validation_loss`)." in text
 
 
-def test_seeds_are_told_with_their_number_and_deviation() -> None:
+def test_several_seeds_are_reported_with_their_count_and_deviation() -> None:
     for number, directory in enumerate(directories(RULE, "smoke", ["1", "2"])):
-        # the last of the second seed is missing
+        # the last run of the second seed is incomplete
         write_run(directory, 3.0 + 0.1 * (number // 3) - 0.05 * (number % 3), done=0.5 if number == 5 else 1)
     text = reported(RULE, "smoke", ["1", "2"])
     assert row(text, "Vanilla") == ["2", "3.0500 ± 0.0707", "2.2348", "+0.8152"]
@@ -128,14 +128,14 @@ def test_a_column_at_a_share_of_the_run() -> None:
     of = experiment(points=[{"label": "A", "model": "vanilla", "paper": paper}], columns=columns)
     (directory,) = directories(of)
     write_run(directory, 3.0)
-    found = json.loads(Path(directory, "metrics.jsonl").read_text().splitlines()[19])["validation/set/loss"]
+    loss = json.loads(Path(directory, "metrics.jsonl").read_text().splitlines()[19])["validation/set/loss"]
     text = reported(of)
-    assert row(text, "A")[3:6] == [f"{found:.3f}", "2.700", f"+{found - 2.7:.3f}"]
+    assert row(text, "A")[3:6] == [f"{loss:.3f}", "2.700", f"+{loss - 2.7:.3f}"]
     assert row(text, "A")[6] == DASH
     assert "later (`validation_loss` after 60% of the steps)" in text
 
 
-def test_wide_groups_have_ours_the_papers_and_the_difference_apart() -> None:
+def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference() -> None:
     names = [f"task{number}" for number in range(17)]
     columns = {
         name: {"title": name, "metric": name, "group": "zero-shot", "better": "higher", "scale": 0.01, "digits": 1}
@@ -161,7 +161,7 @@ def test_wide_groups_have_ours_the_papers_and_the_difference_apart() -> None:
     assert row(text, "dca", 6) == [DASH, "9.000", DASH]
 
 
-def test_the_best_is_told_for_each_size_alone() -> None:
+def test_the_best_is_marked_for_each_size_separately() -> None:
     points = [{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=COLUMNS)
     for directory, loss in zip(directories(of), (3.0, 2.5, 3.1, 2.4), strict=True):
@@ -173,14 +173,14 @@ def test_the_best_is_told_for_each_size_alone() -> None:
     assert row(text, "dca tiny", 1) == ["vanilla tiny", "-0.1000"]
 
 
-def test_a_run_of_another_protocol_is_told() -> None:
+def test_a_run_with_another_protocol_is_reported() -> None:
     write_run(directories(RULE)[0], config={"optimizer": {"lr": 0.5}, "training": {"log_every": 999}})
     text = reported(RULE)
     assert "- Vanilla: optimizer.lr: 0.5, not 0.003" in text
     assert "log_every" not in text
 
 
-def test_an_experiment_without_columns_tells_the_validation_loss() -> None:
+def test_an_experiment_without_columns_reports_the_validation_loss() -> None:
     of = experiment(points=[{"model": "vanilla"}])
     write_run(directories(of)[0], 2.5)
     text = reported(of)

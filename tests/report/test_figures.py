@@ -1,4 +1,4 @@
-"""Every kind of figure is drawn from made-up runs, and what it says is told."""
+"""Every kind of figure, drawn from made-up runs, and its notes."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
 
 
 @pytest.mark.usefixtures("rendered")
-def test_scaling_tells_the_fit_and_the_saving() -> None:
+def test_scaling_reports_the_fit_and_the_saving() -> None:
     of = experiment(
         points=[{"label": label, "model": label, "size.num_layers": [2, 4, 8]} for label in ("vanilla", "dca")],
         columns=LOSS,
@@ -29,7 +29,7 @@ def test_scaling_tells_the_fit_and_the_saving() -> None:
     )
     for number, directory in enumerate(directories(of)):
         size = 2 ** (number % 3)
-        # dca reaches at N what vanilla reaches at 1.25 N
+        # dca reaches with N parameters the loss that vanilla reaches with 1.25 N
         n = 1e6 * size * (1.25 if number >= 3 else 1)
         write_run(directory, 4 * (n / 1e6) ** -0.1, parameters=1e6 * size, training_flops=8.64e19 * size * size)
     text = reported(of)
@@ -44,7 +44,7 @@ def test_scaling_tells_the_fit_and_the_saving() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "compute", "words"),
+    ("losses", "compute", "note"),
     [
         ([], [], "no point is complete"),
         ([3.0], [1.0], "one point is complete"),
@@ -53,8 +53,8 @@ def test_scaling_tells_the_fit_and_the_saving() -> None:
         ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
     ],
 )
-def test_scaling_without_enough_says_why_and_tells_no_number(
-    losses: list[float], compute: list[float], words: str
+def test_scaling_with_too_few_points_explains_the_missing_numbers(
+    losses: list[float], compute: list[float], note: str
 ) -> None:
     points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=LOSS, figure="scaling")
@@ -64,7 +64,7 @@ def test_scaling_without_enough_says_why_and_tells_no_number(
     if losses:
         write_run(dca[0], 2.95)
     text = reported(of)
-    assert words in text
+    assert note in text
     if losses != [3.0, 2.9] or compute[-1] < 2:
         assert "%" not in text.split("## Scaling")[1].split("## Loss curves")[0]
     assert Path("report/scaling.png").exists() == bool(losses)
@@ -90,7 +90,7 @@ def test_lines_are_broken_where_a_number_is_missing() -> None:
     assert [mark.y for mark in _lines(sweep(of), hollow=True)[0].marks] == [3.8, 3.6, 2.4]
 
 
-def test_lines_along_a_number_place_the_papers_by_its_own() -> None:
+def test_lines_over_a_number_use_the_papers_own_number_as_position() -> None:
     points = [
         {"label": "Vanilla", "model": "vanilla", "paper": {"loss": 3.0, "size": 75}},
         {"label": "DCA", "model": "dca", "paper": {"loss": 2.9}},
@@ -110,7 +110,7 @@ def test_lines_along_a_number_place_the_papers_by_its_own() -> None:
 
 
 @pytest.mark.usefixtures("rendered")
-def test_lines_along_words_keep_their_order() -> None:
+def test_lines_over_text_values_keep_their_order() -> None:
     points = [
         {"label": "vanilla", "model": "vanilla"},
         *({"label": f"DCA {name}", "model": "dca", "schedule": name} for name in ("wsd", "cosine", "constant")),
@@ -121,13 +121,13 @@ def test_lines_along_words_keep_their_order() -> None:
     reported(of)
     assert is_png("lines.png")
     vanilla, dca = _lines(sweep(of), hollow=False)
-    # what has no schedule of its own is the same along all of them
+    # a row without the setting has the same value for the whole axis
     assert [mark.x for mark in vanilla.marks] == [None]
     assert [mark.x for mark in dca.marks] == ["wsd", "cosine", "constant"]
 
 
 @pytest.mark.usefixtures("rendered")
-def test_a_heatmap_has_a_panel_for_each_series_and_for_the_difference() -> None:
+def test_a_heatmap_has_a_panel_for_each_series_and_each_difference() -> None:
     grid = {"size.num_layers": [2, 4], "size.hidden_size": [64, 128]}
     points = [{"label": label, "model": label, **grid} for label in ("vanilla", "dca")]
     of = experiment(points=points, columns=LOSS, figure="heatmap", x="size.num_layers", y="size.hidden_size")
@@ -137,13 +137,13 @@ def test_a_heatmap_has_a_panel_for_each_series_and_for_the_difference() -> None:
     text = reported(of)
     assert "Hatched cells: no complete run" in text
     assert is_png("heatmap.png")
-    found = sweep(of)
+    completed = sweep(of)
 
     def ours(row: Row) -> float | None:
-        number = measured(row, found.first[1])
+        number = measured(row, completed.first[1])
         return None if number is None else number.mean
 
-    panels = _panels(found, found.rows, ["2", "4"], ["64", "128"], ours, "")
+    panels = _panels(completed, completed.rows, ["2", "4"], ["64", "128"], ours, "")
     assert [panel.title for panel in panels] == ["vanilla", "dca", "dca - vanilla"]
     assert panels[0].grid == pytest.approx(np.array([[3.0, 3.2], [3.1, 3.3]]))
     assert panels[2].grid == pytest.approx(np.array([[-0.05, np.nan], [-0.05, -0.05]]), nan_ok=True)
@@ -151,16 +151,16 @@ def test_a_heatmap_has_a_panel_for_each_series_and_for_the_difference() -> None:
 
 def test_an_axis_may_be_the_quotient_of_two_settings() -> None:
     of = experiment(points=[{"model": "vanilla", "size.num_heads": 4, "size.num_layers": 41}])
-    (found,) = sweep(of).rows
-    assert setting(found, "size.num_heads / size.num_layers") == "0.1"
-    assert setting(found, "size.num_heads / size.hidden_size") is None
+    (only_row,) = sweep(of).rows
+    assert setting(only_row, "size.num_heads / size.num_layers") == "0.1"
+    assert setting(only_row, "size.num_heads / size.hidden_size") is None
     assert axis_title("size.num_heads / size.num_layers") == "num heads / num layers"
     assert ordered(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
     assert ordered(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
 
 
 @pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
-def test_a_figure_of_nothing_is_none_and_an_old_one_goes(figure: str) -> None:
+def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed(figure: str) -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}], columns=LOSS, figure=figure, y="size")
     Path("report").mkdir()
     Path(f"report/{figure}.png").write_text("old")
@@ -169,16 +169,16 @@ def test_a_figure_of_nothing_is_none_and_an_old_one_goes(figure: str) -> None:
     assert not Path(f"report/{figure}.png").exists()
 
 
-def test_losses_are_read_with_their_gaps_and_smoothed_lightly() -> None:
+def test_losses_are_read_with_their_gaps_and_smoothed() -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
     folder = write_run(directories(of)[0])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "tokens": 41000, "loss": null}\n')
         file.write('{"step": 42, "tokens": 42000, "loss": 3.0, "validation/a/loss": 1.0, "validation/b/loss": null}\n')
     trace = traces(sweep(of))[0]
-    found = read(trace)
-    assert np.isnan(found.loss[40])
-    assert found.validated.tolist() == [10000, 20000, 30000, 40000]
+    drawn = read(trace)
+    assert np.isnan(drawn.loss[40])
+    assert drawn.validated.tolist() == [10000, 20000, 30000, 40000]
     noise = np.tile([1.0, 3.0], 100)
     noise[50] = np.nan
     smoothed = smooth(noise)
@@ -187,7 +187,7 @@ def test_losses_are_read_with_their_gaps_and_smoothed_lightly() -> None:
     assert smooth(np.ones(200)).tolist() == [1.0] * 200
 
 
-def test_every_mechanism_has_a_colour_of_its_own() -> None:
+def test_every_mechanism_has_its_own_colour() -> None:
     assert COLOURS.keys() == set(mechanisms())
     assert len(set(COLOURS.values())) == len(COLOURS)
     assert colour_of("dca+depth_attention") == COLOURS["dca"]

@@ -1,4 +1,4 @@
-"""Fits of power laws on points with a known law, and what a baseline needs by its law."""
+"""Fits of power laws to points with a known law, and what a baseline needs by its law."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from depthlm.report.fits import REACH, fit_power_law, needed
 
 
-def test_the_law_of_attention_residuals_is_found_again() -> None:
+def test_the_law_of_attention_residuals_is_recovered() -> None:
     compute = [0.3, 0.5, 1.1, 2.4, 5.0]
     law = fit_power_law(compute, [1.891 * c**-0.057 for c in compute])
     assert law is not None
@@ -25,7 +25,7 @@ def test_the_law_of_attention_residuals_is_found_again() -> None:
     start=st.floats(1e-12, 1e12),
     factors=st.lists(st.floats(1.2, 10), min_size=1, max_size=6),
 )
-def test_any_law_is_found_again(a: float, b: float, start: float, factors: list[float]) -> None:
+def test_any_law_is_recovered(a: float, b: float, start: float, factors: list[float]) -> None:
     x = [start]
     for factor in factors:
         x.append(x[-1] * factor)
@@ -37,7 +37,7 @@ def test_any_law_is_found_again(a: float, b: float, start: float, factors: list[
     assert law.at(x[0]) == pytest.approx(a * x[0] ** b)
 
 
-def test_noise_moves_the_exponent_by_its_standard_error_and_lowers_r2() -> None:
+def test_noise_changes_the_exponent_by_its_standard_error_and_lowers_r2() -> None:
     generator = random.Random(1)
     x = [1.3**i for i in range(30)]
     noise = 0.01
@@ -65,17 +65,17 @@ def test_a_constant_has_no_r2() -> None:
 
 
 @given(a=st.floats(0.1, 10), b=st.floats(-1, -0.02), share=st.floats(0, 1))
-def test_what_is_needed_lies_on_the_law(a: float, b: float, share: float) -> None:
+def test_the_needed_x_is_on_the_law(a: float, b: float, share: float) -> None:
     law = fit_power_law([10.0, 1000.0], [a * 10**b, a * 1000**b])
     assert law is not None
     x = 10 * 100**share
-    found = needed(law, a * x**b)
-    assert found is not None
-    assert found.x == pytest.approx(x, rel=1e-6)
-    assert not found.extrapolated
+    needs = needed(law, a * x**b)
+    assert needs is not None
+    assert needs.x == pytest.approx(x, rel=1e-6)
+    assert not needs.extrapolated
 
 
-def test_beyond_the_points_it_is_extrapolated_and_far_beyond_nothing_is_told() -> None:
+def test_beyond_the_points_the_needed_x_is_extrapolated_and_far_beyond_none() -> None:
     law = fit_power_law([1.0, 10.0], [3.0, 3.0 * 10**-0.1])
     assert law is not None
     near, far = needed(law, law.at(20)), needed(law, law.at(10.1 * REACH))
@@ -85,7 +85,7 @@ def test_beyond_the_points_it_is_extrapolated_and_far_beyond_nothing_is_told() -
 
 
 @pytest.mark.parametrize("losses", [[3.0, 3.0], [3.0, 3.1]])
-def test_a_law_that_does_not_fall_reaches_nothing(losses: list[float]) -> None:
+def test_a_law_that_does_not_fall_reaches_no_lower_loss(losses: list[float]) -> None:
     law = fit_power_law([1.0, 10.0], losses)
     assert law is not None
     assert needed(law, 2.9) is None

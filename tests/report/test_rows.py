@@ -1,4 +1,4 @@
-"""Which points are one row, what their numbers are, and with which row each is compared."""
+"""The points that form a row, their numbers, and the row with which each is compared."""
 
 import json
 import math
@@ -19,8 +19,8 @@ LOSS = Column(metric="validation_loss")
 
 def point(label: str, directory: str, **settings: str) -> Point:
     """A point whose run directory is `home(directory)`; `__` in a setting's name stands for a dot."""
-    told = {key.replace("__", "."): value for key, value in settings.items()}
-    return Point([f"name={directory}"], label, told)
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    return Point([f"name={directory}"], label, dotted)
 
 
 def home(directory: str) -> Path:
@@ -31,16 +31,16 @@ def rows(*points: Point) -> list[Row]:
     return gather(points)
 
 
-def test_seeds_are_one_row_with_mean_and_sample_deviation() -> None:
+def test_seeds_form_one_row_with_mean_and_sample_deviation() -> None:
     for seed, loss in enumerate([3.0, 3.1, 3.5], 1):
         write_run(home(f"run-{seed}"), loss)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", model="vanilla", seed=str(seed)) for seed in (1, 2, 3)))
     assert row.label == "Vanilla"
-    found = measured(row, LOSS)
-    assert found == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
+    loss_over_seeds = measured(row, LOSS)
+    assert loss_over_seeds == Measured(pytest.approx(3.2), pytest.approx(math.sqrt((0.04 + 0.01 + 0.09) / 2)), 3)
 
 
-def test_one_seed_has_no_deviation_and_none_has_no_number() -> None:
+def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
     write_run(home("run-1"), 3.0)
     write_run(home("run-2"), 2.0, done=0.5)
     (row,) = rows(*(point("Vanilla", f"run-{seed}", seed=str(seed)) for seed in (1, 2)))
@@ -49,16 +49,18 @@ def test_one_seed_has_no_deviation_and_none_has_no_number() -> None:
     assert measured(row, LOSS) is None
 
 
-def test_the_seed_leaves_the_labels_of_points_that_have_it() -> None:
+def test_the_seed_is_removed_from_the_labels() -> None:
     (row,) = rows(
         point("vanilla, 1", "a", model="vanilla", seed="1"), point("vanilla, 2", "b", model="vanilla", seed="2")
     )
     assert row.label == "vanilla"
 
 
-def test_one_label_for_two_settings_is_told_apart() -> None:
-    found = rows(point("A", "a", size="tiny", optimizer__lr="1e-3"), point("A", "b", size="tiny", optimizer__lr="2e-3"))
-    assert [row.label for row in found] == ["A, optimizer.lr=1e-3", "A, optimizer.lr=2e-3"]
+def test_rows_with_the_same_label_get_their_differing_settings() -> None:
+    labelled = rows(
+        point("A", "a", size="tiny", optimizer__lr="1e-3"), point("A", "b", size="tiny", optimizer__lr="2e-3")
+    )
+    assert [row.label for row in labelled] == ["A, optimizer.lr=1e-3", "A, optimizer.lr=2e-3"]
 
 
 def test_differences_are_taken_between_runs_of_one_seed() -> None:
@@ -68,51 +70,51 @@ def test_differences_are_taken_between_runs_of_one_seed() -> None:
     base, other = rows(
         *(point(name, f"{name}-{seed}", model=name, seed=str(seed)) for name in ("vanilla", "moda") for seed in (1, 2))
     )
-    found = difference(other, base, LOSS)
-    assert found == Measured(pytest.approx(-0.11), pytest.approx(0.02 / math.sqrt(2)), 2)
+    paired = difference(other, base, LOSS)
+    assert paired == Measured(pytest.approx(-0.11), pytest.approx(0.02 / math.sqrt(2)), 2)
 
 
-def test_without_a_seed_in_common_the_means_are_compared() -> None:
+def test_without_a_common_seed_the_means_are_compared() -> None:
     write_run(home("a"), 3.0)
     write_run(home("b"), 2.5)
     base, other = rows(point("A", "a", model="a", seed="1"), point("B", "b", model="b", seed="2"))
     assert difference(other, base, LOSS) == Measured(-0.5, None, 1)
 
 
-def test_ours_is_in_the_unit_of_the_paper() -> None:
+def test_our_numbers_are_in_the_papers_unit() -> None:
     write_run(home("a"), parameters=49_650_000)
     (row,) = rows(point("A", "a"))
-    found = measured(row, Column(metric="parameters", scale=1e6))
-    assert found is not None
-    assert found.mean == pytest.approx(49.65)
+    parameters_in_millions = measured(row, Column(metric="parameters", scale=1e6))
+    assert parameters_in_millions is not None
+    assert parameters_in_millions.mean == pytest.approx(49.65)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "3.1", [1]])
-def test_what_is_no_number_is_none(value: object) -> None:
+def test_a_value_that_is_not_a_finite_number_is_none(value: object) -> None:
     run = read_run(write_run(home("a"), validation_loss=value))
     assert number(run, "validation_loss") is None
 
 
 @pytest.mark.parametrize("summary", ["{", "[1]", "", '{"validation_loss": 1.0}', "\x00\x00"])
-def test_torn_and_foreign_files_give_no_number_of_a_validation(summary: str) -> None:
+def test_incomplete_and_foreign_files_give_no_validation_number(summary: str) -> None:
     write_run(home("a"))
     (home("a") / "summary.json").write_text(summary)
     (home("a") / "metrics.jsonl").write_text(
         '{"step": 1, "tokens": 9, "loss": 2.0}\n[1]\n12\n{"other": 1}\n{"step": 2, "to'
     )
     (row,) = rows(point("A", "a"))
-    assert [found["step"] for found in row.runs[0].rows] == [1]
+    assert [logged["step"] for logged in row.runs[0].rows] == [1]
     assert by_seed(row, Column(metric="validation_loss", at=0.5)) == {}
     assert by_seed(row, Column(metric="training_perplexity")) == {}
 
 
-def test_a_number_at_a_share_of_the_run_is_that_of_its_validation() -> None:
+def test_a_number_at_a_share_of_the_run_is_from_that_validation() -> None:
     write_run(home("a"), 3.0)
     (row,) = rows(point("A", "a"))
-    found = measured(row, Column(metric="validation_loss", at=0.5))
+    half_way = measured(row, Column(metric="validation_loss", at=0.5))
     validations = [json.loads(line) for line in (home("a") / "metrics.jsonl").read_text().splitlines()]
-    assert found is not None
-    assert found.mean == validations[STEPS // 2 - 1]["validation/set/loss"]
+    assert half_way is not None
+    assert half_way.mean == validations[STEPS // 2 - 1]["validation/set/loss"]
     assert measured(row, Column(metric="validation_loss", at=0.4)) is None
 
 
@@ -122,31 +124,31 @@ def test_the_papers_null_is_none() -> None:
 
 
 def test_a_row_is_compared_with_the_baseline_of_its_size() -> None:
-    found = rows(
+    gathered = rows(
         point("Vanilla 1B", "a", model="vanilla", size="1b"),
         point("Vanilla 3B", "b", model="vanilla", size="3b"),
         point("MoDA 1B", "c", model="moda", size="1b"),
         point("MoDA 3B", "d", model="moda", size="3b"),
         point("MoDA 7B", "e", model="moda", size="7b"),
     )
-    references = [reference_of(row, found, Experiment()) for row in found]
+    references = [reference_of(row, gathered, Experiment()) for row in gathered]
     assert [None if of is None else of.label for of in references] == [
         "Vanilla 1B", "Vanilla 3B", "Vanilla 1B", "Vanilla 3B", None,
     ]  # fmt: skip
-    assert series_names(found, Experiment()) == {"vanilla": "Vanilla", "moda": "MoDA"}
+    assert series_names(gathered, Experiment()) == {"vanilla": "Vanilla", "moda": "MoDA"}
 
 
-def test_models_that_a_paper_pairs_by_their_name_are_paired() -> None:
-    found = rows(
+def test_models_that_a_paper_pairs_by_name_are_compared() -> None:
+    gathered = rows(
         point("OLMo2 700M", "a", model="vanilla", size="moda_700m_38l"),
         point("OLMo2 1.5B", "b", model="vanilla", size="moda_1.5b", size__num_layers="38"),
         point("MoDA 700M", "c", model="moda", size="moda_700m"),
         point("MoDA 1.5B", "d", model="moda", size="moda_1.5b"),
     )
-    references = [reference_of(row, found, Experiment()) for row in found[2:]]
+    references = [reference_of(row, gathered, Experiment()) for row in gathered[2:]]
     assert [of and of.label for of in references] == ["OLMo2 700M", "OLMo2 1.5B"]
 
 
-def test_without_a_baseline_the_first_row_of_the_task_is_one() -> None:
-    found = rows(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
-    assert reference_of(found[1], found, Experiment()) is found[0]
+def test_without_a_baseline_the_first_row_of_the_task_is_the_reference() -> None:
+    gathered = rows(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
+    assert reference_of(gathered[1], gathered, Experiment()) is gathered[0]

@@ -12,7 +12,7 @@ from .made_up import is_png, row, write_run
 
 
 @pytest.mark.usefixtures("rendered")
-def test_numbers_and_what_differs() -> None:
+def test_the_report_has_the_numbers_and_differing_settings() -> None:
     write_run("outputs/a/base", 3.0, config={"seed": 1, "optimizer": {"lr": 0.1}, "output_dir": "outputs/a/base"})
     write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.2}, "model": {"name": "a|b"}})
     write_run("outputs/c/base", 2.0, done=0.5, failure="ValueError: no\nmore", config={"optimizer": {"lr": 0.1}})
@@ -30,7 +30,7 @@ def test_numbers_and_what_differs() -> None:
     assert is_png("loss_curves.png")
 
 
-def test_one_run_and_torn_configurations() -> None:
+def test_a_single_run_and_an_unreadable_configuration() -> None:
     folder = write_run("outputs/a/base")
     text = report([f"runs={folder}", "to=report"]).read_text()
     assert "No setting that affects the result." in text
@@ -38,7 +38,7 @@ def test_one_run_and_torn_configurations() -> None:
     assert "No readable config.yaml: base." in report([f"runs={folder}", "to=report"]).read_text()
 
 
-def test_many_runs_are_spread_over_tables() -> None:
+def test_many_runs_are_split_into_several_tables() -> None:
     for number in range(6):
         write_run(f"outputs/run-{number}", config={"seed": number})
     text = report(["runs=outputs/*", "to=report"]).read_text()
@@ -46,13 +46,13 @@ def test_many_runs_are_spread_over_tables() -> None:
     assert row(text, "seed", 1) == ["4", "5"]
 
 
-def test_the_same_run_twice_is_one() -> None:
+def test_a_run_named_twice_is_reported_once() -> None:
     folder = write_run("outputs/a")
     assert len(find_runs(f"{folder}, {folder}/,outputs/*")) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("names", "message"),
     [
         ("outputs/bsae", "no such folder; did you mean `base`?"),
         ("outputs/empty", "this folder contains no run"),
@@ -62,20 +62,20 @@ def test_the_same_run_twice_is_one() -> None:
         ("outputs/base,nowhere/at/all", "runs=nowhere/at/all: no such folder"),
     ],
 )
-def test_what_holds_no_run_is_named(given: str, words: str) -> None:
+def test_a_path_without_runs_is_an_error(names: str, message: str) -> None:
     write_run("outputs/base")
     Path("outputs/empty").mkdir()
     with pytest.raises(UserError) as caught:
-        find_runs(given)
-    assert words in str(caught.value)
+        find_runs(names)
+    assert message in str(caught.value)
 
 
-def test_names_are_as_short_as_tells_them_apart() -> None:
+def test_names_are_as_short_as_possible_and_distinct() -> None:
     assert short_names([Path("o/a/base"), Path("o/b/base")]) == ["a/base", "b/base"]
     assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
     assert what_differs(["model-a__size-x", "model-b__size-x"]) == ["model-a", "model-b"]
     assert what_differs(["base", "base__seed-2"]) == ["base", "base__seed-2"]
 
 
-def test_durations_are_words() -> None:
+def test_durations_are_formatted_with_units() -> None:
     assert [duration(value) for value in (None, 12.34, 98.7, 7500.0)] == ["–", "12.3 s", "1 min 39 s", "2 h 05 min"]

@@ -18,7 +18,7 @@ from depthlm.report.tables import (
 )
 
 
-def test_what_markdown_would_take_as_its_own_is_escaped() -> None:
+def test_markdown_characters_are_escaped() -> None:
     table = Table(["", "a|b"], [[Cell("x | y*\n<z>"), Cell("1", bold=True)], [Cell("[link] `c`"), Cell("2")]])
     lines = markdown(table).splitlines()
     assert "a\\|b" in lines[0]
@@ -29,11 +29,11 @@ def test_what_markdown_would_take_as_its_own_is_escaped() -> None:
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
 
 
-def test_underscores_stay_inside_words_alone() -> None:
+def test_underscores_inside_words_are_not_escaped() -> None:
     assert plain("hyper_connections _x_") == "hyper_connections \\_x\\_"
 
 
-def test_the_terminal_shows_brackets_as_they_are() -> None:
+def test_the_terminal_shows_brackets_literally() -> None:
     shown = io.StringIO()
     show(Table(["", "loss"], [[Cell("[a, b]"), Cell("1.0", bold=True)]]), Console(file=shown, width=60))
     assert "[a, b]" in shown.getvalue()

@@ -18,7 +18,7 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import FORMAT_VERSION, CheckpointError, newest_checkpoint, prune, read_manifest
 from depthlm.training.checkpoint.saving import Saver
-from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
 
 

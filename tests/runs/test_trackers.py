@@ -84,23 +84,23 @@ def test_a_tracker_that_cannot_start_is_replaced_by_no_tracker(monkeypatch: pyte
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The logged warnings."""
     warnings: list[str] = []
     monkeypatch.setattr(trackers.log, "warning", lambda text, *values: warnings.append(text % values))
     return warnings
 
 
-def test_a_tracker_that_fails_stops_with_a_single_warning(told: list[str], tmp_path: Path) -> None:
+def test_a_tracker_that_fails_stops_with_a_single_warning(warnings: list[str], tmp_path: Path) -> None:
     tracker = WandbTracker(Run(fails=True), tmp_path)
     tracker.write({"step": 1, "loss": 1.0})
     tracker.write({"step": 2, "loss": 1.0})
     tracker.close({"loss": 1.0})
     advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {tmp_path}/wandb"
-    assert told == [f"W&B stopped (No space left on device); {advice}"]
+    assert warnings == [f"W&B stopped (No space left on device); {advice}"]
     failing = WandbTracker(Run(fails=True), tmp_path)
     failing.close({"loss": 1.0})
-    assert len(told) == 2
+    assert len(warnings) == 2
 
 
 def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
 
 
 def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
-    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "FINISH", 0.2)
     monkeypatch.setattr(trackers, "WAITING", 3)
@@ -124,29 +124,29 @@ def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     tracker.write({"step": 1, "loss": 1.0})
     tracker.close({"validation_loss": 0.5})
     assert time.monotonic() - started < 2
-    assert told[0].startswith("W&B stopped (it did not finish within 0 s)")
+    assert warnings[0].startswith("W&B stopped (it did not finish within 0 s)")
     crowded = WandbTracker(run, tmp_path)
     for step in range(10):
         crowded.write({"step": step, "loss": 1.0})
-    assert told[1:] == [told[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
+    assert warnings[1:] == [warnings[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
 
 
 def test_a_start_that_hangs_times_out_and_the_run_keeps_its_id(
-    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "START", 0.2)
     monkeypatch.setattr(wandb, "init", lambda **settings: threading.Event().wait())
     tracker = start_tracker(Tracker(), tmp_path, "name", {}, "kept")
     assert isinstance(tracker, NoTracker)
     assert tracker.id == "kept"
-    assert len(told) == 1
+    assert len(warnings) == 1
 
 
 def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
 
 
-def test_a_service_that_dies_does_not_delay_the_run(told: list[str], tmp_path: Path) -> None:
+def test_a_service_that_dies_does_not_delay_the_run(warnings: list[str], tmp_path: Path) -> None:
     tracker = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, None)
     tracker.write({"step": 1, "loss": 1.0})
     for service in services():
@@ -157,12 +157,12 @@ def test_a_service_that_dies_does_not_delay_the_run(told: list[str], tmp_path: P
         tracker.write({"step": step, "loss": 1.0})
     tracker.close({"loss": 1.0})
     assert time.monotonic() - started < 5
-    assert len(told) == 1
+    assert len(warnings) == 1
     again = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, tracker.id)
     again.write({"step": 50, "loss": 1.0})
     again.close(None)
     assert again.id == tracker.id
-    assert len(told) == 1
+    assert len(warnings) == 1
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{tracker.id}"))) in (
         1,
         2,
@@ -220,7 +220,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("silent", [False, True], ids=["at the end", "from the start"])
 def test_waiting_for_a_server_that_does_not_answer_is_limited(
-    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+    warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.daemon_threads = True
@@ -243,8 +243,8 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(
     assert time.monotonic() - started < 10
     server.shutdown()
     expected = "W&B online failed" if silent else "W&B stopped (it did not finish within 1 s)"
-    assert len(told) == 1
-    assert told[0].startswith(expected)
+    assert len(warnings) == 1
+    assert warnings[0].startswith(expected)
 
 
 def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

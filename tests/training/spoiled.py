@@ -36,7 +36,7 @@ def train_spoiled(
         def spoil_loss(model: Any, inputs: Any, sums: Any) -> Any:
             return sums._replace(nll=sums.nll + numbers()[0]) if torch.is_grad_enabled() else sums
 
-        model = run.engine.module
+        model = run.engine.model
         model.final_norm.weight.register_hook(lambda gradient: gradient * numbers()[1])
         model.register_forward_hook(spoil_loss)
         return train_steps(run, progress, *others)

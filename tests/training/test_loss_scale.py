@@ -12,8 +12,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.runs.records import read_metrics
 from depthlm.training import FAILED, train
-from depthlm.training.engine.deepspeed import build_engine, loss_scale
-from depthlm.training.engine.sharding import whole_weights
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
 
@@ -36,16 +35,16 @@ def scaled_steps(small_run: Callable[..., list[str]]) -> Callable[..., Any]:
         plan, scales = make_plan(config, ranks()), []
         engine = build_engine(config, plan, depthlm.build_model(config))
         factor = [1.0]
-        engine.module.final_norm.weight.register_hook(lambda gradient: gradient * factor[0])
+        engine.model.final_norm.weight.register_hook(lambda gradient: gradient * factor[0])
         for kind, tokens in zip(kinds, synthetic_tokens(config, len(kinds)), strict=True):
             factor[0] = 1.0 if kind == "g" else float("inf")
-            before = whole_weights(engine)
-            scales.append(loss_scale(engine))
+            before = engine.weights()
+            scales.append(engine.loss_scale)
             train_step(engine, tokens[None], plan, 0.0)
-            assert engine.was_step_applied() == (kind == "g")
-            changed = any(not torch.equal(before[name], value) for name, value in whole_weights(engine).items())
+            assert engine.step_applied() == (kind == "g")
+            changed = any(not torch.equal(before[name], value) for name, value in engine.weights().items())
             assert changed == (kind == "g")
-        return [*scales, loss_scale(engine)]
+        return [*scales, engine.loss_scale]
 
     return steps
 

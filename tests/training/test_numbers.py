@@ -14,10 +14,10 @@ from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model import optimizer_groups
-from depthlm.training.engine.deepspeed import build_engine, deepspeed_settings
-from depthlm.training.engine.sharding import PLAIN_LINEAR, whole_weights
+from depthlm.training.engine import build_engine
+from depthlm.training.engine.settings import deepspeed_settings
+from depthlm.training.engine.sharding import PLAIN_LINEAR
 from depthlm.training.loop import Progress, next_learning_rate, train_step
-from depthlm.training.optimizers import set_learning_rate
 from depthlm.training.plan import make_plan
 
 
@@ -37,7 +37,7 @@ def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]
     engine = build_engine(config, plan, depthlm.build_model(config))
     curve, progress = [], Progress()
     for tokens in synthetic_tokens(config, steps):
-        set_learning_rate(engine.optimizer, next_learning_rate(config, plan, progress))
+        engine.set_learning_rate(next_learning_rate(config, plan, progress))
         batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
         curve.append(float(train_step(engine, batch, plan, z_loss)) / plan.tokens_per_step)
         progress.step += 1
@@ -125,7 +125,7 @@ def spoil(engine: Any, **added: float) -> Callable[[], None]:
         seen.append(1)
         return sums._replace(**{n: getattr(sums, n) + v for n, v in added.items()}) if len(seen) == 1 else sums
 
-    return engine.module.register_forward_hook(add).remove
+    return engine.model.register_forward_hook(add).remove
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,15 @@ def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(
         return engine
 
     engine = start()
-    before = whole_weights(engine)
+    before = engine.weights()
 
     def skipped_loss(highest: float = float("inf")) -> float:
         loss = float(train_step(engine, batch, plan, 0.1, highest))
-        assert not engine.was_step_applied()
-        assert all(torch.equal(before[name], value) for name, value in whole_weights(engine).items())
+        assert not engine.step_applied()
+        assert all(torch.equal(before[name], value) for name, value in engine.weights().items())
         return loss
 
-    poison = engine.module.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    poison = engine.model.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     batch_loss = skipped_loss()
     poison.remove()
     for value in (float("inf"), float("-inf"), float("nan")):
@@ -173,8 +173,8 @@ def test_a_non_finite_loss_or_gradient_never_reaches_the_weights(
     other = start()
     for trained in (engine, other):
         train_step(trained, batch, plan, 0.1, highest=batch_loss)
-        assert trained.was_step_applied()
-    after, expected = whole_weights(engine), whole_weights(other)
+        assert trained.step_applied()
+    after, expected = engine.weights(), other.weights()
     assert all(torch.equal(after[name], expected[name]) for name in expected)
     assert any(not torch.equal(before[name], expected[name]) for name in expected)
 
@@ -186,7 +186,7 @@ def test_without_z_loss_the_normaliser_may_be_infinite(small_run: Callable[..., 
     engine = build_engine(config, plan, depthlm.build_model(config))
     spoil(engine, z=float("inf"))
     train_step(engine, synthetic_tokens(config, 1), plan, 0.0)
-    assert engine.was_step_applied()
+    assert engine.step_applied()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -199,7 +199,7 @@ def test_the_gradient_norm_is_reported_and_clipped(small_run: Callable[..., list
         measured: list[Any] = []
         for tokens in synthetic_tokens(config, 2):
             train_step(engine, tokens[None], plan, 0.0)
-            measured.append(float(engine.get_global_grad_norm()))
+            measured.append(float(engine.grad_norm()))
         return measured
 
     free, clipped = norms(0.0), norms(1e-8)
@@ -241,7 +241,7 @@ def test_the_memory_estimate_counts_the_gradients_of_bf16_at_stage_1(
     model = depthlm.build_model(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     engine = build_engine(config, make_plan(config, ranks()), model)
-    in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.optimizer.fp32_groups_gradients_flat)
+    in_fp32 = sum(flat.numel() * flat.element_size() for flat in engine.deepspeed.optimizer.fp32_groups_gradients_flat)
     # flat groups are slightly padded
     assert MemoryEstimator(config, "cpu").states(1, 1).gradients == pytest.approx(2 * count + in_fp32, rel=0.01)
 

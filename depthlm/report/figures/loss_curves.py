@@ -11,8 +11,8 @@ from depthlm.counts import count_text
 from depthlm.report.figures.style import Look, grid, save, short, subplots
 from depthlm.runs.records import COMPLETE, RunRecord
 
-# shares of a run's logged steps over which the training loss is averaged; of the longest run, whose losses before START
-# may exceed the y axis, and at which the second panel begins
+# SMOOTHED: the share of a run's logged steps in the running mean. START: the share of the longest run whose losses may
+# exceed the y axis. LATE: the share of the longest run at which the second panel begins.
 SMOOTHED, START, LATE = 0.02, 0.05, 0.6
 MOST_NAMED = 24
 
@@ -115,11 +115,11 @@ def _draw(axes: Any, drawn: Sequence[Drawn], begin: float, named: bool) -> None:
     width = 1.5 if len(drawn) <= 8 else 1.0 if named else 0.6
     for entry in drawn:
         run, colour = entry.trace.run, entry.trace.look.colour
-        partial = run.state != COMPLETE
-        label = f"{short(entry.trace.name, 60)}{f' ({run.state}, step {run.step:,})' if partial else ''}"
+        faded = run.state != COMPLETE
+        label = f"{short(entry.trace.name, 60)}{f' ({run.state}, step {run.step:,})' if faded else ''}"
         dash = entry.trace.look.dash if named else "-"
-        axes.plot(entry.tokens, entry.loss, label=label, alpha=0.5 if partial else 0.95, color=colour, ls=dash, lw=width)
-        if partial:
+        axes.plot(entry.tokens, entry.loss, label=label, alpha=0.5 if faded else 0.95, color=colour, ls=dash, lw=width)
+        if faded:
             end = np.flatnonzero(np.isfinite(entry.loss))[-1]
             axes.plot(entry.tokens[end], entry.loss[end], "x", color=colour, ms=8, mew=2)
         axes.plot(entry.validated, entry.validation, "o", color=colour, ms=5 if named else 2.5, mec="white", mew=0.5)

@@ -25,7 +25,7 @@ from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import FORMAT_VERSION, MANIFEST, STATE, WEIGHTS, prune
 from depthlm.training.checkpoint.snapshot import Snapshot, nbytes
-from depthlm.training.engine.sharding import whole_weights
+from depthlm.training.engine import Engine
 
 log = logging.getLogger("depthlm")
 
@@ -50,7 +50,7 @@ class Saver:
     about: entries of every manifest besides the progress of the run. seconds: how long saving has blocked training.
     """
 
-    def __init__(self, engine: Any, directory: Path, training: Training, about: dict[str, Any]) -> None:
+    def __init__(self, engine: Engine, directory: Path, training: Training, about: dict[str, Any]) -> None:
         self.engine, self.training, self.about = engine, training, about
         self.run = RunDirectory(directory)
         self.is_rank_0 = torch.distributed.get_rank() == 0
@@ -113,12 +113,12 @@ class Saver:
 
     def _start(self, progress: dict[str, Any], copy: bool) -> str | None:
         final, staging = self.run.checkpoint(progress["step"]), self.run.staging(progress["step"])
-        states = collect_states(self.engine, staging)
+        states = self.engine.state(staging)
         if copy:
             states = {path: self.snapshot.copy(path.name, state) for path, state in states.items()}
         # at ZeRO 3 a weight is gathered only for a moment, so it is copied
         keep = self.snapshot.copy if copy or self.about["stage"] == 3 else _on_cpu
-        weights = whole_weights(self.engine, keep)
+        weights = self.engine.weights(keep)
         size = torch.tensor([sum(nbytes(part) for part in (*states.values(), weights))], device=self.engine.device)
         torch.distributed.all_reduce(size)
         failure = self._on_rank_0(lambda: _make_room(self.run, staging, int(size.item())))
@@ -173,37 +173,6 @@ class Saver:
         log.error(
             "%s was not saved: %s; earlier checkpoints are intact", staging.name.removeprefix(".saving-"), failure
         )
-
-
-class Collector:
-    """A substitute for DeepSpeed's checkpoint engine that collects what DeepSpeed would write."""
-
-    def __init__(self, checkpoint_engine: Any) -> None:
-        self.checkpoint_engine = checkpoint_engine
-        self.states: dict[Path, Any] = {}
-
-    def save(self, state_dict: dict[str, Any], path: str) -> None:
-        """Collect the content of a file."""
-        self.states[Path(path)] = state_dict
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Create nothing: the disk may be full."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.checkpoint_engine, name)
-
-
-def collect_states(engine: Any, folder: Path) -> dict[Path, Any]:
-    """Return the contents of this rank's files of DeepSpeed's checkpoint by path in `folder`, without writing them."""
-    original, collector = engine.checkpoint_engine, Collector(engine.checkpoint_engine)
-    engine.checkpoint_engine = collector
-    # DeepSpeed would copy its recovery script into the folder
-    engine._copy_recovery_script = lambda _: None
-    try:
-        engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
-    finally:
-        engine.checkpoint_engine = original
-    return collector.states
 
 
 def _make_room(run: RunDirectory, staging: Path, needed: int) -> None:

@@ -1,1 +1,9 @@
-"""The training engine: DeepSpeed, its configuration and its workarounds."""
+"""The training engine: one interface, and DeepSpeed behind it."""
+
+from depthlm.training.engine.conversion import convert, needs_conversion
+from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine.interface import Engine
+from depthlm.training.engine.settings import autocast
+from depthlm.training.engine.sharding import undo_sharding
+
+__all__ = ["Engine", "autocast", "build_engine", "convert", "needs_conversion", "undo_sharding"]

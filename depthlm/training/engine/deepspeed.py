@@ -1,20 +1,27 @@
-"""The DeepSpeed engine and its generated configuration. DeepSpeed reads no JSON written by the user."""
+"""DeepSpeed as an engine. All workarounds for it are in this package."""
 
 import contextlib
 import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from depthlm.config import Config
 from depthlm.machine import environment
-from depthlm.model import Decoder
+from depthlm.model import Decoder, Loss, Observer
+from depthlm.model.observer import UNOBSERVED
+from depthlm.runs.checkpoints import STATE, CheckpointError
+from depthlm.training.engine.interface import Engine, copy_to_cpu
+from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import prepare_sharding, undo_sharding
-from depthlm.training.optimizers import build_optimizer, guard_step
+from depthlm.training.optimizers import build_optimizer
 from depthlm.training.plan import Plan
 
 
-def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
+def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     """Return a DeepSpeed engine that holds the model and its optimizer, at step 0."""
     import deepspeed
 
@@ -35,60 +42,126 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Any:
     if engine.fp16_enabled():
         # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-    return engine
+    return DeepSpeedEngine(engine, model)
 
 
-def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration. parameters: the number of the model's parameters."""
-    sharding, precision = config.deepspeed, config.precision
-    stage = sharding.stage
-    settings: dict[str, Any] = {
-        "train_batch_size": plan.batch_size,
-        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.accumulation,
-        "steps_per_print": None,
-        "zero_optimization": {
-            "stage": stage,
-            # DeepSpeed allocates a buffer of this many gradients at the start
-            "reduce_bucket_size": min(sharding.reduce_bucket_size, parameters),
-            "allgather_bucket_size": sharding.allgather_bucket_size,
-            "stage3_prefetch_bucket_size": sharding.prefetch_bucket_size,
-            "overlap_comm": sharding.overlap_comm,
-        },
-        "zero_allow_untested_optimizer": True,
-        # compiling DeepSpeed's own Adam for offloaded states takes minutes at the first start
-        "zero_force_ds_cpu_optimizer": False,
-        # at stage 0 guard_step clips, since DeepSpeed would not report the norm
-        "gradient_clipping": config.training.gradient_clipping if stage else 0.0,
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
-    if sharding.communication_data_type != "auto":
-        settings["communication_data_type"] = sharding.communication_data_type
-    if sharding.offload == "cpu":
-        pinned = {"device": "cpu", "pin_memory": environment.device_type(config.device) == "cuda"}
-        settings["zero_optimization"] |= {"offload_optimizer": pinned, "offload_param": pinned}
-    if precision.name == "bf16" and stage == 0:
-        # with bf16 weights at stage 0 DeepSpeed's first Adam step is wrong, so fp32 weights under autocast are used
-        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    elif precision.name == "bf16":
-        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    elif precision.name == "fp16":
-        settings["fp16"] = {
-            "enabled": True,
-            "initial_scale_power": precision.initial_scale_power,
-            "loss_scale_window": precision.loss_scale_window,
-            "hysteresis": precision.hysteresis,
-            "min_loss_scale": precision.min_loss_scale,
-        }
-    return settings
+class DeepSpeedEngine:
+    """An engine of DeepSpeed, with its workarounds. The methods are documented in `Engine`."""
+
+    def __init__(self, deepspeed: Any, model: Decoder) -> None:
+        self.deepspeed, self.model = deepspeed, model
+
+    @property
+    def device(self) -> torch.device:
+        return self.deepspeed.device
+
+    @property
+    def fp16(self) -> bool:
+        return self.deepspeed.fp16_enabled()
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.deepspeed.optimizer.cur_scale) if self.fp16 else 1.0
+
+    def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
+        return self.deepspeed(inputs, targets, observer=observer)
+
+    def backward(self, loss: Tensor) -> None:
+        self.deepspeed.backward(loss)
+
+    def step(self) -> None:
+        self.deepspeed.step()
+
+    def step_applied(self) -> bool:
+        return self.deepspeed.was_step_applied()
+
+    def grad_norm(self) -> float | None:
+        return self.deepspeed.get_global_grad_norm()
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+    def state(self, checkpoint: Path) -> dict[Path, Any]:
+        original, collector = self.deepspeed.checkpoint_engine, Collector(self.deepspeed.checkpoint_engine)
+        self.deepspeed.checkpoint_engine = collector
+        # DeepSpeed would copy its recovery script into the folder
+        self.deepspeed._copy_recovery_script = lambda _: None
+        try:
+            self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
+        finally:
+            self.deepspeed.checkpoint_engine = original
+        return collector.states
+
+    def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
+        import deepspeed
+
+        weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            # one weight at a time, since all together may not fit in memory; weights that are not sharded stay as they
+            # are
+            with deepspeed.zero.GatheredParameters(tensor):
+                if is_rank_0:
+                    weights[name] = keep(name, tensor)
+        return weights
+
+    def load_state(self, checkpoint: Path, converted: bool = False) -> None:
+        optimizer = self.deepspeed.optimizer
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        self.deepspeed._config.load_universal_checkpoint = converted
+        try:
+            loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE)
+        finally:
+            self.deepspeed._config.load_universal_checkpoint = False
+        if loaded is None:
+            raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
+        # a fork may have other settings, and loading a universal ZeRO 3 checkpoint gives every group those of group 0
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if converted:
+            # the states of all groups then share one step counter, which every group would increment
+            for state in getattr(optimizer, "optimizer", optimizer).state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].clone()
+
+    def destroy(self) -> None:
+        self.deepspeed.destroy()
 
 
-def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Return the autocast context for computing outside the engine, as in validation."""
-    half = torch.float16 if config.precision.name == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=half, enabled=config.precision.name != "fp32")
+class Collector:
+    """A substitute for DeepSpeed's checkpoint engine that collects what DeepSpeed would write."""
+
+    def __init__(self, checkpoint_engine: Any) -> None:
+        self.checkpoint_engine = checkpoint_engine
+        self.states: dict[Path, Any] = {}
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """Collect the content of a file."""
+        self.states[Path(path)] = state_dict
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create nothing: the disk may be full."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.checkpoint_engine, name)
 
 
-def loss_scale(engine: Any) -> float:
-    """Return the loss scale of the next step; 1 without fp16."""
-    return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else 1.0
+def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    """Make `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
+
+    At ZeRO stage 0 DeepSpeed does not check gradients, but reads `overflow` and `_global_grad_norm` of the optimizer,
+    which its own optimizers set at the higher stages. With this guard every stage reports the same.
+    """
+    update = optimizer.step
+
+    def step(*arguments: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        optimizer._global_grad_norm = float(norm)  # type: ignore[attr-defined]
+        optimizer.overflow = not torch.isfinite(norm).item()  # type: ignore[attr-defined]
+        if not optimizer.overflow:  # type: ignore[attr-defined]
+            if max_norm > 0:
+                nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            update()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]

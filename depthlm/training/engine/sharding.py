@@ -1,12 +1,10 @@
-"""ZeRO 3, where each rank holds a shard of every weight: registration, cleanup, and gathering of weights."""
+"""ZeRO 3, where each rank holds a shard of every weight: registration and cleanup."""
 
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from depthlm.model import Decoder
 
@@ -44,24 +42,6 @@ def undo_sharding() -> None:
     """Undo the global changes of ZeRO 3 in this process: DeepSpeed's list of modules, and its patched F.linear."""
     _active_modules().clear()
     torch.nn.functional.linear = PLAIN_LINEAR
-
-
-def copy_to_cpu(_: str, tensor: Tensor) -> Tensor:
-    """Return a copy of a weight on the CPU."""
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def whole_weights(engine: Any, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
-    """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0."""
-    import deepspeed
-
-    weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
-    for name, tensor in engine.module.state_dict(keep_vars=True).items():
-        # one weight at a time, since all together may not fit in memory; weights that are not sharded stay as they are
-        with deepspeed.zero.GatheredParameters(tensor):
-            if is_rank_0:
-                weights[name] = keep(name, tensor)
-    return weights
 
 
 def _active_modules() -> list[Any]:

@@ -39,7 +39,7 @@ def derived(
         "parameters": f"{count_text(counts['total'])} ({counts['total']:,})",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
         "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
-        f"{corpus.bytes_per_token:.2f} bytes a token{entropy}"
+        f"{corpus.bytes_per_token:.2f} bytes per token{entropy}"
         f"{', attention inside documents' if config.data.document_mask else ''}",
         **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
         "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),

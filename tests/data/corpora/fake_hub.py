@@ -109,8 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
         parts = [unquote(part) for part in self.path.strip("/").split("/")]
         repo = ("datasets/" if parts[1] == "datasets" else "") + "/".join(parts[2:4])
-        if found := self._folder(repo, parts[5]):
-            entries = {entry["path"]: entry for entry in _tree(found[1], found[1], recursive=True)}
+        if commit := self._folder(repo, parts[5]):
+            entries = {entry["path"]: entry for entry in _tree(commit[1], commit[1], recursive=True)}
             self._json([entries[path] for path in form["paths"] if path in entries])
 
     def _folder(self, repo: str, revision: str) -> tuple[str, Path] | None:
@@ -122,9 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, repo: str, rest: Sequence[str], query: dict[str, list[str]]) -> None:
         verb, revision = rest[:2] if rest else ("revision", "main")
-        if not (found := self._folder(repo, revision)):
+        if not (commit := self._folder(repo, revision)):
             return
-        sha, folder = found
+        sha, folder = commit
         if verb == "revision":
             siblings = [{"rfilename": e["path"]} for e in _tree(folder, folder, recursive=True) if e["type"] == "file"]
             self._json({"id": repo.removeprefix("datasets/"), "sha": sha, "siblings": siblings})
@@ -142,9 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "")
 
     def _resolve(self, repo: str, revision: str, path: str) -> None:
-        if not (found := self._folder(repo, revision)):
+        if not (commit := self._folder(repo, revision)):
             return
-        sha, folder = found
+        sha, folder = commit
         file = folder / path
         if repo in self.hub.gated:
             self._fail(401, "GatedRepo")

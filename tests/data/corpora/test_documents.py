@@ -43,12 +43,12 @@ FORMATS: dict[str, Callable[[Path], object]] = {
 def test_every_format_gives_its_texts_from_any_start_record(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     FORMATS[name](path)
-    found = records(path)
-    assert [record.text for record in found] == TEXTS
-    assert [record.next for record in found] == [1, 2, 3, 4]
+    all_records = records(path)
+    assert [record.text for record in all_records] == TEXTS
+    assert [record.next for record in all_records] == [1, 2, 3, 4]
     for first in range(5):
-        assert records(path, first) == found[first:]
-    assert list(documents([TextFile(name, str(path))], "text")) == [(r.name, r.text) for r in found]
+        assert records(path, first) == all_records[first:]
+    assert list(documents([TextFile(name, str(path))], "text")) == [(r.name, r.text) for r in all_records]
 
 
 def test_one_file_of_text_is_one_document_or_cut_into_many(tmp_path: Path) -> None:
@@ -76,11 +76,11 @@ BAD_LINES = {
 def test_a_bad_line_is_reported_and_its_neighbours_are_read(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES + line + b"\n" + LINES)
-    found = records(path)
+    all_records = records(path)
     reason, message = BAD_LINES[line]
-    assert [record.text for record in found] == [*TEXTS, None, *TEXTS]
-    assert found[4].bad == reason
-    assert message in found[4].why
+    assert [record.text for record in all_records] == [*TEXTS, None, *TEXTS]
+    assert all_records[4].bad == reason
+    assert message in all_records[4].why
 
 
 def test_a_bad_row_is_reported_and_its_neighbours_are_read(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_a_bad_row_is_reported_and_its_neighbours_are_read(tmp_path: Path) -> No
     # another writer may have stored unchecked bytes as text
     text = pa.Array.from_buffers(pa.string(), 5, values.buffers())
     pyarrow.parquet.write_table(pa.table({"text": text}), path)
-    found = records(path)
-    assert [record.text for record in found] == ["one", None, None, None, "two"]
-    assert [record.bad for record in found] == ["", "utf8", "field", "empty", ""]
-    assert found[1].why.startswith("row 2 is not UTF-8")
+    all_records = records(path)
+    assert [record.text for record in all_records] == ["one", None, None, None, "two"]
+    assert [record.bad for record in all_records] == ["", "utf8", "field", "empty", ""]
+    assert all_records[1].why.startswith("row 2 is not UTF-8")
 
 
 @pytest.mark.parametrize("dtype", [pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])

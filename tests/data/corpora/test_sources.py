@@ -11,7 +11,7 @@ from depthlm.data import DataError, documents, open_corpus, prepare, text_files,
 from depthlm.data.corpora.documents import PIECE
 
 
-def found(data: Data) -> Iterator[tuple[str, str]]:
+def docs(data: Data) -> Iterator[tuple[str, str]]:
     cut = data.source is not None and Path(data.source).is_file()
     return documents(text_files(data.name, data).train, data.text_field or "", cut)
 
@@ -21,7 +21,7 @@ def test_a_folder_gives_its_files_in_sorted_order_for_any_creation_order(tmp_pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     expected = [(name, name) for name in ("a.txt", "b-a.txt", "b/a.md", "b/z.txt")]
-    assert list(found(Data(source=str(tmp_path)))) == expected
+    assert list(docs(Data(source=str(tmp_path)))) == expected
 
 
 def test_hidden_files_are_skipped_and_newlines_are_kept(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_hidden_files_are_skipped_and_newlines_are_kept(tmp_path: Path) -> None:
         (tmp_path / hidden).mkdir()
         (tmp_path / hidden / "a.txt").write_text("no")
     (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
-    assert list(found(Data(source=str(tmp_path)))) == [("good.txt", "\ufeffa\r\nb\rc\n")]
+    assert list(docs(Data(source=str(tmp_path)))) == [("good.txt", "\ufeffa\r\nb\rc\n")]
 
 
 @pytest.mark.parametrize("line", ["a line of text\r\n", "é", "\n", "x" * 3 * PIECE + "\n"])
@@ -37,7 +37,7 @@ def test_one_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, line: 
     file = tmp_path / "book"
     text = line * (40 * PIECE // len(line) + 1)
     file.write_bytes(text.encode())
-    pieces = list(found(Data(source=str(file))))
+    pieces = list(docs(Data(source=str(file))))
     assert "".join(piece for _, piece in pieces) == text
     assert [name for name, _ in pieces] == sorted({name for name, _ in pieces})
     assert all(PIECE <= len(piece) <= 2 * PIECE for _, piece in pieces[:-1])
@@ -91,13 +91,13 @@ def test_a_source_of_a_mixture_takes_missing_settings_from_the_corpus() -> None:
 )
 def test_missing_text_is_an_error(data: Data, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(found(data))
+        list(docs(data))
 
 
 def test_a_single_file_that_is_not_utf8_is_an_error() -> None:
     Path("latin1.txt").write_bytes(b"caf\xe9 noir")
     with pytest.raises(DataError, match="not UTF-8"):
-        list(found(Data(source="latin1.txt")))
+        list(docs(Data(source="latin1.txt")))
 
 
 def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path)
     (tmp_path / "real" / "\udcff.txt").write_text("two")
     (tmp_path / "mirror" / "linked").symlink_to(tmp_path / "real")
     (tmp_path / "real" / "loop").symlink_to(tmp_path / "real")
-    assert sorted(text for _, text in found(Data(source=str(tmp_path / "mirror"), tokenizer="bytes"))) == ["one", "two"]
+    assert sorted(text for _, text in docs(Data(source=str(tmp_path / "mirror"), tokenizer="bytes"))) == ["one", "two"]
     prepare(Data(name="own", source=str(tmp_path / "mirror"), tokenizer="bytes"))
 
 

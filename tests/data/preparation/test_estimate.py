@@ -18,20 +18,20 @@ Local = Callable[..., Data]
 def test_the_estimate_of_local_text_follows_its_bytes(local: Local, text_folder: Path) -> None:
     size = sum(file.stat().st_size for file in text_folder.rglob("*.txt"))
     data = local(tokenizer="bytes")
-    found = estimate("local", data, data)
-    assert found is not None
-    assert (found.tokens, found.disk_bytes, found.text_bytes, found.download_bytes) == (size, 2 * size, size, 0)
+    full = estimate("local", data, data)
+    assert full is not None
+    assert (full.tokens, full.disk_bytes, full.text_bytes, full.download_bytes) == (size, 2 * size, size, 0)
     half = estimate("local", data, local(tokenizer="bytes", max_tokens=size // 2))
     assert half is not None
-    assert half.seconds == pytest.approx(found.seconds / 2, rel=0.01)
+    assert half.seconds == pytest.approx(full.seconds / 2, rel=0.01)
 
 
 def test_the_estimate_of_a_compressed_file_exceeds_its_size(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 10**6, 0))
     data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
-    found = estimate("own", data, data)
-    assert found is not None
-    assert 2e6 < found.text_bytes < 4e6
+    estimated = estimate("own", data, data)
+    assert estimated is not None
+    assert 2e6 < estimated.text_bytes < 4e6
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_the_estimate_of_a_hub_corpus_is_the_prepared_share_of_the_configured_si
     overrides: list[str], disk: float, download: float
 ) -> None:
     data = depthlm.compose(overrides).data
-    found = estimate(data.name, data, data)
-    assert found is not None
-    assert found.disk_bytes == pytest.approx(disk)
-    assert found.download_bytes == pytest.approx(download)
-    assert found.seconds * BYTES_PER_CORE_SECOND > 1e9
+    estimated = estimate(data.name, data, data)
+    assert estimated is not None
+    assert estimated.disk_bytes == pytest.approx(disk)
+    assert estimated.download_bytes == pytest.approx(download)
+    assert estimated.seconds * BYTES_PER_CORE_SECOND > 1e9
 
 
 def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_prepares_it(

@@ -174,9 +174,9 @@ def changed(inputs: list[Tensor], which: int, value: Tensor) -> list[Tensor]:
 )
 def test_invalid_arguments_are_refused(which: int, change: Any, error: type[Exception], words: str) -> None:
     inputs = [x.float() for x in arguments(4, 8, 3)]
-    with pytest.raises(error) as told:
+    with pytest.raises(error) as refusal:
         results("triton", changed(inputs, which, change(inputs[which])))
-    assert words in str(told.value)
+    assert words in str(refusal.value)
 
 
 def test_too_many_streams_are_refused() -> None:

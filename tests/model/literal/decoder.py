@@ -4,7 +4,7 @@
     f_s = sublayer_s(input_s(x_0, f_0 .. f_(s-1)))
     logits = head(norm(input_2L(x_0, f_0 .. f_(2L-1))))
 
-A connection is the function input_s, computed anew from the embedding and the outputs of all earlier sublayers, one
+A connection is the function input_s, computed again from the embedding and the outputs of all earlier sublayers, one
 token at a time; an attention is a function of the queries, keys and values of its pass and of all earlier passes.
 Gradients come from autograd.
 

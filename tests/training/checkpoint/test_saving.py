@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import newest_checkpoint, read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
@@ -113,7 +114,9 @@ def test_the_space_required_is_the_size_written(
 ) -> None:
     required: list[int] = []
     make_room = saving._make_room
-    monkeypatch.setattr(saving, "_make_room", lambda path, size: (required.append(size), make_room(path, size)))
+    monkeypatch.setattr(
+        saving, "_make_room", lambda run, path, size: (required.append(size), make_room(run, path, size))
+    )
     for stage in ("zero0", "zero1", "zero3"):
         assert train(depthlm.compose(small_run(f"deepspeed={stage}", "training.max_steps=1", name=stage))) == 0
         files = list((tmp_path / stage / "checkpoints/step-00000001").rglob("*"))
@@ -222,8 +225,9 @@ def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(
 def test_files_of_an_interrupted_save_are_removed_before_the_next(small_run: Overrides, tmp_path: Path) -> None:
     interrupted = tmp_path / "run/checkpoints/.saving-step-00000017/deepspeed"
     interrupted.mkdir(parents=True)
-    saving._make_room(tmp_path / "run/checkpoints/.saving-step-00000020", 10)
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [".saving-step-00000020"]
+    run = RunDirectory(tmp_path / "run")
+    saving._make_room(run, run.staging(20), 10)
+    assert list(run.checkpoints.iterdir()) == [run.staging(20)]
 
 
 def test_a_run_that_diverges_completes_the_checkpoint_being_written(

@@ -15,7 +15,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Observer, SublayerSpec
 from depthlm.training import train
-from depthlm.training.engine.deepspeed import build_engine, loss_scale
+from depthlm.training.engine import build_engine
 from depthlm.training.loop import train_step
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.plan import make_plan
@@ -76,7 +76,7 @@ def test_norms_equal_plain_pytorch(small_run: Callable[..., list[str]], settings
         compile_sublayers(model)
     engine = build_engine(config, plan, model)
     meter = BlockMeter(config.model.loops * 3, torch.device("cpu"))
-    scale = loss_scale(engine)
+    scale = engine.loss_scale
     batch = synthetic_tokens(config, 1)[0].view(plan.accumulation, plan.micro_batch_size, -1)
     train_step(engine, batch, plan, 0.0, observer=meter)
     actual, expected = meter.row(scale), expected_row(overrides)

@@ -1,0 +1,61 @@
+"""Checkpoints of another number of ranks or another ZeRO stage.
+
+What DeepSpeed 0.19.8 can load:
+
+    saved -> loaded stage  same number of ranks  another number of ranks
+    0 -> 0                 direct                direct
+    1, 2 -> 1, 2           direct                DeepSpeed's universal checkpoint
+    3 -> 3                 direct                DeepSpeed's universal checkpoint
+    any other              refused               refused
+"""
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from depthlm.errors import UserError
+from depthlm.runs.checkpoints import STATE, CheckpointError
+
+log = logging.getLogger("depthlm")
+# DeepSpeed 0.19.8 can convert optimizer states between stages of the same layout
+STATE_LAYOUTS = {0: "replicated", 1: "flat", 2: "flat", 3: "sharded"}
+
+
+def needs_conversion(path: Path, manifest: dict[str, Any], stage: int, world_size: int) -> bool:
+    """Return whether the checkpoint must be converted. Raises UserError if DeepSpeed cannot load it at this stage."""
+    saved_stage = manifest["stage"]
+    if STATE_LAYOUTS[saved_stage] != STATE_LAYOUTS[stage]:
+        raise UserError(
+            f"{path} was written at ZeRO {saved_stage}, and DeepSpeed cannot convert its optimizer to ZeRO {stage}; "
+            f"resume with deepspeed=zero{saved_stage}, or start with its weights alone: init_from={path.parent.parent}"
+        )
+    return saved_stage > 0 and manifest["world_size"] != world_size
+
+
+def convert(path: Path, folder: Path) -> Path:
+    """Convert a checkpoint to DeepSpeed's universal format, in this new folder. Returns the folder.
+
+    Raises UserError if the disk has no room for it, and CheckpointError if DeepSpeed fails.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    size = sum(file.stat().st_size for file in (path / STATE).iterdir())
+    free = shutil.disk_usage(folder).free
+    # the slices take the same space again until they are merged
+    if free < 2 * size:
+        raise UserError(
+            f"{path}: for another number of ranks it is converted, which needs {2 * size / 2**30:.1f} GiB "
+            f"in {folder.parent}; {free / 2**30:.1f} GiB are free"
+        )
+    log.info("converting %s for another number of ranks", path)
+    process = subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
+         "--input_folder", str(path / STATE), "--output_folder", str(folder / STATE)],
+        capture_output=True, text=True, start_new_session=True,
+    )  # fmt: skip
+    if process.returncode:
+        raise CheckpointError(f"{path}: DeepSpeed could not convert it ({process.stderr.strip()[-500:]})")
+    return folder

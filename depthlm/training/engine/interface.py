@@ -1,0 +1,88 @@
+"""The interface between training and the library that computes gradients and updates on one or more ranks.
+
+The training loop, checkpoints and benchmarks use nothing else of an engine, so that another library is one more file
+beside deepspeed.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from depthlm.model import Decoder, Loss, Observer
+from depthlm.model.observer import UNOBSERVED
+
+
+def copy_to_cpu(_: str, tensor: Tensor) -> Tensor:
+    """Return a copy of a weight on the CPU."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+class Engine(Protocol):
+    """A model with its optimizer, ready to train. model: the decoder, whose weights may be sharded over the ranks."""
+
+    model: Decoder
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        ...
+
+    @property
+    def fp16(self) -> bool:
+        """Whether the engine scales the loss for fp16."""
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 without fp16."""
+        ...
+
+    def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
+        """Run the forward pass of a micro-batch [micro_batch, T]."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch. The engine divides by the accumulation steps and averages over ranks."""
+        ...
+
+    def step(self) -> None:
+        """End a micro-batch. After the last of a batch, clip the gradient and update the weights if it is finite."""
+        ...
+
+    def step_applied(self) -> bool:
+        """Return whether the last update was applied; it is skipped if the gradient is not finite."""
+        ...
+
+    def grad_norm(self) -> float | None:
+        """Return the global gradient norm of the last step, before clipping."""
+        ...
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of every parameter group to `lr` times the group's `lr_scale`."""
+        ...
+
+    def state(self, checkpoint: Path) -> dict[Path, Any]:
+        """Return the contents of this rank's files of a checkpoint by path, without writing them; collective.
+
+        `torch.save` writes each of them. They alias the state, which the next step changes.
+        """
+        ...
+
+    def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
+        """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0."""
+        ...
+
+    def load_state(self, checkpoint: Path, converted: bool = False) -> None:
+        """Load weights, optimizer and engine state from a checkpoint; collective. Raises CheckpointError.
+
+        The optimizer groups keep the settings of the engine. converted: another number of ranks wrote the checkpoint,
+        and it was converted.
+        """
+        ...
+
+    def destroy(self) -> None:
+        """Release the model; the engine cannot be used afterwards."""
+        ...
