@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import depthlm
 from depthlm.config import mechanisms
 from depthlm.evaluation import generate
-from depthlm.hugging_face.native import native_config, native_type, their_name
 from depthlm.machine import environment
 from depthlm.model import Decoder
+from depthlm.pretrained.native import native_config, native_type, their_name
 
 AGAIN = "vanilla again"
 # presets that are in memory at once

@@ -25,11 +25,11 @@ from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.files import usual_mode
 from depthlm.hugging_face.configuration import DepthLMConfig
-from depthlm.hugging_face.native import native_config, native_type, their_name
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.hugging_face.tokenizer import as_tokenizer
 from depthlm.loading import load
 from depthlm.model import Decoder
+from depthlm.pretrained.native import native_config, native_type, their_name
 
 WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 

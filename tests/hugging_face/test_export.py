@@ -14,8 +14,8 @@ import depthlm
 from depthlm.data import Tokenizer
 from depthlm.evaluation.generation import generate
 from depthlm.hugging_face import export
-from depthlm.hugging_face.pretrained import load_weights, read_pretrained
 from depthlm.model import Decoder
+from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.training.checkpoint.init_from import copy_weights
 
 from ..model.conftest import PRESETS

@@ -16,7 +16,7 @@ from depthlm.config import ConfigError
 from depthlm.data import bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.hugging_face import export
-from depthlm.hugging_face.pretrained import load_weights, read_pretrained
+from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.checkpoint.init_from import copy_weights

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from depthlm.hugging_face.native import our_name
+from depthlm.pretrained.native import our_name
 
 KINDS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
 

@@ -256,7 +256,8 @@ def _check_data(config: Config) -> list[str]:
 
 
 def _check_files(config: Config) -> list[str]:
-    from depthlm.hugging_face.pretrained import is_pretrained
+    # it imports torch
+    from depthlm.pretrained.folder import is_pretrained
 
     data, errors = config.data, []
     for name, source in (train_sources(data) | validation_sources(data)).items():
@@ -290,7 +291,7 @@ def _check_files(config: Config) -> list[str]:
 
 
 def _check_pretrained(config: Config, folder: Path) -> list[str]:
-    from depthlm.hugging_face.pretrained import differences, read_pretrained
+    from depthlm.pretrained.folder import differences, read_pretrained
 
     try:
         return differences(read_pretrained(folder), config)

@@ -17,7 +17,8 @@ from depthlm.config import Config, ConfigError
 from depthlm.config.saved import compare
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
-from depthlm.hugging_face.pretrained import (
+from depthlm.model import Decoder
+from depthlm.pretrained.folder import (
     Pretrained,
     check_tokens,
     differences,
@@ -25,7 +26,6 @@ from depthlm.hugging_face.pretrained import (
     load_weights,
     read_pretrained,
 )
-from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, checkpoint_of
 

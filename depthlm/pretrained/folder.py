@@ -16,8 +16,8 @@ from torch import Tensor
 
 from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
-from depthlm.hugging_face.native import NATIVE, SHAPE, our_name, our_settings
 from depthlm.model.settings import shown
+from depthlm.pretrained.native import NATIVE, SHAPE, our_name, our_settings
 
 if TYPE_CHECKING:
     from depthlm.config import Config

@@ -1,0 +1,1 @@
+"""Hugging Face folders that a run can start from: Qwen3, OLMo2 and exports, under our names."""

@@ -1,0 +1,81 @@
+"""A second engine: plain PyTorch in fp32, in one process. It shows what an engine must provide."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.config import Config
+from depthlm.model import Decoder, Loss, Observer
+from depthlm.model.observer import UNOBSERVED
+from depthlm.runs.checkpoints import STATE
+from depthlm.training.engine import Engine
+from depthlm.training.engine.interface import copy_to_cpu
+from depthlm.training.optimizers import build_optimizer
+from depthlm.training.plan import Plan
+
+FILE = "state.pt"
+
+
+def build_plain_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
+    """Return an engine for a single rank, to be used in place of `depthlm.training.engine.build_engine`."""
+    return PlainEngine(config, plan, model)
+
+
+class PlainEngine:
+    """Gradient accumulation, clipping and one optimizer. The methods are documented in `Engine`."""
+
+    device = torch.device("cpu")
+    fp16 = False
+    loss_scale = 1.0
+
+    def __init__(self, config: Config, plan: Plan, model: Decoder) -> None:
+        self.model, self.accumulation, self.max_norm = model, plan.accumulation, config.training.gradient_clipping
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.micro_batches, self.norm, self.applied = 0, None, True
+
+    def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
+        return self.model(inputs, targets, observer=observer)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.accumulation).backward()
+
+    def step(self) -> None:
+        self.micro_batches += 1
+        if self.micro_batches % self.accumulation:
+            return
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        self.norm, self.applied = norm.item(), bool(torch.isfinite(norm))
+        if self.applied:
+            if self.max_norm > 0:
+                nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step_applied(self) -> bool:
+        return self.applied
+
+    def grad_norm(self) -> float | None:
+        return self.norm
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+    def state(self, checkpoint: Path) -> dict[Path, Any]:
+        content = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {checkpoint / STATE / FILE: content}
+
+    def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
+        return {name: keep(name, tensor) for name, tensor in self.model.state_dict().items()}
+
+    def load_state(self, checkpoint: Path, converted: bool = False) -> None:
+        content = torch.load(checkpoint / STATE / FILE)
+        self.model.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+
+    def destroy(self) -> None:
+        self.optimizer.zero_grad()
