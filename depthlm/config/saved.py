@@ -55,6 +55,8 @@ def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) ->
     """
     for part, target in saved.items():
         module = target.rpartition(".")[0]
+        if not module:
+            raise UserError(f"{where}: model.{part}._target_ names no class ({target}); config.yaml may be damaged")
         if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", *trust)):
             raise UserError(f"{where}: model.{part} is from {module}; name that module in trust=[...] to import it")
 

@@ -160,6 +160,11 @@ def test_overhead_refuses_an_override_of_the_mechanism(
         main()
     assert caught.value.code == 2
     assert "leave it out" in capsys.readouterr().err
+
+
+def test_summary_counts_the_extra_parameters_of_a_mechanism(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "model=moda", "size=3b", "--json"])
     main()
     assert json.loads(capsys.readouterr().out)["extra"]["parameters"] == 47 * 2 * 2048 * 512
