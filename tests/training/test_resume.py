@@ -248,7 +248,7 @@ def test_a_summary_that_cannot_be_read_is_reported(small_run: Callable[..., list
     overrides = small_run("training.max_steps=1")
     assert train(depthlm.compose(overrides)) == 0
     (tmp_path / "run/summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; remove it"):
+    with pytest.raises(UserError, match=r"summary\.json cannot be read .*; delete it"):
         train(depthlm.compose(overrides))
     (tmp_path / "run/summary.json").unlink()
     assert train(depthlm.compose(overrides)) == 0
