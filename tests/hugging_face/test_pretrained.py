@@ -163,7 +163,10 @@ def only_pickles(folder: Path) -> None:
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "other type": (edit(model_type="llama"), r"model_type llama; allowed: qwen3, olmo2, depthlm"),
-    "rope scaling": (edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope scaling yarn, which is not supported"),
+    "rope scaling": (
+        edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        "rope scaling yarn, which is not supported",
+    ),
     "window": (edit(use_sliding_window=True), "sliding-window attention, which is not supported"),
     "quantized": (edit(quantization_config={"bits": 4}), "quantized weights"),
     "no width": (edit(hidden_size=None), "size.hidden_size=48: the weights have null"),
