@@ -184,7 +184,7 @@ def test_the_kernels_compile_for_gpus() -> None:
         attend_ops.__name__, [("_forward", read_from, switches), ("_backward", backward, switches)], warps=16
     )
     sums = {"x_ptrs": sources, "weights_ptr": "*fp32", "gate_ptr": "*fp32", "start_ptr": "*fp32", "out_ptr": "*fp32",
-            "grad_ptr": "*fp32", "grad_x_ptrs": sources, "parts_ptr": "*fp32", "partial_dgate_ptr": "*fp32",
+            "grad_ptr": "*fp32", "grad_x_ptrs": sources, "partial_dweights_ptr": "*fp32", "partial_dgate_ptr": "*fp32",
             **counts}  # fmt: skip
     kernels = [
         (name, sums, {**sizes, "GATED": gated, **({"START": True} if name == "_forward" else {})})
