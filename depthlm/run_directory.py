@@ -3,6 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+MANIFEST = "manifest.json"
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether this is the folder of a complete checkpoint: its manifest is written last."""
+    return (folder / MANIFEST).exists()
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -24,11 +31,6 @@ class RunDirectory:
     def environment(self) -> Path:
         """Versions, git commit, command and device."""
         return self.path / "environment.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer that the run was trained with."""
-        return self.path / "tokenizer.json"
 
     @property
     def log(self) -> Path:

@@ -70,9 +70,8 @@ def main(arguments: list[str], program: str) -> None:
 
 def list_runs(root: Path, filters: Sequence[str] = ()) -> list[Listed]:
     """Return the runs below a folder that match all filters, sorted by their last change."""
-    folders = sorted(
-        {file.parent for file in root.rglob("config.yaml") if IGNORED.isdisjoint(file.relative_to(root).parts)}
-    )
+    configs = root.rglob(RunDirectory(root).config.name)
+    folders = sorted({file.parent for file in configs if IGNORED.isdisjoint(file.relative_to(root).parts)})
     runs = [_listed(folder) for folder in folders]
     return sorted((run for run in runs if all(_matches(run, text) for text in filters)), key=lambda run: -run.age)
 

@@ -11,7 +11,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.from_run import directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.renamed import KEYS
 from depthlm.config.resolve import resolve
+from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.checks import check_fields, check_starts, check_together
@@ -63,13 +65,16 @@ def resolve_and_check(raw: DictConfig, overrides: Sequence[str], here: bool = Tr
     assert isinstance(config, Config)
     type_sources(config.data)
     lines = [line for line in config.experiment.points if isinstance(line, dict)]
-    starts = {key for line in lines for key, value in line.items() if str(value).startswith("@")}
-    if run is not None and keeps_mechanism(run, config):
+    starts = {
+        KEYS.get(str(key), str(key)) for line in lines for key, value in line.items() if str(value).startswith("@")
+    }
+    saved = None if run is None else load_config(run)
+    if saved is not None and keeps_mechanism(saved, config):
         # only another mechanism needs a new name
         given.add("model.name")
-    resolve(config, given, own, here, saved=run is not None)
-    if run is not None:
-        config.output_dir = directory_of(run, config, own)
+    resolve(config, given, own, here, saved=saved is not None)
+    if run is not None and saved is not None:
+        config.output_dir = directory_of(run, saved, config, own)
     errors = check_together(config, given, here) + (check_starts(config, starts) if here else [])
     if errors:
         raise ConfigError(errors)

@@ -80,29 +80,32 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
     return raw
 
 
-def keeps_mechanism(run: Path, config: Config) -> bool:
-    """Return whether a configuration derived from a run has the connection and attention of that run."""
-    saved = load_config(run).model
-    return (saved.connection, saved.attention) == (config.model.connection, config.model.attention)
+def keeps_mechanism(saved: Config, config: Config) -> bool:
+    """Return whether a configuration derived from a saved one has its connection and attention."""
+    return (saved.model.connection, saved.model.attention) == (config.model.connection, config.model.attention)
 
 
 def changes(run: Path, config: Config) -> dict[str, str]:
     """Return the settings that make this a different run from the one it derives from, each with both values."""
-    extending = {*LENGTHS} if config.resume == "extend" else set()
-    differences = compare(asdict(load_config(run)), asdict(config))
-    return {name: words for name, words in differences.items() if name not in CHANGEABLE | extending}
+    return _changes(load_config(run), config)
 
 
-def directory_of(run: Path, config: Config, overrides: Sequence[str]) -> str:
+def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[str]) -> str:
     """Return the run directory of a derived configuration: that of the original run, unless the result would differ."""
     if by_name(overrides).get("output_dir", "null") != "null":
         return str(config.output_dir)
-    if not changes(run, config):
+    if not _changes(saved, config):
         return str(run)
     # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
     name = run_name(own_overrides(overrides))
     return str(origin.parent / (name if origin.name == "base" else folder_name(f"{origin.name}__{name}")))
+
+
+def _changes(saved: Config, config: Config) -> dict[str, str]:
+    extending = {*LENGTHS} if config.resume == "extend" else set()
+    differences = compare(asdict(saved), asdict(config))
+    return {name: words for name, words in differences.items() if name not in CHANGEABLE | extending}
 
 
 def _parsed(

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.budget import apply_budget
-from depthlm.config.renamed import use_new_keys
+from depthlm.config.renamed import KEYS
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Experiment
 from depthlm.config.schema.keys import keys
+from depthlm.config.validate.errors import ConfigError
 from depthlm.counts import parse_count
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.machine import environment
@@ -50,7 +51,7 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
     given: the keys and groups that the overrides set. here: whether the run is for this machine. saved: whether this is
     the configuration of an existing run, to which the budget is already applied.
     """
-    use_new_keys(config, given)
+    _use_new_keys(config, given)
     for names in ALTERNATIVES:
         named = [name for name in names if name in given and _get(config, name) is not None]
         if len(named) == 1:
@@ -144,6 +145,17 @@ def tokenizer_exists(config: Config) -> bool:
     """Return whether data.tokenizer is bpe, bytes, an existing file, or a model of the hub."""
     name = config.data.tokenizer
     return name in ("bpe", "bytes") or Path(name).is_file() or is_on_hub(name)
+
+
+def _use_new_keys(config: Config, given: set[str]) -> None:
+    """Move, in place, the value of each old key to its new one. Raises ConfigError if both are given."""
+    for old, new in KEYS.items():
+        value = _get(config, old)
+        if value is not None:
+            if {old, new} <= given:
+                raise ConfigError([f"{old}: the old name of {new}, which is given too; leave out {old}"])
+            _set(config, new, value)
+            _set(config, old, None)
 
 
 def _get(config: Config, name: str) -> Any:

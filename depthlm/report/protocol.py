@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.compose import compose
+from depthlm.config.renamed import use_new_names
 from depthlm.config.resolve import CHANGEABLE, is_silent
 from depthlm.config.schema import Config
 from depthlm.config.schema.length import run_steps
@@ -90,7 +91,9 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def saved_config(directory: Path) -> dict[str, Any]:
     """Return the flattened configuration of a run; {} where it is missing or incomplete."""
-    return flatten(read_yaml(RunDirectory(directory).config))
+    saved = read_yaml(RunDirectory(directory).config)
+    use_new_names(saved)
+    return flatten(saved)
 
 
 def trained_otherwise(run: RunRecord, config: Config) -> list[str]:

@@ -22,10 +22,10 @@ from depthlm.config.saved import compare, saved_config
 from depthlm.errors import UserError
 from depthlm.files import digest
 from depthlm.locations import command
-from depthlm.run_directory import RunDirectory
+from depthlm.run_directory import MANIFEST, RunDirectory, is_checkpoint
 
 log = logging.getLogger("depthlm")
-STATE, WEIGHTS, MANIFEST = "deepspeed", "model.safetensors", "manifest.json"
+STATE, WEIGHTS = "deepspeed", "model.safetensors"
 # manifests of version 0 do not state it
 FORMAT_VERSION = 1
 NEEDED = ("step", "world_size", "stage", "corpus", "config", "files")
@@ -90,7 +90,7 @@ def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:
 
     key: the setting that names the source, for the message. Raises UserError if there is no such checkpoint.
     """
-    if (source / MANIFEST).exists():
+    if is_checkpoint(source):
         return source, read_manifest(source)
     try:
         checkpoint = newest_checkpoint(source)

@@ -193,7 +193,7 @@ def train_from(
         dry_run(config, plan, batches, engine, device)
         return COMPLETE
     progress = restore(engine, start, directory)
-    metrics = open_metrics(directory, progress.step)
+    metrics = open_metrics(paths.metrics, progress.step)
     block_rows, logs_blocks = paths.sublayer_norms, config.training.log_blocks_every is not None
     settings = dataclasses.asdict(config)
     tracker: Tracker = NoTracker()
@@ -265,9 +265,9 @@ def forget_the_run_before() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def open_metrics(directory: Path, after_step: int) -> MetricsFile:
+def open_metrics(path: Path, after_step: int) -> MetricsFile:
     """Open metrics.jsonl on rank 0; the other ranks get its newest row, so that all decide alike. Collective."""
-    metrics = MetricsFile(RunDirectory(directory).metrics if torch.distributed.get_rank() == 0 else None, after_step)
+    metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step)
     last = [metrics.last]
     torch.distributed.broadcast_object_list(last)
     metrics.last = last[0]

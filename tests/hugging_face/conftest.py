@@ -13,8 +13,8 @@ from depthlm.config import Config
 from depthlm.data import bytes_tokenizer
 from depthlm.files import digest
 from depthlm.model import Decoder, initialize
-from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import MANIFEST, NEEDED, WEIGHTS
+from depthlm.run_directory import MANIFEST, RunDirectory
+from depthlm.runs.checkpoints import NEEDED, WEIGHTS
 
 from ..model.conftest import SHAPE
 

@@ -98,7 +98,9 @@ def test_a_seed_applies_to_points_without_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_point_cannot_start_from_an_incomplete_one(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["init_from", "import_from"])
+def test_a_point_cannot_start_from_an_incomplete_one(tmp_path: Path, key: str) -> None:
+    folder = write(tmp_path, MINE.replace("init_from", key))
     later = sweep_points(["experiment=mine/it", "model=moda", f"output_dir={tmp_path}/${{model.name}}"], folder)[0]
     (tmp_path / "vanilla/checkpoints/step-00000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match="not complete; train it first"):

@@ -28,7 +28,7 @@ from depthlm.data import (
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.machine import environment
-from depthlm.run_directory import RunDirectory
+from depthlm.run_directory import RunDirectory, is_checkpoint
 
 # the class of a mechanism defines its settings, so the schema does not list them
 FREE_GROUPS = ("model.connection", "model.attention")
@@ -97,7 +97,7 @@ def check_starts(config: Config, starts: set[str]) -> list[str]:
     errors = []
     for key in sorted(starts):
         start = getattr(config, key, None)
-        if start is None or _holds_checkpoints(config.output_dir or "") or (Path(start) / "manifest.json").exists():
+        if start is None or _holds_checkpoints(config.output_dir or "") or is_checkpoint(Path(start)):
             continue
         if Path(start).exists() and not RunDirectory(Path(start)).summary.exists():
             errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
@@ -300,4 +300,4 @@ def _check_pretrained(config: Config, folder: Path) -> list[str]:
 
 
 def _holds_checkpoints(directory: str) -> bool:
-    return (Path(directory) / "manifest.json").exists() or bool(RunDirectory.of(directory).checkpoint_folders())
+    return is_checkpoint(Path(directory)) or bool(RunDirectory.of(directory).checkpoint_folders())

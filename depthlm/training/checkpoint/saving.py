@@ -22,8 +22,8 @@ from torch import Tensor
 from depthlm.config.schema import Training
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
-from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import FORMAT_VERSION, MANIFEST, STATE, WEIGHTS, prune
+from depthlm.run_directory import MANIFEST, RunDirectory
+from depthlm.runs.checkpoints import FORMAT_VERSION, STATE, WEIGHTS, prune
 from depthlm.training.checkpoint.snapshot import Snapshot, nbytes
 from depthlm.training.engine import Engine
 

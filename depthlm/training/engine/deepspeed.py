@@ -98,8 +98,7 @@ class DeepSpeedEngine:
 
         weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            # one weight at a time, since all together may not fit in memory; weights that are not sharded stay as they
-            # are
+            # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
             with deepspeed.zero.GatheredParameters(tensor):
                 if is_rank_0:
                     weights[name] = keep(name, tensor)
