@@ -30,8 +30,8 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import build_engine
-from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
 
 FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
 SETTLE = 8.0

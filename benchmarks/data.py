@@ -34,8 +34,8 @@ from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training.engine import build_engine
-from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6

@@ -29,8 +29,8 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
 from depthlm.model import compile_sublayers
 from depthlm.training.engine import build_engine
-from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
 
 SHAPE = ["size.hidden_size=512", "size.intermediate_size=1408", "size.num_layers=24", "size.num_heads=8",
          "size.num_kv_heads=4", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",

@@ -2,6 +2,6 @@
 
 from depthlm.evaluation.diagnostics import diagnose
 from depthlm.evaluation.generation import generate, stream
-from depthlm.evaluation.perplexity import TotalLoss, perplexity, total_loss
+from depthlm.evaluation.perplexity import TotalLoss, total_loss
 
-__all__ = ["TotalLoss", "diagnose", "generate", "perplexity", "stream", "total_loss"]
+__all__ = ["TotalLoss", "diagnose", "generate", "stream", "total_loss"]

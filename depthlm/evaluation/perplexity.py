@@ -42,8 +42,3 @@ def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device:
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(total)
     return TotalLoss(float(total[0]), int(total[1]))
-
-
-def perplexity(loss: float | None) -> float | None:
-    """Return exp of a loss in nats per token; None if the loss is None or the result would overflow."""
-    return math.exp(loss) if loss is not None and loss < 700 else None

@@ -1,6 +1,5 @@
 """Measure losses on complete validation sets, named as in evaluation.json."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,9 @@ from rich.progress import track
 
 from depthlm.config import Config
 from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
-from depthlm.evaluation.perplexity import perplexity, total_loss
+from depthlm.evaluation.perplexity import total_loss
 from depthlm.model import Decoder
+from depthlm.runs.validation_losses import ValidationLosses, finite
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,6 @@ def measure_sets(
         )
         with autocast:
             total = total_loss(model, shown, device)
-        finite = math.isfinite(total.nats)
-        losses[f"validation/{one.name}/loss"] = total.mean if finite else None
-        losses[f"validation/{one.name}/perplexity"] = perplexity(total.mean) if finite else None
-        losses[f"validation/{one.name}/bits_per_byte"] = total.bits_per_byte(one.bytes) if finite else None
+        losses |= ValidationLosses({one.name: finite(total.mean)}).row()
+        losses[f"validation/{one.name}/bits_per_byte"] = finite(total.bits_per_byte(one.bytes))
     return losses

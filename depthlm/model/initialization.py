@@ -38,8 +38,13 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
 
 def generator_for(seed: int, name: str) -> torch.Generator:
     """Return a CPU generator that depends only on (seed, name)."""
+    return torch.Generator("cpu").manual_seed(seed_for(seed, name))
+
+
+def seed_for(seed: int, name: str) -> int:
+    """Return a seed in [0, 2^63) for one use of a run's seed, such as a parameter or a step."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _fill(module: nn.Module, name: str, full_name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:

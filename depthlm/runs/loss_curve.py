@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.validation_losses import ValidationLosses, loss_key
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
@@ -17,13 +18,14 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     seen = [row for row in rows if row["loss"] is not None]
     axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
-    names = sorted({name for row in rows for name in row if name.startswith("validation/") and name.endswith("/loss")})
+    names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
     # the usual ten colours, one of which is the training loss, would repeat
     colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
     for number, name in enumerate(names, 1):
-        measured = [row for row in rows if row.get(name) is not None]
-        x, y = [row["tokens"] / 1e6 for row in measured], [row[name] for row in measured]
-        axes.plot(x, y, "o-", ms=4, lw=1, color=colours(number % colours.N), label=name.removesuffix("/loss"))
+        key = loss_key(name)
+        measured = [row for row in rows if row.get(key) is not None]
+        x, y = [row["tokens"] / 1e6 for row in measured], [row[key] for row in measured]
+        axes.plot(x, y, "o-", ms=4, lw=1, color=colours(number % colours.N), label=f"validation/{name}")
         # with more curves, the numbers would overlap
         if measured and len(names) <= 2:
             axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), textcoords="offset points", xytext=(7, -3))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.validation_losses import ValidationLosses, perplexity
 
 # the states of a run, as printed in the tables of a sweep
 WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
@@ -56,17 +57,13 @@ class RunRecord:
     def _validation(self, metric: str, at: float) -> float | None:
         quantity = metric.removeprefix("validation_")
         wanted_step = at * self.summary["steps"]
-        measured = [row for row in self.rows if any(name.startswith("validation/") for name in row)]
+        measured = [row for row in self.rows if ValidationLosses.of_row(row)]
         # a validation too far from the wanted step does not count
         near = [row for row in measured if abs(row["step"] - wanted_step) <= 0.05 * self.summary["steps"]]
         if not near or quantity not in ("loss", "perplexity"):
             return None
-        row = min(near, key=lambda row: abs(row["step"] - wanted_step))
-        losses = [value for name, value in row.items() if name.startswith("validation/") and name.endswith("/loss")]
-        if None in losses:
-            return None
-        mean = sum(losses) / len(losses)
-        return math.exp(mean) if quantity == "perplexity" else mean
+        mean = ValidationLosses.of_row(min(near, key=lambda row: abs(row["step"] - wanted_step))).mean
+        return perplexity(mean) if quantity == "perplexity" else mean
 
 
 def read_run(directory: str | Path) -> RunRecord:

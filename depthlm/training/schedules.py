@@ -2,7 +2,14 @@
 
 import math
 
+from depthlm.config import Config
 from depthlm.config.schema import Schedule
+from depthlm.training.plan import Plan
+
+
+def learning_rate(config: Config, plan: Plan, updates: int) -> float:
+    """Return the rate of the update that follows `updates` applied ones: skipped batches do not count."""
+    return config.optimizer.lr * lr_factor(config.schedule, updates, plan.warmup_steps, plan.max_steps)
 
 
 def lr_factor(schedule: Schedule, step: int, warmup_steps: int, max_steps: int) -> float:

@@ -1,7 +1,6 @@
 """Validation during training: losses, and the mechanism's diagnostics."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -11,9 +10,9 @@ from depthlm.data import Corpus, TokenFiles, validation_batches
 from depthlm.distributed.collectives import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
-from depthlm.evaluation import diagnose, perplexity, total_loss
-from depthlm.model import Decoder
-from depthlm.training.engine import autocast
+from depthlm.evaluation import diagnose, total_loss
+from depthlm.runs.validation_losses import ValidationLosses, finite
+from depthlm.training.engine import Engine, autocast
 from depthlm.training.plan import Plan
 
 # validation batches between two checks of whether any rank has received a signal
@@ -24,54 +23,32 @@ class ValidationStopped(Exception):
     """Raised when a rank has received a signal; the validation is repeated when the run is resumed."""
 
 
-def validator(
-    config: Config,
-    plan: Plan,
-    corpus: Corpus,
-    model: Decoder,
-    device: torch.device,
-    activity: Activity,
-    request: StopRequest,
-) -> Callable[[], dict[str, float | None]]:
-    """Return a function that measures the mean loss (nats per token) and perplexity of each validation set; collective.
+def validate(
+    config: Config, plan: Plan, corpus: Corpus, engine: Engine, activity: Activity, request: StopRequest
+) -> ValidationLosses:
+    """Measure the loss of each validation set; collective. Raises ValidationStopped once any rank holds a signal."""
+    losses = {}
+    for name, tokens in corpus.validation.items():
+        marked = mark_each(batches(config, plan, tokens), activity, request, engine.device)
+        with autocast(config, engine.device):
+            losses[name] = finite(total_loss(engine.model, marked, engine.device).mean)
+    return ValidationLosses(losses)
 
-    The function returns values by their names in metrics.jsonl, None for non-finite ones. It raises ValidationStopped
-    once `request` holds a signal on any rank.
+
+def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: Engine) -> dict[str, float | None]:
+    """Measure the mechanism's diagnostics on the first validation batch; collective.
+
+    Returns the maximum over all ranks by its name in metrics.jsonl, None for non-finite values.
     """
-
-    def losses() -> dict[str, float | None]:
-        measured: dict[str, float | None] = {}
-        for name, tokens in corpus.validation.items():
-            with autocast(config, device):
-                loss = total_loss(model, marked(batches(config, plan, tokens), activity, request, device), device).mean
-            finite = loss if math.isfinite(loss) else None
-            measured |= {f"validation/{name}/loss": finite, f"validation/{name}/perplexity": perplexity(finite)}
-        return measured
-
-    return losses
+    inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
+    with autocast(config, engine.device):
+        local = diagnose(engine.model, inputs.to(engine.device))
+    largest = torch.tensor(list(local.values()), device=engine.device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return {f"mechanism/{name}": finite(value) for name, value in zip(local, largest.tolist(), strict=True)}
 
 
-def diagnoser(
-    config: Config, plan: Plan, corpus: Corpus, model: Decoder, device: torch.device
-) -> Callable[[], dict[str, float | None]]:
-    """Return a function that measures the mechanism's diagnostics on the first validation batch; collective.
-
-    The function returns the maximum over all ranks by its name in metrics.jsonl, None for non-finite values.
-    """
-
-    def diagnostics() -> dict[str, float | None]:
-        inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
-        with autocast(config, device):
-            local = diagnose(model, inputs.to(device))
-        largest = torch.tensor(list(local.values()), device=device)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-        pairs = zip(local, largest.tolist(), strict=True)
-        return {f"mechanism/{name}": value if math.isfinite(value) else None for name, value in pairs}
-
-    return diagnostics
-
-
-def marked(
+def mark_each(
     batches: Iterator[tuple[Tensor, Tensor]], activity: Activity, request: StopRequest, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same batches and mark progress at each. Raises ValidationStopped if a rank has a signal; collective."""

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 
 import depthlm
-from depthlm.training import run as run_module
 from depthlm.training import train
+from depthlm.training.trainer import Trainer
 
 # the term added to the loss of a step, and the factor on one of its gradients
 KINDS = {"gradient": (0.0, float("nan")), "loss": (float("inf"), 1.0), "spike": (1e4, 1.0)}
@@ -22,13 +22,13 @@ def train_spoiled(
     spoiled: the bad steps (from 1), each with one of KINDS; a bad loss has finite gradients. ranks: the ranks on which
     they are bad. killed_at: the step during which the run is killed.
     """
-    train_steps = run_module.train_steps
+    train_steps = Trainer.train_steps
 
-    def spoil_and_train(run: Any, progress: Any, *others: Any) -> bool:
+    def spoil_and_train(trainer: Trainer) -> bool:
         spoils = torch.distributed.get_rank() in ranks
 
         def numbers() -> tuple[float, float]:
-            step = progress.step + 1
+            step = trainer.progress.step + 1
             if step == killed_at:
                 raise KeyboardInterrupt
             return KINDS[spoiled[step]] if spoils and step in spoiled else (0.0, 1.0)
@@ -36,12 +36,12 @@ def train_spoiled(
         def spoil_loss(model: Any, inputs: Any, sums: Any) -> Any:
             return sums._replace(nll=sums.nll + numbers()[0]) if torch.is_grad_enabled() else sums
 
-        model = run.engine.model
+        model = trainer.engine.model
         model.final_norm.weight.register_hook(lambda gradient: gradient * numbers()[1])
         model.register_forward_hook(spoil_loss)
-        return train_steps(run, progress, *others)
+        return train_steps(trainer)
 
-    with patch.object(run_module, "train_steps", spoil_and_train):
+    with patch.object(Trainer, "train_steps", spoil_and_train):
         try:
             return train(depthlm.compose(overrides))
         except KeyboardInterrupt:

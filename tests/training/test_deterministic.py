@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
-from depthlm.training import loop, train
+from depthlm.training import train, trainer
 
 from .test_resume import curve
 
@@ -29,13 +29,13 @@ def any_algorithm_after_the_test() -> Iterator[None]:
 def test_a_deterministic_run_gives_the_same_bits_twice(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
-    allowed, train_step = [], loop.train_step
+    allowed, train_step = [], trainer.train_step
 
     def recorded(*arguments: Any) -> torch.Tensor:
         allowed.append(torch.are_deterministic_algorithms_enabled())
         return train_step(*arguments)
 
-    monkeypatch.setattr(loop, "train_step", recorded)
+    monkeypatch.setattr(trainer, "train_step", recorded)
     for name in ("one", "two"):
         overrides = small_run(f"model={preset}", "training.max_steps=2", "deterministic=true", name=name)
         assert train(depthlm.compose(overrides)) == 0

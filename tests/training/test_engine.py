@@ -21,7 +21,7 @@ def test_a_second_engine_trains_saves_and_resumes(
 ) -> None:
     shared = ["model=dca", "training.batch_size=8", "training.micro_batch_size=4", "deepspeed=zero0"]
     assert train(depthlm.compose(small_run(*shared, name="deepspeed"))) == 0
-    monkeypatch.setattr("depthlm.training.run.build_engine", build_plain_engine)
+    monkeypatch.setattr("depthlm.training.setup.build_engine", build_plain_engine)
     assert train(depthlm.compose(small_run(*shared, name="undisturbed"))) == 0
     assert train(depthlm.compose(small_run(*shared, "training.stop_after=10", name="resumed"))) == 0
     assert train(depthlm.compose(small_run(*shared, name="resumed"))) == 0

@@ -11,7 +11,7 @@ import depthlm
 from depthlm.model import Decoder
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
-from depthlm.training.run import build_model, forget_the_run_before
+from depthlm.training.setup import build_model, free_earlier_run
 
 
 def test_rows_are_logged_every_log_every_steps_and_at_the_first_last_and_saved_steps(
@@ -60,9 +60,9 @@ def test_a_finished_run_frees_its_model(
         models.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr("depthlm.training.run.build_model", build)
+    monkeypatch.setattr("depthlm.training.setup.build_model", build)
     assert train(depthlm.compose(small_run("training.max_steps=3", f"deepspeed=zero{stage}"))) == 0
-    forget_the_run_before()
+    free_earlier_run()
     assert [model() for model in models] == [None]
 
 

@@ -13,8 +13,8 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.runs.records import read_metrics
 from depthlm.training import FAILED, train
 from depthlm.training.engine import build_engine
-from depthlm.training.loop import train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
 
 from .spoiled import train_spoiled
 from .test_nonfinite import assert_same, bad_batches, manifest, weights

@@ -84,7 +84,7 @@ def test_on_a_cpu_the_memory_of_the_process_is_included():
 
 
 def test_a_run_that_does_not_fit_writes_nothing(small_run, monkeypatch, tmp_path):
-    monkeypatch.setattr("depthlm.training.run.available_memory", lambda *_: 2**20)
+    monkeypatch.setattr("depthlm.training.setup.available_memory", lambda *_: 2**20)
     overrides = [*small_run(), f"output_dir={tmp_path / 'not-made'}", f"data.path={tmp_path / 'no-tokens'}"]
     for dry_run in ("false", "true"):
         with pytest.raises(UserError, match="does not fit in memory"):
@@ -97,5 +97,5 @@ def test_a_complete_run_is_not_checked(small_run, monkeypatch):
     config = depthlm.compose(small_run("training.max_steps=1"))
     assert train(config) == 0
     monkeypatch.setattr(memory_check, "MemoryEstimator", None)
-    monkeypatch.setattr("depthlm.training.run.available_memory", lambda *_: 1 / 0)
+    monkeypatch.setattr("depthlm.training.setup.available_memory", lambda *_: 1 / 0)
     assert train(config) == 0

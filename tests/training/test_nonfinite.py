@@ -14,8 +14,8 @@ from depthlm.data import Batches, open_corpus
 from depthlm.runs.records import read_metrics
 from depthlm.training import FAILED, train
 from depthlm.training.checkpoint import restoring
-from depthlm.training.nonfinite import in_a_row, spike_limit
-from depthlm.training.state import Progress
+from depthlm.training.nonfinite import spike_limit
+from depthlm.training.progress import Progress
 
 from ..two_ranks import TwoRanks
 from .spoiled import train_spoiled
@@ -244,7 +244,7 @@ def test_too_many_bad_batches_in_a_row_end_the_run_whether_or_not_it_was_resumed
     ],
 )
 def test_bad_batches_count_in_a_row_until_an_update_is_kept(progress: Progress, count: int) -> None:
-    assert in_a_row(progress) == count
+    assert progress.bad_in_a_row() == count
 
 
 def test_a_spike_needs_half_a_window_of_losses() -> None:

@@ -17,8 +17,9 @@ from depthlm.model import optimizer_groups
 from depthlm.training.engine import build_engine
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import PLAIN_LINEAR
-from depthlm.training.loop import Progress, next_learning_rate, train_step
 from depthlm.training.plan import make_plan
+from depthlm.training.schedules import learning_rate
+from depthlm.training.step import train_step
 
 
 def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
@@ -35,12 +36,11 @@ def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]
     start_distributed(ranks())
     plan = make_plan(config, ranks())
     engine = build_engine(config, plan, depthlm.build_model(config))
-    curve, progress = [], Progress()
-    for tokens in synthetic_tokens(config, steps):
-        engine.set_learning_rate(next_learning_rate(config, plan, progress))
+    curve = []
+    for updates, tokens in enumerate(synthetic_tokens(config, steps)):
+        engine.set_learning_rate(learning_rate(config, plan, updates))
         batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
         curve.append(float(train_step(engine, batch, plan, z_loss)) / plan.tokens_per_step)
-        progress.step += 1
     return curve
 
 
@@ -87,7 +87,7 @@ def test_updates_equal_plain_pytorch(
     plan, expected = make_plan(config, ranks()), []
     for step, tokens in enumerate(synthetic_tokens(config, 4)):
         for group in optimizer.param_groups:
-            group["lr"] = next_learning_rate(config, plan, Progress(step=step))
+            group["lr"] = learning_rate(config, plan, step)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16" and sharding == "zero0"):
             sums = model(tokens[:, :-1], tokens[:, 1:])
         (sums.nll / plan.tokens_per_step * scale).backward()
@@ -222,7 +222,7 @@ def test_muon_equals_torchs_muon_combined_with_its_adamw(small_run: Callable[...
     for step, tokens in enumerate(synthetic_tokens(config, 4)):
         for optimizer in (adamw, muon):
             for group in optimizer.param_groups:
-                group["lr"] = next_learning_rate(config, plan, Progress(step=step))
+                group["lr"] = learning_rate(config, plan, step)
         sums = model(tokens[:, :-1], tokens[:, 1:])
         (sums.nll / plan.tokens_per_step).backward()
         expected.append(sums.nll.item() / plan.tokens_per_step)

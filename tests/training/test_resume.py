@@ -177,7 +177,7 @@ def test_resuming_at_an_incompatible_stage_is_refused_but_its_weights_can_be_use
 ) -> None:
     assert train(depthlm.compose(small_run(f"deepspeed=zero{before}", "training.stop_after=1"))) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("depthlm.training.run.build_model", lambda *_, **__: pytest.fail("something was built"))
+        patch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
         with pytest.raises(UserError, match=f"ZeRO {before}, .* to ZeRO {now}; .*init_from={tmp_path}/run"):
             train(depthlm.compose(small_run(f"deepspeed=zero{now}")))
     with_weights = small_run(f"deepspeed=zero{now}", "training.max_steps=1", f"init_from={tmp_path}/run", name="next")

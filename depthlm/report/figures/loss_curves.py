@@ -10,6 +10,7 @@ import numpy as np
 from depthlm.counts import count_text
 from depthlm.report.figures.style import Look, grid, save, short, subplots
 from depthlm.runs.records import COMPLETE, RunRecord
+from depthlm.runs.validation_losses import ValidationLosses, finite
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of the longest run whose losses may
 # exceed the y axis. LATE: the share of the longest run at which the second panel begins.
@@ -72,9 +73,9 @@ def draw_loss_curves(traces: Sequence[Trace], path: Path) -> list[str] | None:
 
 def read(trace: Trace) -> Drawn:
     """Return the losses of a run, from its valid rows."""
-    rows = [row for row in trace.run.rows if _number(row.get("tokens")) is not None]
-    losses = [_number(row.get("loss")) for row in rows]
-    means = [_validation(row) for row in rows]
+    rows = [row for row in trace.run.rows if finite(row.get("tokens")) is not None]
+    losses = [finite(row.get("loss")) for row in rows]
+    means = [ValidationLosses.of_row(row).mean for row in rows]
     return Drawn(
         trace,
         np.array([row["tokens"] for row in rows], float),
@@ -84,28 +85,16 @@ def read(trace: Trace) -> Drawn:
     )
 
 
-def _validation(row: dict[str, Any]) -> float | None:
-    """Return the mean over all sets, or None where not all were measured."""
-    losses = [_number(row[name]) for name in row if name.startswith("validation/") and name.endswith("/loss")]
-    finite = [value for value in losses if value is not None]
-    return sum(finite) / len(finite) if finite and len(finite) == len(losses) else None
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value)
-    return float(value) if is_number else None
-
-
 def smooth(loss: Any) -> Any:
     """Return the centred mean over a share SMOOTHED of the rows, over fewer at the ends; gaps remain gaps."""
     width = int(SMOOTHED * len(loss)) // 2
     if width == 0:
         return loss
-    finite = np.isfinite(loss)
+    valid = np.isfinite(loss)
     window = np.ones(2 * width + 1)
-    total = np.convolve(np.where(finite, loss, 0.0), window, "same")
-    count = np.convolve(finite.astype(float), window, "same")
-    return np.where(finite, total / np.maximum(count, 1), np.nan)
+    total = np.convolve(np.where(valid, loss, 0.0), window, "same")
+    count = np.convolve(valid.astype(float), window, "same")
+    return np.where(valid, total / np.maximum(count, 1), np.nan)
 
 
 def _draw(axes: Any, drawn: Sequence[Drawn], begin: float, named: bool) -> None:

@@ -22,7 +22,7 @@ from depthlm.runs.checkpoints import (
 )
 from depthlm.training.engine import Engine, convert, needs_conversion
 from depthlm.training.plan import Plan
-from depthlm.training.state import Progress
+from depthlm.training.progress import Progress
 
 log = logging.getLogger("depthlm")
 

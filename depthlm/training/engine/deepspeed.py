@@ -76,7 +76,8 @@ class DeepSpeedEngine:
         return self.deepspeed.was_step_applied()
 
     def grad_norm(self) -> float | None:
-        return self.deepspeed.get_global_grad_norm()
+        norm = self.deepspeed.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.deepspeed.optimizer.param_groups:

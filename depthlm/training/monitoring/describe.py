@@ -9,10 +9,10 @@ from depthlm.config import Config
 from depthlm.counts import count_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
-from depthlm.evaluation import perplexity
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.validation_losses import ValidationLosses, loss_key, perplexity
 from depthlm.training.memory_check import gib
 from depthlm.training.monitoring.display import number_text, show_table
 from depthlm.training.plan import Plan
@@ -90,10 +90,13 @@ def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int
     """Print the summary of a complete run as a table."""
     unigram = summary["unigram_entropy"]
     entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
-    losses = {name: loss for name, loss in summary.items() if name.startswith("validation/") and name.endswith("/loss")}
+    losses = ValidationLosses.of_row(summary).by_set
     sets = {}
     if len(losses) > 1:
-        sets = {name: f"{number_text(v)} (perplexity {number_text(perplexity(v))})" for name, v in losses.items()}
+        sets = {
+            loss_key(name): f"{number_text(loss)} (perplexity {number_text(perplexity(loss))})"
+            for name, loss in losses.items()
+        }
     rows = {
         "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
         f"{number_text(summary['validation_perplexity'])}{entropy})",

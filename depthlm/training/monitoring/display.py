@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from depthlm.console import stdout_console
+from depthlm.runs.validation_losses import ValidationLosses, perplexity
 
 log = logging.getLogger("depthlm")
 console = stdout_console()
@@ -104,16 +105,13 @@ def number_text(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
-def measured_text(measured: dict[str, float | None]) -> str:
-    """Format validation losses with their perplexities, and all other measurements, as one line."""
-    parts = []
-    for name, value in measured.items():
-        if name.endswith("/loss"):
-            perplexity = number_text(measured[name.removesuffix("loss") + "perplexity"])
-            parts.append(f"{name.removesuffix('/loss')} loss {number_text(value)} (perplexity {perplexity})")
-        elif not name.endswith("/perplexity"):
-            parts.append(f"{name} {number_text(value)}")
-    return "  ".join(parts)
+def validation_text(losses: ValidationLosses, diagnostics: dict[str, float | None]) -> str:
+    """Format the results of a validation as one line: losses with their perplexities, and the diagnostics."""
+    parts = [
+        f"validation/{name} loss {number_text(loss)} (perplexity {number_text(perplexity(loss))})"
+        for name, loss in losses.by_set.items()
+    ]
+    return "  ".join([*parts, *(f"{name} {number_text(value)}" for name, value in diagnostics.items())])
 
 
 def row_text(row: dict[str, Any], last: int) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import mmap
 import os
 import resource
@@ -68,11 +67,6 @@ class MetricsFile:
             self.size = path.stat().st_size
             self.newest = self.size - len(_line(self.last))
 
-    @property
-    def validated(self) -> bool:
-        """Return whether the newest row contains validation losses."""
-        return any(name.startswith("validation/") for name in self.last)
-
     def write(self, row: dict[str, Any]) -> None:
         """Append one row."""
         self.last = row
@@ -102,6 +96,15 @@ class MetricsFile:
         self.waiting.clear()
 
 
+def open_metrics(path: Path, after_step: int) -> MetricsFile:
+    """Open metrics.jsonl on rank 0; the other ranks get its newest row, so that all decide alike. Collective."""
+    metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step)
+    last = [metrics.last]
+    torch.distributed.broadcast_object_list(last)
+    metrics.last = last[0]
+    return metrics
+
+
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(row) + "\n"
 
@@ -129,11 +132,6 @@ def cut_after(path: Path, step: int) -> dict[str, Any]:
                 end = start
     os.truncate(path, end)
     return last
-
-
-def finite(value: float | None) -> float | None:
-    """Return a number as JSON can represent it: None if it is not finite."""
-    return float(value) if value is not None and math.isfinite(value) else None
 
 
 class Stopwatch:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from depthlm.model import Observer, SublayerSpec
-from depthlm.training.monitoring.metrics import finite
+from depthlm.runs.validation_losses import finite
 
 
 class BlockMeter(Observer):

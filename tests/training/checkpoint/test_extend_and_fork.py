@@ -172,7 +172,7 @@ def test_a_fork_that_cannot_use_the_state_is_refused_before_the_model_is_built(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str, words: str
 ) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=1", name="source"))) == 0
-    monkeypatch.setattr("depthlm.training.run.build_model", lambda *_, **__: pytest.fail("something was built"))
+    monkeypatch.setattr("depthlm.training.setup.build_model", lambda *_, **__: pytest.fail("something was built"))
     with pytest.raises(UserError, match=rf"(?s){words}.*init_from={tmp_path}/source"):
         train(depthlm.compose(small_run(f"fork_from={tmp_path}/source", change, name="next")))
 

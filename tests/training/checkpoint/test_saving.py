@@ -156,7 +156,7 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
     assert train(depthlm.compose([*overrides, f"output_dir={tmp_path}/at-once"])) == 0
     reached, write = threading.Event(), saving._write_state
     monkeypatch.setattr(saving, "_write_state", lambda *arguments: (reached.wait(60), write(*arguments))[1])
-    step = depthlm.training.loop.train_step
+    step = depthlm.training.trainer.train_step
     steps: list[int] = []
 
     def counted(*arguments: Any, **settings: Any) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
             reached.set()
         return step(*arguments, **settings)
 
-    monkeypatch.setattr("depthlm.training.loop.train_step", counted)
+    monkeypatch.setattr("depthlm.training.trainer.train_step", counted)
     assert train(depthlm.compose([*overrides, "training.async_checkpoint=true"])) == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "at-once")
     assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "at-once") == [5, 10, 15, 20]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.runs.records import read_metrics
+from depthlm.runs.validation_losses import ValidationLosses
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, peak_flops
 
 
@@ -16,16 +17,14 @@ def test_rows_are_appended_amended_and_truncated(tmp_path: Path) -> None:
     metrics = MetricsFile(path, 0)
     metrics.write({"step": 1, "loss": 2.0})
     metrics.write({"step": 2, "loss": 1.5})
-    assert not metrics.validated
     metrics.amend({"validation/set/loss": 1.25})
-    assert metrics.validated
+    assert ValidationLosses.of_row(metrics.last).by_set == {"set": 1.25}
     metrics.write({"step": 3, "loss": None})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == list(read_metrics(path))
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[1]["validation/set/loss"] == 1.25
-    again = MetricsFile(path, 2)
-    assert again.validated
+    assert MetricsFile(path, 2).last["step"] == 2
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 

@@ -16,9 +16,9 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Observer, SublayerSpec
 from depthlm.training import train
 from depthlm.training.engine import build_engine
-from depthlm.training.loop import train_step
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
 
 from ...two_ranks import TwoRanks, train_on_ranks
 from ..spoiled import train_spoiled

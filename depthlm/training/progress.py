@@ -1,0 +1,45 @@
+"""The progress of a run."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Progress:
+    """Everything that resuming needs besides the engine's state; the manifest of a checkpoint stores it.
+
+    skipped: the steps whose updates were skipped, in order. overflows: the skipped steps that only showed that the
+    fp16 loss scale was too large. rewound: [a, b] for each time that the state of step a was restored after step b;
+    steps a + 1 to b are in skipped. recent_losses: nats per token of the newest updates, to detect spikes.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    skipped: list[int] = field(default_factory=list)
+    overflows: list[int] = field(default_factory=list)
+    rewound: list[list[int]] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
+    wall_seconds: float = 0.0
+    wandb_id: str | None = None
+
+    @property
+    def updates(self) -> int:
+        """The number of updates applied so far."""
+        return self.step - len(self.skipped)
+
+    def bad_in_a_row(self) -> int:
+        """Return the number of bad batches since the newest update that was kept; each rewind counts as one."""
+        skipped, applied = set(self.skipped), self.step
+        while applied in skipped:
+            applied -= 1
+        rewinds = [(start, end) for start, end in self.rewound if end > applied]
+        undone = {step for start, end in rewinds for step in range(start + 1, end + 1)}
+        alone = {step for step in self.skipped if step > applied} - undone - set(self.overflows)
+        return len(rewinds) + len(alone)
+
+    def rewind(self, to: "Progress") -> None:
+        """Record that the state of an earlier step, with the progress `to`, was restored after this one."""
+        self.recent_losses = to.recent_losses
+        for steps in (self.skipped, self.overflows):
+            steps[:] = [step for step in steps if step <= to.step]
+        self.skipped.extend(range(to.step + 1, self.step + 1))
+        self.rewound.append([to.step, self.step])

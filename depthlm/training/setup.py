@@ -1,0 +1,141 @@
+"""What a run and a dry run have in common: their process, their data, and the model in its engine."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+
+from depthlm.accounting import count_parameters, flops_per_token
+from depthlm.accounting.memory import Memory
+from depthlm.build import build_model
+from depthlm.config import Config, prepare_command
+from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
+from depthlm.distributed import launchers
+from depthlm.distributed.collectives import on_rank_0, smallest
+from depthlm.distributed.launchers import Ranks
+from depthlm.distributed.process_group import leave_distributed, start_distributed
+from depthlm.distributed.signals import end_on_signal
+from depthlm.distributed.watchdog import Activity, watch_ranks
+from depthlm.errors import UserError
+from depthlm.machine import environment
+from depthlm.machine.memory import available_memory
+from depthlm.model import compile_sublayers
+from depthlm.training.checkpoint.init_from import import_weights
+from depthlm.training.engine import Engine, build_engine, undo_sharding
+from depthlm.training.memory_check import check_memory
+from depthlm.training.monitoring.describe import derived
+from depthlm.training.monitoring.display import show_table, start_logging
+from depthlm.training.plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run on this rank before its model is built. memory: the estimate; None if the decoder cannot be traced."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    activity: Activity
+    memory: Memory | None
+    plan: Plan
+    corpus: Corpus
+    batches: Batches
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The number of parameters, and the FLOPs of a training step per token."""
+
+    parameters: int
+    flops_per_token: float
+
+
+def start_process(config: Config) -> Ranks:
+    """Prepare this process for a run: threads, determinism, logging, and no memory of an earlier run."""
+    ranks = launchers.ranks()
+    torch.set_num_threads(config.training.num_threads or environment.threads(ranks))
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    free_earlier_run()
+    start_logging(ranks.rank)
+    return ranks
+
+
+def free_earlier_run() -> None:
+    """Free the memory of an earlier run in this process (a sweep), and reset the GPU's peak memory."""
+    undo_sharding()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, Activity]]:
+    """Join the process group for the block, watched by the watchdog. Yields this rank's device and its activity."""
+    training = config.training
+    # longer than the watchdog's timeouts, so that the watchdog acts first: it can name the rank to blame
+    timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
+    device = start_distributed(ranks, timeout, device_choice=config.device)
+    try:
+        with (
+            watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as activity,
+            end_on_signal(activity.report),
+        ):
+            yield device, activity
+            leave_distributed()
+    except UserError:
+        leave_distributed(together=False)
+        raise
+
+
+def prepare_run(config: Config, ranks: Ranks, device: torch.device, activity: Activity) -> Setup:
+    """Check that the run fits in memory, prepare its token files, and plan it; collective.
+
+    Raises UserError if the run cannot start.
+    """
+    available = smallest(available_memory(device, ranks.local_world_size), device)
+    memory = on_rank_0(lambda: check_memory(config, ranks, device, available))
+    on_rank_0(lambda: check_prepared(config.data, partial(prepare_command, config)))
+    activity.mark("preparing the data", 0, limited=False)
+    on_rank_0(lambda: prepare(config.data))
+    activity.mark("starting", 0, limited=False)
+    corpus = open_corpus(config.data)
+    plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
+    batches = Batches(
+        corpus.train,
+        weights=corpus.weights,
+        sequence_length=plan.sequence_length,
+        batch_size=plan.batch_size,
+        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        micro_batch=plan.micro_batch_size,
+        rank=ranks.rank,
+        ranks=ranks.world_size,
+    )
+    return Setup(config, ranks, device, activity, memory, plan, corpus, batches)
+
+
+def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
+    """Build the model in its engine at step 0, and print the derived values; collective.
+
+    import_initial: whether to read the weights of init_from, if it is set.
+    """
+    config, plan, corpus = setup.config, setup.plan, setup.corpus
+    model = build_model(config, device=setup.device)
+    if config.init_from is not None and import_initial:
+        import_weights(config, model)
+    if config.training.activation_checkpointing:
+        model.checkpoint_activations()
+    model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
+    cost = Cost(count_parameters(model)["total"], flops_per_token(model, plan.sequence_length).training)
+    rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
+    show_table("depthlm", rows, setup.ranks.rank)
+    if config.training.compile:
+        compile_sublayers(model)
+    return build_engine(config, plan, model), cost

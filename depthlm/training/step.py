@@ -1,0 +1,44 @@
+"""One training step: the gradients of a global batch, and the update."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from depthlm.model.observer import UNOBSERVED, Observer
+from depthlm.training.engine import Engine
+from depthlm.training.plan import Plan
+
+
+def train_step(
+    engine: Engine,
+    batch: torch.Tensor,
+    plan: Plan,
+    z_loss: float,
+    highest: float = math.inf,
+    mark: Callable[[str], None] = lambda phase: None,
+    observer: Observer = UNOBSERVED,
+) -> torch.Tensor:
+    """Take one step on batch [accumulation, micro_batch, T + 1]. Returns the token losses summed over all ranks (nats).
+
+    The loss is divided by the number of tokens in the global batch. The engine divides by the accumulation steps and
+    averages over the ranks, so the loss is multiplied by both. If the summed loss is not finite, or above `highest`,
+    the update is skipped. mark: called with each phase of the step. observer: sees every micro-batch.
+    """
+    totals = torch.zeros(2, device=batch.device)
+    scale = plan.accumulation * plan.world_size / plan.tokens_per_step
+    for number, tokens in enumerate(batch, 1):
+        mark("forward")
+        sums = engine(tokens[:, :-1], tokens[:, 1:], observer)
+        loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
+        totals += torch.stack((sums.nll.detach(), loss.detach()))
+        if number == len(batch):
+            mark("reducing the loss")
+            torch.distributed.all_reduce(totals)
+            skip = ~torch.isfinite(totals).all() | (totals[0] > highest)
+            # every ZeRO stage skips a non-finite gradient: all ranks then agree, and the host need not synchronize here
+            loss = loss * torch.where(skip, math.nan, 1.0)
+        mark("backward")
+        engine.backward(loss * scale)
+        engine.step()
+    return totals[0]

@@ -1,0 +1,388 @@
+"""The trainer of one run: reads batches, updates the weights, logs metrics, saves checkpoints and validates."""
+
+import dataclasses
+import json
+import logging
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from depthlm.data import loader
+from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.signals import STOPPED, StopRequest
+from depthlm.files import replace_text
+from depthlm.machine import environment
+from depthlm.model.initialization import seed_for
+from depthlm.model.observer import UNOBSERVED
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.loss_curve import plot_loss
+from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
+from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
+from depthlm.training.checkpoint.restoring import rewind_to
+from depthlm.training.checkpoint.saving import Saver
+from depthlm.training.engine import Engine
+from depthlm.training.monitoring.describe import show_summary
+from depthlm.training.monitoring.display import Bar, row_text, validation_text
+from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, open_metrics, peak_flops, peak_memory_gib
+from depthlm.training.monitoring.profiling import Profiler
+from depthlm.training.monitoring.sample import log_sample
+from depthlm.training.monitoring.sublayer_norms import BlockMeter
+from depthlm.training.nonfinite import DivergedError, spike_limit, spike_text, windows_text
+from depthlm.training.progress import Progress
+from depthlm.training.schedules import learning_rate
+from depthlm.training.setup import Cost, Setup
+from depthlm.training.step import train_step
+from depthlm.training.validation import ValidationStopped, mechanism_diagnostics, validate
+
+log = logging.getLogger("depthlm")
+
+COMPLETE = 0
+
+
+class Step(NamedTuple):
+    """A step just taken. nll: the summed loss of the global batch (nats). spike_limit: the loss above which it is a
+    spike. loss_scale: the scale of the step, which the engine may have changed since."""
+
+    nll: float
+    learning_rate: float
+    loss_scale: float
+    spike_limit: float
+
+
+class Due(NamedTuple):
+    """What follows a step, the same on all ranks. last: no step of this process follows. written: the checkpoint being
+    written is on the disk."""
+
+    last: bool
+    stop: bool
+    save: bool
+    validate: bool
+    written: bool
+
+
+class Trainer:
+    """A run in its locked directory. `fit` trains it; its methods follow in the order in which a step calls them.
+
+    All methods are collective: every rank calls them.
+    """
+
+    def __init__(
+        self, setup: Setup, engine: Engine, cost: Cost, progress: Progress, saver: Saver, request: StopRequest
+    ) -> None:
+        self.config, self.training, self.plan = setup.config, setup.config.training, setup.plan
+        self.corpus, self.batches = setup.corpus, setup.batches
+        self.activity, self.request = setup.activity, request
+        self.engine, self.device, self.cost, self.progress, self.saver = engine, engine.device, cost, progress, saver
+        self.is_rank_0 = setup.ranks.rank == 0
+        self.paths = RunDirectory.of(setup.config.output_dir)
+        self.peak_flops = peak_flops(environment.device_name(self.device.type), self.config.precision.name)
+        self.metrics = open_metrics(self.paths.metrics, progress.step)
+        self.bad_batches = MetricsFile(self.paths.bad_batches if self.is_rank_0 else None, progress.step)
+        norms = self.paths.sublayer_norms
+        has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
+        self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
+        self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
+        self.bar = Bar(progress.step, self.plan.last_step, setup.ranks.rank)
+        self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
+        self.tracker: Tracker = NoTracker()
+        if self.is_rank_0:
+            settings, path = dataclasses.asdict(self.config), self.paths.path
+            self.tracker = start_tracker(self.config.tracker, path, path.name, settings, progress.wandb_id)
+        workers, pinned = self.config.data.num_workers, self.device.type == "cuda"
+        self.loader = iter(
+            loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
+        )
+
+    def fit(self) -> int:
+        """Train to the plan's last step, and write the results of a complete run. Returns the exit code.
+
+        A signal ends training after the step, with the state saved. Raises DivergedError if non-finite losses or
+        gradients end the run, and NotSavedError if the last checkpoint could not be written.
+        """
+        progress, summary = self.progress, None
+        try:
+            stopped = self.train_steps()
+            self.activity.mark("finishing", progress.step)
+            if not stopped and progress.step == self.plan.max_steps:
+                summary = self.complete()
+        except ValidationStopped:
+            stopped = True
+        except DivergedError:
+            if self.saver.writing is not None:
+                self.saver.finish()
+            raise
+        finally:
+            self.tracker.close(summary)
+            # otherwise its hooks on the weights keep it in memory during the next point of a sweep
+            self.engine.destroy()
+        if stopped:
+            log.info(
+                "stopped by a signal after step %d; run the same command again to resume from there", progress.step
+            )
+            return STOPPED
+        if progress.step < self.plan.max_steps:
+            log.info("stopped after step %d of %d (training.stop_after)", progress.step, self.plan.max_steps)
+        return COMPLETE
+
+    def train_steps(self) -> bool:
+        """Train to the plan's last step and save a checkpoint. Returns whether a signal stopped it early."""
+        progress = self.progress
+        if on_any_rank((self.request.name is not None,), self.device)[0]:
+            return True  # the signal came while the run was starting
+        self.request.training = True
+        self.make_up_validation()
+        with self.bar:
+            self.stopwatch.start()
+            while progress.step < self.plan.last_step:
+                step = self.train_step()
+                self.handle_nonfinite(step)
+                due = self.agree_on_what_is_due()
+                self.maybe_log(step, due)
+                self.stopwatch.pause()
+                progress.wall_seconds = self.stopwatch.total
+                self.maybe_save(due)
+                self.maybe_validate(due)
+                if self.metrics.last.get("step") == progress.step:
+                    self.tracker.write(self.metrics.last)
+                if self.profiler is not None:
+                    self.profiler.step(last=due.last)
+                if due.stop:
+                    break
+                self.stopwatch.start()
+        if self.profiler is not None:
+            self.profiler.close()
+        return progress.step < self.plan.last_step
+
+    def make_up_validation(self) -> None:
+        """Validate if the previous process ended between a checkpoint and its validation."""
+        step, row = self.progress.step, self.metrics.last
+        if row.get("step") == step and self.validation_due(step) and not ValidationLosses.of_row(row):
+            self.validate()
+            self.tracker.write(self.metrics.last)
+
+    def train_step(self) -> Step:
+        """Train on the next batch, and count it."""
+        config, progress, engine = self.config, self.progress, self.engine
+        mark = partial(self.activity.mark, step=progress.step + 1)
+        mark("reading the batch")
+        batch = next(self.loader).to(self.device, non_blocking=True)
+        lr = learning_rate(config, self.plan, progress.updates)
+        engine.set_learning_rate(lr)
+        # seeding every step makes random draws depend on the step alone, so resuming needs no generator state
+        torch.manual_seed(seed_for(config.seed, f"step {progress.step}, rank {torch.distributed.get_rank()}"))
+        loss_scale = engine.loss_scale
+        limit = spike_limit(self.training, progress.recent_losses, self.plan.tokens_per_step)
+        highest = limit if self.training.on_spike == "skip" else math.inf
+        every = self.training.log_blocks_every
+        measured = every is not None and (progress.step == 0 or _is_multiple(progress.step + 1, every))
+        meter = BlockMeter(config.model.loops * config.size.num_layers, self.device) if measured else None
+        nll = train_step(engine, batch, self.plan, self.training.z_loss, highest, mark, meter or UNOBSERVED).item()
+        progress.step += 1
+        progress.tokens += self.plan.tokens_per_step
+        if meter is not None:
+            self.sublayer_norms.write({"step": progress.step, **meter.row(loss_scale)})
+        self.bar.step(progress.step)
+        mark("synchronizing ranks")
+        return Step(nll, lr, loss_scale, limit)
+
+    def handle_nonfinite(self, step: Step) -> None:
+        """Record whether the update of a step was applied; if it was not, apply the policy.
+
+        Raises DivergedError if the policy ends the run.
+        """
+        training, progress, number = self.training, self.progress, self.progress.step
+        loss = step.nll / self.plan.tokens_per_step
+        spike = step.spike_limit < step.nll < math.inf
+        if self.engine.step_applied():
+            if spike:
+                self.record_bad_batch("kept", spike_text(loss, progress.recent_losses), loss)
+            if training.spike_deviations is not None:
+                progress.recent_losses = [*progress.recent_losses, loss][-training.spike_window :]
+            return
+        progress.skipped.append(number)
+        skip_spike = spike and training.on_spike == "skip"
+        fp16, scale, smallest = self.engine.fp16, step.loss_scale, self.config.precision.min_loss_scale
+        if fp16 and scale > smallest and math.isfinite(step.nll) and not skip_spike:
+            progress.overflows.append(number)
+            log.info(
+                "step %d skipped: its gradient overflows fp16 at a loss scale of %g, which is too large", number, scale
+            )
+            return
+        if skip_spike:
+            reason, policy = spike_text(loss, progress.recent_losses), "skip"
+        elif not math.isfinite(step.nll):
+            reason, policy = "its loss is not finite", training.on_nonfinite
+        else:
+            at_smallest = f", at the smallest loss scale, precision.min_loss_scale={smallest:g}" if fp16 else ""
+            reason, policy = f"the norm of its gradient is not finite{at_smallest}", training.on_nonfinite
+        if policy == "stop":
+            raise DivergedError(
+                f"{self.record_bad_batch('ends the run', reason, loss)}. The weights are unchanged; the same command "
+                f"with training.on_nonfinite=skip output_dir={self.paths.path} resumes from the last checkpoint and "
+                "skips this batch; training.on_nonfinite=rewind also skips the batches since the last regular "
+                "checkpoint"
+            )
+        self.record_bad_batch(self.rewind() if policy == "rewind" else "skipped", reason, loss)
+        if (count := progress.bad_in_a_row()) > training.max_skipped:
+            raise DivergedError(
+                f"{count} bad batches in a row, the last at step {number}: {reason}. That is more than training."
+                f"max_skipped={training.max_skipped}; lower optimizer.lr and start a new run with another output_dir="
+            )
+
+    def rewind(self) -> str:
+        """Undo all updates since the newest regular checkpoint, and count their batches as skipped.
+
+        Returns the outcome in words. Without such a checkpoint only the last batch is skipped.
+        """
+        # checkpoints written for a signal or by the clock are not used: they would make the result depend on timing
+        every = self.training.checkpoint_every
+        start = (self.progress.step - 1) // every * every
+        if start == 0:
+            return "skipped (no regular checkpoint to rewind to yet)"
+        self.activity.mark("rewinding to a checkpoint", self.progress.step)
+        if self.saver.writing is not None:
+            self.saver.finish()
+        restored = rewind_to(self.config, self.plan, self.engine, start)
+        if restored is None:
+            return "skipped without a rewind"
+        self.progress.rewind(restored)
+        return f"skipped with all steps since step {start}"
+
+    def record_bad_batch(self, outcome: str, reason: str, loss: float) -> str:
+        """Append the last batch and all its windows to bad_batches.jsonl, and log it unless it ends the run.
+
+        Returns the log line, which lists only the first windows.
+        """
+        step = self.progress.step
+        windows = self.batches.windows(step - 1)
+        line = f"step {step} {outcome}: {reason}; its batch is {windows_text(windows)} (bad_batches.jsonl)"
+        if self.is_rank_0:
+            numbers = {"loss": finite(loss), "grad_norm": finite(self.engine.grad_norm())}
+            self.bad_batches.write({"step": step, "outcome": outcome, "reason": reason, **numbers, "samples": windows})
+            if outcome != "ends the run":
+                log.warning("%s", line)
+        return line
+
+    def agree_on_what_is_due(self) -> Due:
+        """Return what follows the last step: a signal, a clock or a written file on one rank counts for all."""
+        step = self.progress.step
+        flags = (self.request.name is not None, self.saver.due(), self.saver.busy())
+        stop, by_the_clock, busy = on_any_rank(flags, self.device)
+        last = stop or step == self.plan.last_step
+        save = last or by_the_clock or _is_multiple(step, self.training.checkpoint_every)
+        return Due(last, stop, save, self.validation_due(step), written=not busy)
+
+    def validation_due(self, step: int) -> bool:
+        """Return whether a validation follows this step; the last step of the run always has one."""
+        return _is_multiple(step, self.training.validate_every) or step == self.plan.max_steps
+
+    def maybe_log(self, step: Step, due: Due) -> None:
+        """Write a row of metrics if the step is the first, is saved or validated, or if log_every asks for it."""
+        number = self.progress.step
+        if not (due.save or due.validate or number == 1 or _is_multiple(number, self.training.log_every)):
+            return
+        steps_per_second = (number - self.logged_at) / self.stopwatch.take_lap()
+        self.logged_at = number
+        tokens_per_second = steps_per_second * self.plan.tokens_per_step
+        # of each source of a mixture
+        seen = self.batches.seen(number) if len(self.corpus.train) > 1 else {}
+        row = {
+            "step": number,
+            "tokens": self.progress.tokens,
+            "loss": finite(step.nll / self.plan.tokens_per_step),
+            "learning_rate": step.learning_rate,
+            "grad_norm": finite(self.engine.grad_norm()),
+            "tokens_per_second": tokens_per_second,
+            "mfu": self.mfu(tokens_per_second),
+            "peak_memory_gib": peak_memory_gib(self.device),
+            **{f"data/{name}/share": share for name, (share, _) in seen.items()},
+            **{f"data/{name}/epochs": epochs for name, (_, epochs) in seen.items()},
+            "loss_scale": step.loss_scale,
+        }
+        self.bar.row(row)
+        log.info("%s", row_text(row, self.plan.max_steps))
+        self.metrics.write(row)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the model FLOPs utilization of a rank; None if the peak FLOP/s of the device are unknown."""
+        flops_per_second = tokens_per_second * self.cost.flops_per_token / self.plan.world_size
+        return flops_per_second / self.peak_flops if self.peak_flops else None
+
+    def maybe_save(self, due: Due) -> None:
+        """Complete the checkpoint that is being written, and save one if it is due."""
+        if self.saver.writing is not None and due.written:
+            self.saver.finish()
+        # save before validation, so that a failure there loses no training
+        if due.save:
+            self.save(last=due.last)
+
+    def save(self, last: bool) -> None:
+        """Save a checkpoint of the last step. last: no other checkpoint of this process follows."""
+        self.progress.wandb_id = self.tracker.id
+        self.activity.mark("saving", self.progress.step)
+        self.saver.save(dataclasses.asdict(self.progress), last=last)
+
+    def maybe_validate(self, due: Due) -> None:
+        """Validate if it is due. Raises ValidationStopped for a signal, after the state has been saved."""
+        if not due.validate:
+            return
+        self.activity.mark("validating", self.progress.step)
+        try:
+            self.validate()
+        except ValidationStopped:
+            if not due.save or self.saver.writing is not None:
+                self.save(last=True)
+            raise
+
+    def validate(self) -> None:
+        """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
+        losses = self.validation_losses()
+        diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
+        self.metrics.amend(losses.row() | diagnostics)
+        log.info("%s", validation_text(losses, diagnostics))
+
+    def validation_losses(self) -> ValidationLosses:
+        """Measure the loss of each validation set."""
+        return validate(self.config, self.plan, self.corpus, self.engine, self.activity, self.request)
+
+    def complete(self) -> dict[str, Any] | None:
+        """Write the results of the complete run: summary.json, the loss curve, a sample. Returns the summary on rank 0.
+
+        The losses are those of the last row of metrics.jsonl, or are measured again if it has none.
+        """
+        progress, corpus, last, summary = self.progress, self.corpus, self.metrics.last, None
+        losses = ValidationLosses.of_row(last) if last.get("step") == self.plan.max_steps else None
+        losses = losses or self.validation_losses()
+        if self.is_rank_0:
+            tokens_per_second = progress.tokens / progress.wall_seconds
+            summary = {
+                "parameters": self.cost.parameters,
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "training_loss": last.get("loss"),
+                "validation_loss": losses.mean,
+                "validation_perplexity": perplexity(losses.mean),
+                **losses.row(),
+                "unigram_entropy": corpus.unigram_entropy,
+                "forward_flops_per_token": self.cost.flops_per_token / 3,
+                "training_flops": self.cost.flops_per_token * progress.tokens,
+                "tokens_per_second": tokens_per_second,
+                "mfu": self.mfu(tokens_per_second),
+                "wall_seconds": progress.wall_seconds,
+                "peak_memory_gib": peak_memory_gib(self.device),
+                "skipped": progress.skipped,
+            }
+            replace_text(self.paths.summary, json.dumps(summary, indent=1) + "\n")
+            try:
+                plot_loss(self.paths.path, corpus.unigram_entropy)
+            except OSError as error:
+                log.warning("the loss curve cannot be drawn (%s)", error)
+            show_summary("This run is complete", self.paths.path, summary, rank=0)
+        log_sample(self.config, self.engine, corpus)
+        return summary
+
+
+def _is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
