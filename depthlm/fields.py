@@ -4,7 +4,9 @@ Every dataclass of the schema uses `key`, so that `train.py --help` and the chec
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
+
+OnResume = Literal["free", "logged", "fixed"]
 
 
 def key(
@@ -16,11 +18,16 @@ def key(
     maximum: float | None = None,
     above: float | None = None,
     count: bool = False,
+    on_resume: OnResume = "fixed",
+    protocol: bool = True,
 ) -> Any:
     """Return a documented dataclass field.
 
     choices: the allowed strings. minimum, maximum: inclusive bounds. above: exclusive lower bound.
     count: whether the value is an integer that may also be written as `300M` or `10B`.
+    on_resume: whether a run may resume with another value. free: yes, since it does not affect the result; logged: yes,
+    with a line in the log, since it affects at most rounding or the treatment of bad batches; fixed: no.
+    protocol: whether runs that are compared must share the value.
     """
     metadata = {
         "doc": doc,
@@ -29,7 +36,14 @@ def key(
         "maximum": maximum,
         "above": above,
         "count": count,
+        "on_resume": on_resume,
+        "protocol": protocol,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def section(schema: type, **metadata: Any) -> Any:
+    """Return a field that holds a group of keys. metadata: `on_resume` or `protocol` of all of them."""
+    return dataclasses.field(default_factory=schema, metadata=metadata)

@@ -11,6 +11,7 @@ from hydra._internal.utils import get_args_parser
 
 import depthlm
 from depthlm.commands.help import print_help
+from depthlm.config import Config
 from depthlm.config.compose import compose
 from depthlm.config.from_run import run_of
 from depthlm.config.resolve import by_name, experiment_of
@@ -40,14 +41,14 @@ FIXED = {
 class CommandLine:
     """The command line of train.py.
 
-    completion: whether a shell requests completions. cfg: what Hydra prints instead of running. hydra: the arguments
-    passed to Hydra.
+    completion: whether a shell requests completions. shows: whether Hydra shows the configuration instead of running.
+    hydra: the arguments passed to Hydra.
     """
 
     overrides: list[str]
     config_dir: str | None
     multirun: bool
-    cfg: str | None
+    shows: bool
     completion: bool
     hydra: list[str]
 
@@ -84,22 +85,24 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         overrides=parsed.overrides,
         config_dir=parsed.config_dir,
         multirun=parsed.multirun,
-        cfg=parsed.cfg,
+        shows=bool(parsed.cfg or parsed.info),
         completion=parsed.shell_completion,
         hydra=open_names(kept, settings=parsed.multirun),
     )
 
 
-def check_command_line(line: CommandLine) -> None:
-    """Raise UserError with all mistakes in the overrides, including those of every point of a sweep."""
+def check_command_line(line: CommandLine) -> Config | None:
+    """Return the configuration of a run, or None for a sweep.
+
+    Raises UserError with all mistakes in the overrides, including those of every point of a sweep.
+    """
     errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(f"{key}=")]
-    if not line.multirun:
+    if not line.multirun and run_of(line.overrides) is None:
         errors += _several_points(line)
     if errors:
         raise ConfigError(errors)
     if not line.multirun:
-        compose(line.overrides, line.config_dir)
-        return
+        return compose(line.overrides, line.config_dir)
     if ranks().world_size > 1:
         raise UserError("-m under several ranks would run the whole sweep on each rank; launch one point at a time")
     for group, plugin, extra in PLUGINS:
@@ -110,6 +113,7 @@ def check_command_line(line: CommandLine) -> None:
     check_points([text for text in line.overrides if not (other and is_axis(text))], line.config_dir)
     if other:
         Path("outputs").mkdir(exist_ok=True)
+    return None
 
 
 def _several_points(line: CommandLine) -> list[str]:

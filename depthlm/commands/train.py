@@ -3,13 +3,11 @@
 import math
 import sys
 import traceback
-from pathlib import Path
-from typing import NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
 from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
-from depthlm.config import changes, compose, run_of
+from depthlm.config import Config, changes, run_of
 from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
@@ -19,11 +17,10 @@ from depthlm.locations import CONF
 def main(arguments: list[str], program: str) -> None:
     """Train a run, or each point of a sweep. Ends the process with the exit code of the run."""
     line = read_command_line(arguments)
-    run = None if line.completion else run_of(line.overrides)
-    if run is not None and not line.multirun:
-        train_from_run(run, line, program)
     if not line.completion:
-        check_command_line(line)
+        config = check_command_line(line)
+        if config is not None:
+            train_run(config, line, program)
     import hydra
 
     # Hydra reads the command line of the process
@@ -31,13 +28,18 @@ def main(arguments: list[str], program: str) -> None:
     hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(train_point)()
 
 
-def train_from_run(run: Path, line: CommandLine, program: str) -> NoReturn:
-    """Train with the configuration of an existing run. Ends the process with the exit code."""
-    config = compose(line.overrides, line.config_dir)
-    if line.cfg:
+def train_run(config: Config, line: CommandLine, program: str) -> None:
+    """Train the run of the command line, and end the process with its exit code.
+
+    Returns if Hydra itself must compose it: to show the configuration, or because of overrides of Hydra's settings.
+    """
+    run = run_of(line.overrides)
+    if run is None and (line.shows or any(text.startswith("hydra") for text in line.overrides)):
+        return
+    if line.shows:
         print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
         sys.exit(0)
-    changed = changes(run, config)
+    changed = {} if run is None else changes(run, config)
     if changed and first_rank():
         print(f"{program}: a new run in {config.output_dir}; differences from {run}:")
         print("\n".join(f"  - {name}: {words}" for name, words in changed.items()), flush=True)

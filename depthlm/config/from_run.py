@@ -12,10 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
-from depthlm.config.resolve import CHANGEABLE, LENGTHS, by_name, folder_name, run_name
+from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
 from depthlm.config.saved import check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import keys
+from depthlm.config.schema.keys import keys, on_resume
 from depthlm.config.validate.errors import ConfigError, nearest
 from depthlm.config.validate.explain import OPEN, available_groups, explain_overrides, one_line
 from depthlm.errors import UserError
@@ -105,7 +105,7 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
 def _changes(saved: Config, config: Config) -> dict[str, str]:
     extending = {*LENGTHS} if config.resume == "extend" else set()
     differences = compare(asdict(saved), asdict(config))
-    return {name: words for name, words in differences.items() if name not in CHANGEABLE | extending}
+    return {name: text for name, text in differences.items() if on_resume(name) == "fixed" and name not in extending}
 
 
 def _parsed(

@@ -12,7 +12,7 @@ from depthlm.config.budget import apply_budget
 from depthlm.config.renamed import KEYS
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Experiment
-from depthlm.config.schema.keys import keys
+from depthlm.config.schema.keys import keys, on_resume
 from depthlm.config.validate.errors import ConfigError
 from depthlm.counts import parse_count
 from depthlm.data import is_on_hub, padded_vocab_size
@@ -25,24 +25,6 @@ ALTERNATIVES = (
 )
 
 LENGTHS = ALTERNATIVES[0]
-
-# keys that do not change the result of a run: output, logging, checkpoints, stopping, bucket sizes
-SILENT = {
-    "output_dir", "resume", "memory", "dry_run", "experiment", "tracker", "training.checkpoint_every",
-    "training.checkpoint_minutes", "training.keep_last", "training.keep_every", "training.async_checkpoint",
-    "training.rank_timeout", "training.stall_timeout", "training.validate_every", "training.log_every",
-    "training.log_blocks_every", "training.stop_after", "training.profile", "training.sample", "training.num_threads",
-    "data.num_workers", "data.license", "data.text_bytes", "data.num_tokens", "data.download_bytes",
-    "deepspeed.reduce_bucket_size", "deepspeed.allgather_bucket_size", "deepspeed.prefetch_bucket_size",
-    "deepspeed.overlap_comm",
-}  # fmt: skip
-
-# keys that may change when a run resumes, with a log line: they affect at most rounding or the non-finite policy
-CHANGEABLE = {
-    "deterministic", "device", "kernels", "deepspeed.stage", "deepspeed.offload", "deepspeed.communication_data_type",
-    "training.micro_batch_size", "training.activation_checkpointing", "training.compile", "training.on_nonfinite",
-    "training.max_skipped", "training.on_spike", "training.spike_deviations", "training.spike_window",
-}  # fmt: skip
 
 
 def resolve(config: Config, given: set[str], overrides: Sequence[str], here: bool, saved: bool = False) -> None:
@@ -106,14 +88,9 @@ def run_directory(overrides: Sequence[str]) -> str:
     return str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
 
 
-def is_silent(name: str) -> bool:
-    """Return whether a key or group does not affect the result of a run."""
-    return name in SILENT or name.split(".")[0] in SILENT or name.split(".")[0].split("/")[0] == "hydra"
-
-
 def run_name(overrides: Sequence[str]) -> str:
     """Return a folder name made from the sorted overrides that affect the result; `base` if there are none."""
-    parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if not is_silent(name)]
+    parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if on_resume(name) != "free"]
     return folder_name("__".join(parts) or "base")
 
 

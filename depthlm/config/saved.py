@@ -9,8 +9,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from depthlm.config.renamed import use_new_names
-from depthlm.config.resolve import is_silent
 from depthlm.config.schema import Config, Model
+from depthlm.config.schema.keys import on_resume
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
@@ -66,7 +66,7 @@ def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
     differences: dict[str, str] = {}
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"
-        if is_silent(name):
+        if on_resume(name) == "free":
             continue
         old, new = saved.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

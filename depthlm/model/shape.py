@@ -16,7 +16,9 @@ class Size:
     num_heads: int = key(0, "query heads H; H times head_size need not be hidden_size", minimum=1)
     num_kv_heads: int = key(0, "key/value heads K; divides num_heads", minimum=1)
     head_size: int = key(0, "size d of one head; even, for RoPE", minimum=1)
-    vocab_size: int = key(0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2)
+    vocab_size: int = key(
+        0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2, protocol=False
+    )
     init_std: float = key(0.02, "standard deviation of every matrix at the start", above=0)
     lr: float = key(1e-3, "peak learning rate of this size; the default of optimizer.lr", above=0)
     sequence_length: int = key(2048, "tokens of a sequence; the default of training.sequence_length", minimum=1)

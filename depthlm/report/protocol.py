@@ -7,8 +7,8 @@ from typing import Any
 
 from depthlm.config.compose import compose
 from depthlm.config.renamed import use_new_names
-from depthlm.config.resolve import CHANGEABLE, is_silent
 from depthlm.config.schema import Config
+from depthlm.config.schema.keys import flatten, in_protocol
 from depthlm.config.schema.length import run_steps
 from depthlm.counts import count_text
 from depthlm.files import read_yaml
@@ -16,9 +16,6 @@ from depthlm.report.rows import Row
 from depthlm.report.tables import Table, cells
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import RunRecord
-
-# settings that depend on the composing machine or its tokenizer, and settings that distinguish points of one protocol
-APART = {"precision", "model", "seed", "init_from", "fork_from", "size.vocab_size", "experiment"}
 
 
 def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
@@ -78,17 +75,6 @@ def _texts(config: Config) -> dict[str, str]:
     }
 
 
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings keyed by dotted names; lists are values."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def saved_config(directory: Path) -> dict[str, Any]:
     """Return the flattened configuration of a run; {} where it is missing or incomplete."""
     saved = read_yaml(RunDirectory(directory).config)
@@ -102,9 +88,5 @@ def trained_otherwise(run: RunRecord, config: Config) -> list[str]:
     return [
         f"{key}: {saved[key]}, not {value}"
         for key, value in expected.items()
-        if key in saved and saved[key] != value and not _apart(key)
+        if key in saved and saved[key] != value and in_protocol(key)
     ]
-
-
-def _apart(key: str) -> bool:
-    return is_silent(key) or key in CHANGEABLE or key in APART or key.split(".")[0] in APART

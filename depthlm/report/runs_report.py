@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.resolve import is_silent
+from depthlm.config.schema.keys import on_resume
 from depthlm.config.validate.errors import nearest
 from depthlm.counts import count_text
 from depthlm.errors import UserError
@@ -137,7 +137,7 @@ def duration(seconds: float | None) -> str:
 def difference_tables(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> list[Table]:
     """Return tables of the settings that differ between runs and affect the result, with a few runs per table."""
     absent = object()
-    keys = sorted({key for config in configs for key in config if not is_silent(key)})
+    keys = sorted({key for config in configs for key in config if on_resume(key) != "free"})
     values = {key: [config.get(key, absent) for config in configs] for key in keys}
     differ = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
     if not differ:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from depthlm.config.resolve import by_name, experiment_of, is_silent
+from depthlm.config.resolve import by_name, experiment_of
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Column, Experiment
+from depthlm.config.schema.keys import on_resume
 from depthlm.config.validate.errors import ConfigError
 from depthlm.report.protocol import compose_rows
 from depthlm.report.rows import Row, gather
@@ -75,7 +76,7 @@ def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Ro
     lines = expand(experiment)
     changed = []
     for name, spelt in by_name(overrides).items():
-        if is_silent(name) or name in ("seed", "budget"):
+        if on_resume(name) == "free" or name in ("seed", "budget"):
             continue
         known = [value_of(line.settings[name]) for line in lines if name in line.settings]
         values = {row.settings[name]: None for row in rows if name in row.settings} or {spelt: None}

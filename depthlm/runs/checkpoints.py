@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.renamed import use_new_names
-from depthlm.config.resolve import CHANGEABLE, LENGTHS
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, saved_config
+from depthlm.config.schema.keys import on_resume
 from depthlm.errors import UserError
 from depthlm.files import digest
 from depthlm.locations import command
@@ -157,6 +158,6 @@ def _digests(path: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 def _check_own(path: Path, manifest: dict[str, Any], config: dict[str, Any]) -> None:
     differences = compare(manifest["config"], config)
-    foreign = sorted(differences.keys() - CHANGEABLE - {*LENGTHS})
+    foreign = sorted(name for name in differences if on_resume(name) == "fixed" and name not in LENGTHS)
     if foreign:
         raise CheckpointError(f"{path}: it belongs to another run ({foreign[0]} differs)")

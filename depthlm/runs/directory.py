@@ -15,8 +15,9 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from depthlm.config import Config
-from depthlm.config.resolve import CHANGEABLE, LENGTHS
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, saved_config
+from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.files import replace_text
@@ -145,7 +146,8 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
         # the run failed before its first checkpoint, so a new attempt loses nothing
         return None
     differences = compare(saved_config(directory), dataclasses.asdict(config))
-    refused = differences.keys() - CHANGEABLE - ({*LENGTHS} if config.resume == "extend" else set())
+    extending = LENGTHS if config.resume == "extend" else ()
+    refused = {name for name in differences if on_resume(name) == "fixed" and name not in extending}
     if refused:
         lines = "\n".join(f"  - {name}: {differences[name]}" for name in sorted(refused))
         longer = "resume=extend allows another length. " if refused <= {*LENGTHS} else ""

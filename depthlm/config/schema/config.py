@@ -1,10 +1,10 @@
 """The schema: every key a run can set, with its type, default, bounds and meaning."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from depthlm.config.schema.experiment import Budget, Experiment
-from depthlm.fields import key
+from depthlm.fields import key, section
 from depthlm.kernels import CHOICES
 from depthlm.machine.environment import DEVICES
 from depthlm.model.shape import Backbone, Size
@@ -47,13 +47,15 @@ class Source:
     text_field: Optional[str] = key(None, "JSON field or parquet column that contains the text")
     path: Optional[str] = key(None, "folder of the token files; null: data/tokens/<name>-<hash of the settings>")
     weight: Optional[float] = key(None, "mixture: share of the tokens, relative to the other sources", above=0)
-    license: Optional[str] = key(None, "license of the text; informational")
+    license: Optional[str] = key(None, "license of the text; informational", on_resume="free")
     text_bytes: Optional[Any] = key(
-        None, "approximate size of the text in bytes; only for estimates", minimum=1, count=True
+        None, "approximate size of the text in bytes; only for estimates", minimum=1, count=True, on_resume="free"
     )
-    num_tokens: Optional[Any] = key(None, "approximate number of tokens; only for estimates", minimum=1, count=True)
+    num_tokens: Optional[Any] = key(
+        None, "approximate number of tokens; only for estimates", minimum=1, count=True, on_resume="free"
+    )
     download_bytes: Optional[Any] = key(
-        None, "approximate download size in bytes; only for estimates", minimum=1, count=True
+        None, "approximate download size in bytes; only for estimates", minimum=1, count=True, on_resume="free"
     )
 
 
@@ -100,7 +102,9 @@ class Data(Source):
         choices=("error", "skip"),
     )
     shard_tokens: Any = key(SHARD_TOKENS, "tokens per token file", minimum=1, count=True)
-    num_workers: int = key(0, "processes that prefetch batches; does not change their order", minimum=0)
+    num_workers: int = key(
+        0, "processes that prefetch batches; does not change their order", minimum=0, on_resume="free"
+    )
 
 
 @dataclass
@@ -147,21 +151,30 @@ class Training:
         None, "tokens per step, instead of batch_size; a multiple of sequence_length", minimum=1, count=True
     )
     micro_batch_size: Optional[int] = key(
-        None, "sequences per forward pass on one rank; null: the rank's whole share of the batch", minimum=1
+        None,
+        "sequences per forward pass on one rank; null: the rank's whole share of the batch",
+        minimum=1,
+        on_resume="logged",
     )
     sequence_length: int = key(512, "tokens per sequence", minimum=1)
     gradient_clipping: float = key(1.0, "maximum norm of the whole gradient; 0: no clipping", minimum=0)
     z_loss: float = key(0.0, "weight of mean(logsumexp(logits)^2) in the loss", minimum=0)
-    activation_checkpointing: bool = key(False, "recompute each layer in the backward pass instead of storing it")
-    compile: bool = key(False, "torch.compile of each sublayer and of the loss")
+    activation_checkpointing: bool = key(
+        False, "recompute each layer in the backward pass instead of storing it", on_resume="logged"
+    )
+    compile: bool = key(False, "torch.compile of each sublayer and of the loss", on_resume="logged")
     num_threads: Optional[int] = key(
-        None, "CPU threads per rank; null: the available cores, divided by the ranks of the node", minimum=1
+        None,
+        "CPU threads per rank; null: the available cores, divided by the ranks of the node",
+        minimum=1,
+        on_resume="free",
     )
     on_nonfinite: str = key(
         "skip",
         "what to do with a non-finite loss or gradient, which never updates the weights. skip: skip the batch; rewind: "
         "return to the last regular checkpoint and skip all batches since; stop: end the run",
         choices=("skip", "rewind", "stop"),
+        on_resume="logged",
     )
     on_bad_numbers: Optional[str] = key(
         None, "the old name of training.on_nonfinite", choices=("skip", "rewind", "stop")
@@ -170,43 +183,68 @@ class Training:
         10,
         "consecutive skipped batches (or rewinds to the same checkpoint) after which the run ends",
         minimum=0,
+        on_resume="logged",
     )
     spike_deviations: Optional[float] = key(
-        6.0, "a loss this many standard deviations above the running mean is a spike; null: no detection", above=0
+        6.0,
+        "a loss this many standard deviations above the running mean is a spike; null: no detection",
+        above=0,
+        on_resume="logged",
     )
     spike_window: int = key(
-        128, "number of recent losses for the mean and deviation; detection starts at half as many", minimum=2
+        128,
+        "number of recent losses for the mean and deviation; detection starts at half as many",
+        minimum=2,
+        on_resume="logged",
     )
-    on_spike: str = key("log", "log: log the spike; skip: also skip its batch", choices=("log", "skip"))
-    checkpoint_every: int = key(100, "steps between regular checkpoints; the last step is always saved", minimum=1)
+    on_spike: str = key(
+        "log", "log: log the spike; skip: also skip its batch", choices=("log", "skip"), on_resume="logged"
+    )
+    checkpoint_every: int = key(
+        100, "steps between regular checkpoints; the last step is always saved", minimum=1, on_resume="free"
+    )
     checkpoint_minutes: Optional[float] = key(
-        None, "also save when this many minutes have passed since the last checkpoint", above=0
+        None, "also save when this many minutes have passed since the last checkpoint", above=0, on_resume="free"
     )
-    keep_last: int = key(2, "number of newest checkpoints to keep", minimum=1)
-    keep_every: Optional[int] = key(None, "keep every checkpoint whose step is a multiple of this", minimum=1)
+    keep_last: int = key(2, "number of newest checkpoints to keep", minimum=1, on_resume="free")
+    keep_every: Optional[int] = key(
+        None, "keep every checkpoint whose step is a multiple of this", minimum=1, on_resume="free"
+    )
     async_checkpoint: bool = key(
-        False, "copy the state to host memory and write it while training continues; needs memory for the copy"
+        False,
+        "copy the state to host memory and write it while training continues; needs memory for the copy",
+        on_resume="free",
     )
     rank_timeout: float = key(
-        60.0, "seconds without a heartbeat from a rank after which all other ranks end", minimum=1
+        60.0, "seconds without a heartbeat from a rank after which all other ranks end", minimum=1, on_resume="free"
     )
-    stall_timeout: float = key(30.0, "minutes without progress of a live rank after which all ranks end", above=0)
-    validate_every: Optional[int] = key(100, "steps between validations; null: only at the end", minimum=1)
+    stall_timeout: float = key(
+        30.0, "minutes without progress of a live rank after which all ranks end", above=0, on_resume="free"
+    )
+    validate_every: Optional[int] = key(
+        100, "steps between validations; null: only at the end", minimum=1, on_resume="free"
+    )
     validation_tokens: Optional[Any] = key(
         None, "maximum number of tokens of each validation set; null: all", minimum=1, count=True
     )
-    log_every: int = key(10, "steps between rows of metrics.jsonl and lines of the log", minimum=1)
+    log_every: int = key(10, "steps between rows of metrics.jsonl and lines of the log", minimum=1, on_resume="free")
     log_blocks_every: Optional[int] = key(
         None,
         "steps between measurements of the magnitude of each sublayer's output and of its gradient, also made at the "
         "first step (blocks.jsonl, plotted by `python -m depthlm inspect`); null: never",
         minimum=1,
+        on_resume="free",
     )
     stop_after: Optional[int] = key(
-        None, "end after this step, with a checkpoint; schedule and name remain those of the whole run", minimum=1
+        None,
+        "end after this step, with a checkpoint; schedule and name remain those of the whole run",
+        minimum=1,
+        on_resume="free",
     )
-    profile: bool = key(False, "write a trace of steps 3 to 5 to profile/trace.json (open it in ui.perfetto.dev)")
-    sample: Optional[str] = key(None, "prompt of the text that is sampled at the end; null: none")
+    profile: bool = key(
+        False, "write a trace of steps 3 to 5 to profile/trace.json (open it in ui.perfetto.dev)", on_resume="free"
+    )
+    sample: Optional[str] = key(None, "prompt of the text that is sampled at the end; null: none", on_resume="free")
 
 
 @dataclass
@@ -218,24 +256,33 @@ class DeepSpeed:
         "ZeRO stage: 0 replicates everything, 1 shards the optimizer, 2 also the gradients, 3 also the weights",
         minimum=0,
         maximum=3,
+        on_resume="logged",
     )
     offload: str = key(
-        "none", "ZeRO 3: where weights and optimizer states are kept while not in use", choices=("none", "cpu")
+        "none",
+        "ZeRO 3: where weights and optimizer states are kept while not in use",
+        choices=("none", "cpu"),
+        on_resume="logged",
     )
     reduce_bucket_size: Any = key(
-        "500M", "ZeRO 1 and above: gradient elements to reduce at once", minimum=1, count=True
+        "500M", "ZeRO 1 and above: gradient elements to reduce at once", minimum=1, count=True, on_resume="free"
     )
     allgather_bucket_size: Any = key(
-        "500M", "ZeRO 1 and 2: weight elements to gather at once after the update", minimum=1, count=True
+        "500M",
+        "ZeRO 1 and 2: weight elements to gather at once after the update",
+        minimum=1,
+        count=True,
+        on_resume="free",
     )
     prefetch_bucket_size: Any = key(
-        "50M", "ZeRO 3: weight elements to gather ahead of their use", minimum=0, count=True
+        "50M", "ZeRO 3: weight elements to gather ahead of their use", minimum=0, count=True, on_resume="free"
     )
-    overlap_comm: bool = key(False, "ZeRO 1 and above: reduce gradients during the backward pass")
+    overlap_comm: bool = key(False, "ZeRO 1 and above: reduce gradients during the backward pass", on_resume="free")
     communication_data_type: str = key(
         "auto",
         "dtype in which ZeRO 1 and above reduce gradients over the ranks; auto: that of the weights",
         choices=("auto", "fp32", "bf16", "fp16"),
+        on_resume="logged",
     )
 
 
@@ -268,9 +315,9 @@ class Tracker:
 class Config:
     """The configuration of one run."""
 
-    seed: int = key(1, "seed of the weights and of the order of the data", minimum=0, maximum=2**63 - 1)
+    seed: int = key(1, "seed of the weights and of the order of the data", minimum=0, maximum=2**63 - 1, protocol=False)
     output_dir: Optional[str] = key(
-        None, "run directory; null: outputs/<experiment or default>/<name made from the overrides>"
+        None, "run directory; null: outputs/<experiment or default>/<name made from the overrides>", on_resume="free"
     )
     resume: str = key(
         "auto",
@@ -278,46 +325,54 @@ class Config:
         "retrain: also allow a finished run whose last checkpoint is lost, or a run without a valid checkpoint; never: "
         "refuse a directory that contains a run",
         choices=("auto", "extend", "retrain", "never"),
+        on_resume="free",
     )
     fork_from: Optional[str] = key(
         None,
         "start with the weights, optimizer and step of this checkpoint, or of the newest complete checkpoint of this "
         "run directory, under the settings given here; a run that already has a checkpoint resumes from its own",
+        protocol=False,
     )
     init_from: Optional[str] = key(
         None,
         "start with the weights of this checkpoint, of the newest complete checkpoint of this run directory, or of "
         "this Hugging Face folder (Qwen3, OLMo2, an export); another mechanism may start from vanilla weights. "
         "Optimizer and step start from scratch; a run that already has a checkpoint resumes from its own",
+        protocol=False,
     )
-    import_from: Optional[str] = key(None, "the old name of init_from")
-    deterministic: bool = key(False, "allow only operations with bitwise reproducible results")
+    import_from: Optional[str] = key(None, "the old name of init_from", protocol=False)
+    deterministic: bool = key(False, "allow only operations with bitwise reproducible results", on_resume="logged")
     device: str = key(
         "auto",
         "auto: the GPU, or the CPU if there is none; a GPU that torch cannot use is an error unless cpu is given",
         choices=DEVICES,
+        on_resume="logged",
     )
     kernels: str = key(
         "auto",
         "operators over depth. triton: fused kernels; torch: plain PyTorch; auto: triton on a GPU that supports it",
         choices=CHOICES,
+        on_resume="logged",
     )
     memory: str = key(
         "check",
         "check: compare the memory estimate with the memory of the machine before anything is built, and stop if it "
         "does not fit; ignore: start anyway",
         choices=("check", "ignore"),
+        on_resume="free",
     )
-    dry_run: bool = key(False, "check, print the derived values, run one full-size step (twice, to time it), and stop")
-    model: Model = field(default_factory=Model)
-    backbone: Backbone = field(default_factory=Backbone)
-    size: Size = field(default_factory=Size)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    training: Training = field(default_factory=Training)
-    deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
-    precision: Precision = field(default_factory=Precision)
-    tracker: Tracker = field(default_factory=Tracker)
-    budget: Budget = field(default_factory=Budget)
-    experiment: Experiment = field(default_factory=Experiment)
+    dry_run: bool = key(
+        False, "check, print the derived values, run one full-size step (twice, to time it), and stop", on_resume="free"
+    )
+    model: Model = section(Model, protocol=False)
+    backbone: Backbone = section(Backbone)
+    size: Size = section(Size)
+    data: Data = section(Data)
+    optimizer: Optimizer = section(Optimizer)
+    schedule: Schedule = section(Schedule)
+    training: Training = section(Training)
+    deepspeed: DeepSpeed = section(DeepSpeed)
+    precision: Precision = section(Precision, protocol=False)
+    tracker: Tracker = section(Tracker, on_resume="free")
+    budget: Budget = section(Budget)
+    experiment: Experiment = section(Experiment, on_resume="free")

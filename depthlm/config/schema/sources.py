@@ -1,13 +1,11 @@
 """The named sources of a mixture and the named validation sets: groups of keys whose names the user chooses."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.schema import Data, Source
-from depthlm.config.schema.keys import Key, walk
+from depthlm.config.schema.keys import keys, plain, validate
 from depthlm.config.validate.errors import nearest
 
 NAMED = ("data.sources", "data.validation")
@@ -26,9 +24,9 @@ def open_names(overrides: Sequence[str], settings: bool = False) -> list[str]:
     return [f"++{override}" if override.startswith(begins) else override for override in overrides]
 
 
-def check_sources(raw: DictConfig, fits: Callable[[Key, Any], bool]) -> list[str]:
+def check_sources(raw: DictConfig) -> list[str]:
     """Return the mistakes in the named sources: unknown keys, and values that a key does not allow."""
-    errors = []
+    errors, known = [], keys(Source)
     for group in NAMED:
         for name, entry in (OmegaConf.select(raw, group) or {}).items():
             if not isinstance(entry, DictConfig):
@@ -38,21 +36,14 @@ def check_sources(raw: DictConfig, fits: Callable[[Key, Any], bool]) -> list[str
                 others = [other for other in OmegaConf.select(raw, group) if other != name]
                 what = f"has no text; give one of {', '.join(sorted(OWN))}"
                 errors.append(f"{group}.{name}: {what}{nearest(str(name), others)}")
-            known = {key.name.rsplit(".", 1)[1]: key for key in walk(Source, f"{group}.{name}.")}
-            for key, value in entry.items():
-                text = f"{group}.{name}.{key!s}={value}"
+            values = {str(key): plain(value) for key, value in entry.items()}
+            _, wrong = validate(Source, {key: value for key, value in values.items() if key in known})
+            for key, value in values.items():
                 if key not in known:
-                    errors.append(f"{text}: no such key{nearest(str(key), known)}")
-                elif not _is_valid(known[str(key)], str(key), value, fits):
-                    errors.append(f"{text}: must be {known[str(key)].wanted}")
+                    errors.append(f"{group}.{name}.{key}={value}: no such key{nearest(key, known)}")
+                elif key in wrong:
+                    errors.append(f"{group}.{name}.{key}={value}: must be {known[key].wanted}")
     return errors
-
-
-def _is_valid(key: Key, name: str, value: Any, fits: Callable[[Key, Any], bool]) -> bool:
-    try:
-        return fits(key, OmegaConf.select(OmegaConf.merge(OmegaConf.structured(Source), {name: value}), name))
-    except OmegaConfBaseException:
-        return False
 
 
 def type_sources(data: Data) -> None:

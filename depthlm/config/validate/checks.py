@@ -1,21 +1,18 @@
 """Checks of a configuration: each field alone, then combinations of fields. All mistakes are reported."""
 
-import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import Key, keys, leaves
+from depthlm.config.schema.keys import keys, leaves, plain, validate
 from depthlm.config.schema.length import run_steps, warmup_steps
 from depthlm.config.schema.sources import check_sources
 from depthlm.config.validate.errors import listed, nearest
 from depthlm.config.validate.mechanism import check_target, check_values
-from depthlm.counts import parse_count
 from depthlm.data import (
     DataError,
     Manifest,
@@ -40,34 +37,14 @@ def check_fields(raw: DictConfig) -> list[str]:
     for name in leaves(raw):
         if name not in known and not any(name.startswith(f"{key}.") for key in known):
             errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
-    for key in known.values():
-        value = OmegaConf.select(raw, key.name, throw_on_missing=True)
-        if key.name in FREE_GROUPS:
-            errors.extend(check_target(key.name, OmegaConf.to_container(value, resolve=True)))
-        elif not fits(key, value):
-            errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
-    return errors + check_sources(raw, fits)
-
-
-def fits(key: Key, value: Any) -> bool:
-    """Return whether a key allows a value."""
-    bounds = key.metadata
-    if value is None:
-        return key.optional
-    if bounds["count"]:
-        try:
-            value = parse_count(value)
-        except (ValueError, OverflowError):
-            return False
-    if bounds["choices"]:
-        return value in bounds["choices"]
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    return (
-        (bounds["minimum"] is None or value >= bounds["minimum"])
-        and (bounds["above"] is None or value > bounds["above"])
-        and (bounds["maximum"] is None or value <= bounds["maximum"])
-    )
+    values = {name: plain(OmegaConf.select(raw, name, throw_on_missing=True)) for name in known}
+    for name in FREE_GROUPS:
+        errors.extend(check_target(name, values.pop(name)))
+    _, wrong = validate(Config, values)
+    for key in (known[name] for name in known if name in wrong):
+        value = values[key.name]
+        errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
+    return errors + check_sources(raw)
 
 
 def check_together(config: Config, given: set[str], here: bool) -> list[str]:
