@@ -10,7 +10,6 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from depthlm.config import given_config_dir
 from depthlm.sweeps import sweep_points
 
 
@@ -19,7 +18,8 @@ class PointsSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Create the launcher that the command line selects."""
-        self.config_dir = given_config_dir(config.hydra)
+        sources = config.hydra.runtime.config_sources
+        self.config_dir = next((source.path for source in sources if source.provider == "command-line"), None)
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )

@@ -24,16 +24,16 @@ from depthlm.sweeps.points import check_points, is_axis, sweep_points
 
 # overrides that need an extra: the override, the plugin module and the extra
 PLUGINS = (
-    ("hydra/launcher=slurm", "hydra_submitit_launcher", "slurm"),
     ("hydra/sweeper=optuna", "hydra_optuna_sweeper", "tune"),
     ("hydra/sweeper=learning_rate", "hydra_optuna_sweeper", "tune"),
 )
 
-# settings of Hydra that have no effect here because depthlm decides them, and what to use instead
+# settings of Hydra that depthlm decides, and what to use instead
 FIXED = {
-    "hydra.run.dir": "the run directory is output_dir=",
-    "hydra.output_subdir": "the run directory is output_dir=, which contains config.yaml",
-    "hydra.job.chdir": "paths are relative to the folder of the command; give output_dir=",
+    "hydra.run.dir=": "the run directory is output_dir=",
+    "hydra.output_subdir=": "the run directory is output_dir=, which contains config.yaml",
+    "hydra.job.chdir=": "paths are relative to the folder of the command; give output_dir=",
+    "hydra/launcher=slurm": "there is no such launcher; slurm/submit.py submits a sweep to SLURM as a job array",
 }
 
 
@@ -96,7 +96,7 @@ def check_command_line(line: CommandLine) -> Config | None:
 
     Raises UserError with all mistakes in the overrides, including those of every point of a sweep.
     """
-    errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(f"{key}=")]
+    errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(key)]
     if not line.multirun and run_of(line.overrides) is None:
         errors += _several_points(line)
     if errors:

@@ -67,7 +67,7 @@ def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
     """Train one point of a sweep. An error is printed and does not stop the other points."""
     from depthlm.config import resolve_and_check
     from depthlm.runs.records import read_run
-    from depthlm.training import FAILED, STOPPED, hand_back, train
+    from depthlm.training import FAILED, STOPPED, train
 
     try:
         config = resolve_and_check(raw, overrides)
@@ -79,6 +79,5 @@ def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
         traceback.print_exc()
         return math.inf
     if code == STOPPED:
-        hand_back()
         sys.exit(STOPPED)
     return math.inf if code == FAILED else read_run(config.output_dir or "").number("validation_loss")

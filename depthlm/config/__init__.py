@@ -2,7 +2,7 @@
 
 from depthlm.config.compose import compose, mechanisms, resolve_and_check
 from depthlm.config.from_run import changes, run_of
-from depthlm.config.prepare_command import given_config_dir, prepare_command
+from depthlm.config.prepare_command import prepare_command
 from depthlm.config.schema import Config
 from depthlm.config.schema.length import run_steps, warmup_steps
 from depthlm.config.validate.errors import ConfigError
@@ -12,7 +12,6 @@ __all__ = [
     "ConfigError",
     "changes",
     "compose",
-    "given_config_dir",
     "mechanisms",
     "prepare_command",
     "resolve_and_check",

@@ -2,10 +2,8 @@
 
 import shlex
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
@@ -18,25 +16,14 @@ _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_voca
 
 
 def prepare_command(config: Config) -> str:
-    """Return the command that prepares `data=<name>`, with every setting that differs from the file of that name."""
-    name, config_dir = config.data.name, None
-    if HydraConfig.initialized():
-        hydra = HydraConfig.get()
-        name, config_dir = hydra.runtime.choices.get("data", name), given_config_dir(hydra)
-    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
-    chosen = [f"data={name}"] if any((folder / "data" / f"{name}.yaml").is_file() for folder in folders) else []
+    """Return the command that prepares `data=<name>`, with every setting that differs from our file of that name."""
+    name = config.data.name
+    chosen = [f"data={name}"] if (CONF / "data" / f"{name}.yaml").is_file() else []
     with hydra_at_conf():
-        defaults = OmegaConf.to_container(compose_raw(chosen, config_dir).data)
-    place = [] if config_dir is None else ["--config-dir", shlex.quote(config_dir)]
+        defaults = OmegaConf.to_container(compose_raw(chosen, None).data)
     return " ".join(
-        [command("data/prepare.py", "prepare"), *place, *chosen, *_differing("data", asdict(config.data), defaults)]
+        [command("data/prepare.py", "prepare"), *chosen, *_differing("data", asdict(config.data), defaults)]
     )
-
-
-def given_config_dir(hydra: Any) -> str | None:
-    """Return the folder given by `--config-dir`, from the `hydra` section of a Hydra application's configuration."""
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return folders[0] if folders else None
 
 
 def _differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:

@@ -10,8 +10,6 @@ from typing import NoReturn
 from depthlm.distributed.interrupts import INTERRUPTED, end_process, on_signals, say
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# SLURM sends submitit this signal when the job is preempted or its time runs out
-PREEMPTED = signal.SIGUSR2
 STOPPED = 75
 
 # reports to the other ranks why this one ends
@@ -27,8 +25,7 @@ class StopRequest:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.name: str | None = None
-        # submitit requeues the job when the run returns, so the process must not end before
-        self.training = _requeued()
+        self.training = False
 
     def __call__(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -47,7 +44,7 @@ class StopRequest:
 def stop_on_signal(report: Report) -> Iterator[StopRequest]:
     """Handle signals as requests to stop the run while the block runs."""
     request = StopRequest(report)
-    with on_signals(_watched() + ((PREEMPTED,) if _requeued() else ()), request):
+    with on_signals(_watched(), request):
         yield request
 
 
@@ -63,17 +60,8 @@ def end_on_signal(report: Report) -> Iterator[None]:
         code = INTERRUPTED if name == "SIGINT" else STOPPED
         _end(report, code, f"{name}: interrupted before training; nothing is lost, and the same command starts again")
 
-    if _requeued():
-        yield
-        return
     with on_signals(_watched(), end):
         yield
-
-
-def hand_back() -> None:
-    """Let submitit requeue the job of this process, if it runs under submitit; the stopped run has saved its state."""
-    if _requeued():
-        signal.raise_signal(PREEMPTED)
 
 
 def _end(report: Report, code: int, line: str) -> NoReturn:
@@ -86,10 +74,6 @@ def _watched() -> tuple[int, ...]:
     # under nohup, closing the terminal must not end the run
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return WATCHED if nohup else (*WATCHED, signal.SIGHUP)
-
-
-def _requeued() -> bool:
-    return callable(signal.getsignal(PREEMPTED))
 
 
 def _leave_terminal() -> None:

@@ -1,7 +1,7 @@
 """Training: the loop and its parts, independent of any particular mechanism."""
 
-from depthlm.distributed.signals import STOPPED, hand_back
+from depthlm.distributed.signals import STOPPED
 from depthlm.training.run import FAILED, train
 from depthlm.training.trainer import COMPLETE
 
-__all__ = ["COMPLETE", "FAILED", "STOPPED", "hand_back", "train"]
+__all__ = ["COMPLETE", "FAILED", "STOPPED", "train"]

@@ -113,15 +113,3 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(
     run(cluster, "scancel", job)
     wait_for_jobs(cluster, 60)
     assert "1 stopped" in run(cluster, *SUBMIT, "--status", *sweep)
-
-
-def test_hydra_launches_points_of_one_node_as_jobs(
-    cluster: dict[str, str], four_points: list[str], tmp_path: Path
-) -> None:
-    flags, overrides = four_points[:2], four_points[2:]
-    launcher = ["hydra/launcher=slurm", "hydra.launcher.timeout_min=20", "hydra.launcher.cpus_per_task=1"]
-    output = run(
-        cluster, sys.executable, "train.py", "-m", *flags, *launcher, f"hydra.sweep.dir={tmp_path}/hydra", *overrides
-    )
-    assert "4 points: 4 complete" in output
-    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 4
