@@ -1,4 +1,4 @@
-"""Large counts with a unit: 300M, 10B."""
+"""Numbers as text: counts with a unit (300M, 10B), bytes as GiB."""
 
 from fractions import Fraction
 from typing import Any
@@ -28,3 +28,8 @@ def count_text(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.4g}{unit}"
     return f"{number:g}"
+
+
+def gib_text(count: float, digits: int = 2) -> str:
+    """Format a number of bytes: 13.4e9 as `12.48 GiB`."""
+    return f"{count / 2**30:.{digits}f} GiB"

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, override_text
 from depthlm.config.schema.keys import Key, keys
 from depthlm.config.validate.errors import nearest
 from depthlm.config.validate.explain import available_groups, option_file
@@ -123,8 +122,8 @@ def show_class(console: Console, name: str, settings: DictConfig) -> None:
     table = Table("setting", "value", "default", "meaning", box=box.SIMPLE)
     for parameter in inspect.signature(mechanism_class).parameters.values():
         if parameter.name not in ("spec", "size", "backbone") and parameter.kind is not parameter.VAR_KEYWORD:
-            default = "" if parameter.default is parameter.empty else spelt(parameter.default)
-            value = spelt(settings[parameter.name]) if parameter.name in settings else default
+            default = "" if parameter.default is parameter.empty else override_text(parameter.default)
+            value = override_text(settings[parameter.name]) if parameter.name in settings else default
             meaning = escape(meanings.get(parameter.name, ""))
             table.add_row(f"{name}.{parameter.name}", escape(value), escape(default), meaning)
     console.print(table if table.row_count else "\nno settings\n")
@@ -158,15 +157,10 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
             value = OmegaConf.select(raw, key.name)
         except OmegaConfBaseException:
             value = None
-        default = "(see the group)" if isinstance(value, DictConfig) else spelt(value)
+        default = "(see the group)" if isinstance(value, DictConfig) else override_text(value)
         choices = f" ({', '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
         table.add_row(key.name, escape(default), escape(key.metadata["doc"] + choices))
     return table
-
-
-def spelt(value: object) -> str:
-    """Return a value in the syntax of an override."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def comment(file: Path) -> list[str]:

@@ -1,8 +1,10 @@
-"""Access to Hydra's compose API over conf/."""
+"""Access to Hydra's compose API over conf/, and values in the syntax of its overrides."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -34,3 +36,10 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     """Return the configuration that Hydra composes, unchecked. Call it only inside `hydra_at_conf`."""
     search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
     return hydra.compose("config", [*open_names(overrides), *search])
+
+
+def override_text(value: Any) -> str:
+    """Return a value in the syntax of an override."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"[{','.join(map(override_text, value))}]" if isinstance(value, list) else str(value)

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, override_text
 from depthlm.config.schema import Config
 from depthlm.counts import SCALES, parse_count
 from depthlm.locations import CONF, command
@@ -47,6 +47,4 @@ def _spelt(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         scales = [(suffix, scale) for suffix, scale in SCALES.items() if value and value % scale == 0]
         return f"{value // scales[-1][1]}{scales[-1][0]}" if scales else str(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return "null" if value is None else str(value)
+    return override_text(value)

@@ -16,8 +16,3 @@ class Item:
     value: str
     state: str = OK
     remedy: str = ""
-
-
-def gibibytes(count: float) -> str:
-    """Format a number of bytes as `12.3 GiB`."""
-    return f"{count / 2**30:.1f} GiB"

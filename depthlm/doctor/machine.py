@@ -5,8 +5,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from depthlm.counts import gib_text
 from depthlm.distributed import launchers
-from depthlm.doctor.item import PROBLEM, WARNING, Item, gibibytes
+from depthlm.doctor.item import PROBLEM, WARNING, Item
 from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.machine.gpu import probe
@@ -26,7 +27,7 @@ def device(choice: str) -> Item:
     if environment.device_type(choice) == "cpu":
         return Item("device", f"CPU: {environment.device_name('cpu')}")
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    names = [f"{gpu.name}, {gibibytes(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus]
+    names = [f"{gpu.name}, {gib_text(gpu.total_memory, 1)}, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus]
     return Item("device", "; ".join(f"cuda:{index}: {name}" for index, name in enumerate(names)))
 
 
@@ -56,8 +57,8 @@ def communication(device_type: str) -> Item:
 def memory() -> Item:
     """Check RAM and the limit that a container or scheduler sets."""
     total, available, limit = memory_limits()
-    shown = "no limit for this process" if limit is None else f"this process may use {gibibytes(limit)}"
-    value = f"{gibibytes(available)} of {gibibytes(total)} are free; {shown}"
+    shown = "no limit for this process" if limit is None else f"this process may use {gib_text(limit, 1)}"
+    value = f"{gib_text(available, 1)} of {gib_text(total, 1)} are free; {shown}"
     if min(available, total if limit is None else limit) < LOW_MEMORY:
         return Item("memory", value, WARNING, "free some memory, or ask the scheduler or container for more")
     return Item("memory", value)
@@ -79,8 +80,8 @@ def shared_memory() -> Item:
     free = shutil.disk_usage("/dev/shm").free
     if free < LOW_SHARED_MEMORY:
         remedy = "data workers and NCCL may fail; start a container with --shm-size=1g"
-        return Item("shared memory", f"{gibibytes(free)} free in /dev/shm", WARNING, remedy)
-    return Item("shared memory", f"{gibibytes(free)} free in /dev/shm")
+        return Item("shared memory", f"{gib_text(free, 1)} free in /dev/shm", WARNING, remedy)
+    return Item("shared memory", f"{gib_text(free, 1)} free in /dev/shm")
 
 
 def disk(name: str, folder: Path) -> Item:
@@ -91,8 +92,8 @@ def disk(name: str, folder: Path) -> Item:
     free = shutil.disk_usage(existing).free
     if free < LOW_DISK:
         remedy = "a checkpoint takes 12 bytes per parameter, and two are kept; free some space, or give another folder"
-        return Item(name, f"{gibibytes(free)} free in {existing}", WARNING, remedy)
-    return Item(name, f"{gibibytes(free)} free in {existing}")
+        return Item(name, f"{gib_text(free, 1)} free in {existing}", WARNING, remedy)
+    return Item(name, f"{gib_text(free, 1)} free in {existing}")
 
 
 def ranks() -> Iterator[Item]:

@@ -75,10 +75,10 @@ def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Ro
     """Return the overrides whose values no point of the experiment has."""
     lines = expand(experiment)
     changed = []
-    for name, spelt in by_name(overrides).items():
+    for name, text in by_name(overrides).items():
         if on_resume(name) == "free" or name in ("seed", "budget"):
             continue
         known = [value_of(line.settings[name]) for line in lines if name in line.settings]
-        values = {row.settings[name]: None for row in rows if name in row.settings} or {spelt: None}
+        values = {row.settings[name]: None for row in rows if name in row.settings} or {text: None}
         changed += [f"{name}={value}" for value in values if value_of(value) not in known]
     return changed

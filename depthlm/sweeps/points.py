@@ -1,7 +1,6 @@
 """The points of a sweep, as `train.py -m`, slurm/submit.py and `depthlm report` derive them from overrides."""
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose
 from depthlm.config.from_run import run_of
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, override_text
 from depthlm.config.resolve import by_name, experiment_of, run_directory
 from depthlm.config.schema.experiment import Experiment
 from depthlm.config.validate.errors import ConfigError, listed, nearest
@@ -210,7 +209,7 @@ def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
         if key not in ("label", "paper")
     }
     for values in itertools.product(*axes.values()):
-        settings = {key: _text(value) for key, value in zip(axes, values, strict=True)}
+        settings = {key: override_text(value) for key, value in zip(axes, values, strict=True)}
         named = {key: value for key, value in settings.items() if key != "seed"}
         varied = [value for key, value in named.items() if len(axes[key]) > 1]
         label = " ".join([line["label"], *varied]) if line.get("label") else ", ".join(named.values())
@@ -223,15 +222,6 @@ def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> 
         with hydra_at_conf():
             return str(compose_raw(overrides, config_dir).output_dir)
     return run_directory(overrides)
-
-
-def _text(value: Any) -> str:
-    """Return a value in the syntax of an override."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    return str(value)
 
 
 def _same(one: str, other: str) -> bool:

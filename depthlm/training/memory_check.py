@@ -7,6 +7,7 @@ import torch
 
 from depthlm.accounting.memory import Memory, MemoryEstimator, UntracedError, largest
 from depthlm.config import Config
+from depthlm.counts import gib_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.machine.memory import process_bytes
@@ -40,7 +41,7 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
         log.warning("memory is not checked: %s", error)
         return None
     where = "this GPU has" if device.type == "cuda" else "this machine has for each rank"
-    comparison = f"{gib(memory.total)} estimated, {gib(available)} is what {where}"
+    comparison = f"{gib_text(memory.total)} estimated, {gib_text(available)} is what {where}"
     if memory.total > available and config.memory == "check":
         remedies = list(what_fits(estimator, config, ranks, available))
         if remedies:
@@ -50,7 +51,7 @@ def check_memory(config: Config, ranks: Ranks, device: torch.device, available: 
             states = estimator.states(stage, ranks.world_size).total
             advice = (
                 f"no micro-batch fits, with or without activation checkpointing{stages}: without activations it needs "
-                f"{gib(states)}; use a smaller size=, a larger machine, or more ranks with deepspeed=zero3"
+                f"{gib_text(states)}; use a smaller size=, a larger machine, or more ranks with deepspeed=zero3"
             )
         raise UserError(f"the run does not fit in memory: {comparison}\n{advice}\nmemory=ignore starts the run anyway")
     if memory.total > WARNING_SHARE * available:
@@ -85,11 +86,6 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
                 overrides.append("training.activation_checkpointing=true")
             if size < configured:
                 overrides.append(f"training.micro_batch_size={size}")
-            yield f"{' '.join(overrides)} ({gib(total(size))})"
+            yield f"{' '.join(overrides)} ({gib_text(total(size))})"
             if size == configured:
                 break
-
-
-def gib(count: float) -> str:
-    """Format bytes as GiB."""
-    return f"{count / 2**30:.2f} GiB"

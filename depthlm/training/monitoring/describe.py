@@ -6,14 +6,13 @@ from typing import Any
 from depthlm.accounting import count_parameters
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
-from depthlm.counts import count_text
+from depthlm.counts import count_text, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import ValidationLosses, loss_key, perplexity
-from depthlm.training.memory_check import gib
 from depthlm.training.monitoring.display import number_text, show_table
 from depthlm.training.plan import Plan
 
@@ -62,10 +61,10 @@ def memory_text(config: Config, memory: Memory | None) -> str:
     if memory is None:
         return "none: the decoder cannot be traced"
     checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
-    offloaded = f", and {gib(memory.offloaded)} of CPU memory" if memory.offloaded else ""
+    offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""
     return (
-        f"{gib(memory.total)} per rank (ZeRO {config.deepspeed.stage}{checkpointing}), "
-        f"{gib(memory.activations)} of it activations{offloaded}"
+        f"{gib_text(memory.total)} per rank (ZeRO {config.deepspeed.stage}{checkpointing}), "
+        f"{gib_text(memory.activations)} of it activations{offloaded}"
     )
 
 
