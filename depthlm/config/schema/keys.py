@@ -12,6 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Column
 
+# the class of a mechanism or of an optimizer defines its settings, so the schema does not list them
+FREE_GROUPS = ("model.connection", "model.attention", "optimizer.settings")
+
 
 @dataclass(frozen=True)
 class Key:
