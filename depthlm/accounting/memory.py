@@ -13,7 +13,8 @@ import torch
 
 from depthlm.accounting.tracing import Trace, trace
 from depthlm.build import build_model
-from depthlm.model import optimizer_groups
+from depthlm.errors import UserError
+from depthlm.optimizers import state_bytes
 
 if TYPE_CHECKING:
     from depthlm.config import Config
@@ -27,7 +28,7 @@ REDUCED, GATHERED = 500_000_000, 1_000_000_000
 
 
 class UntracedError(RuntimeError):
-    """The decoder cannot be traced, because its code needs values, which meta tensors do not have."""
+    """The decoder or optimizer cannot be traced, because its code needs values, which meta tensors do not have."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,12 @@ class MemoryEstimator:
         if stage == 0:
             # the weights are fp32, under autocast for bf16; DeepSpeed copies the gradients into one flat buffer
             flat = 4.0 * min(numbers, REDUCED)
-            return Memory(4.0 * numbers, 4.0 * numbers, self.moments, flat + self._waste(flat), process=self.process)
+            return Memory(
+                4.0 * numbers, 4.0 * numbers, self.optimizer_states, flat + self._waste(flat), process=self.process
+            )
         width = DTYPES[precision].itemsize
-        # the moments and an fp32 copy of the weights, even if they are fp32 already
-        weights, optimizer = float(width * numbers), (4.0 * numbers + self.moments) / ranks
+        # the optimizer's states and an fp32 copy of the weights, even if they are fp32 already
+        weights, optimizer = float(width * numbers), (4.0 * numbers + self.optimizer_states) / ranks
         gradients = flat = 4.0 * numbers / ranks
         bucket = width * min(sharding.reduce_bucket_size, numbers) * (2.0 if sharding.overlap_comm else 1.0)
         if stage == 1 and precision == "bf16":
@@ -121,14 +124,17 @@ class MemoryEstimator:
         return sum(parameter.numel() for parameter in build_model(self.config, "meta").parameters())
 
     @cached_property
-    def moments(self) -> float:
-        """The bytes of the optimizer's moments in fp32: AdamW has two, Muon has one for each hidden matrix."""
-        if self.config.optimizer.name != "muon":
-            return 8.0 * self.parameters
-        groups = optimizer_groups(build_model(self.config, "meta"), self.config.optimizer.weight_decay)
-        return float(
-            sum((4 if group["kind"] == "matrix" else 8) * p.numel() for group in groups for p in group["params"])
-        )
+    def optimizer_states(self) -> float:
+        """The bytes of the optimizer's states of all parameters, for fp32 weights. Raises UntracedError."""
+        try:
+            return float(state_bytes(build_model(self.config, "meta"), self.config.optimizer))
+        except UserError:
+            raise
+        except Exception as error:
+            # a user's optimizer may raise anything
+            raise UntracedError(
+                f"{self.config.optimizer._target_} cannot make a step without values: {error}"
+            ) from error
 
     def _trace(self, stage: int, micro_batch_size: int, checkpointing: bool, accumulating: bool) -> Trace:
         if self.line is not None and micro_batch_size not in self.line:

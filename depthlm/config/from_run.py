@@ -45,7 +45,7 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
 
     A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
 
-    Raises UserError if there is no run, or if its mechanism is from a module that `trust=` does not name. Raises
+    Raises UserError if there is no run, or if one of its classes is from a module that `trust=` does not name. Raises
     ConfigError with all invalid overrides.
     """
     trust = [
@@ -74,9 +74,8 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
     if errors:
         raise ConfigError(errors)
     named = {override.key_or_group.replace("/", ".") for _, override in (*groups, *values)}
-    check_trusted(
-        {part: name for part, name in targets(saved.model).items() if not _names(named, part)}, trust, str(run)
-    )
+    classes = targets(saved.model) | {"optimizer": saved.optimizer._target_}
+    check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trust, str(run))
     return raw
 
 
@@ -161,6 +160,6 @@ def _unresolved(raw: DictConfig, text: str, override: Override) -> list[str]:
     return []
 
 
-def _names(named: Set[str], part: str) -> bool:
-    """Return whether the overrides themselves name the class of this part, which makes importing it safe."""
-    return not named.isdisjoint(("model", f"model.{part}", f"model.{part}._target_"))
+def _names(named: Set[str], key: str) -> bool:
+    """Return whether the overrides themselves name the class of this key, which makes importing it safe."""
+    return not named.isdisjoint((key.partition(".")[0], key, f"{key}._target_"))

@@ -1,13 +1,19 @@
-"""Names of older versions that are still accepted: of keys, and of modules of mechanisms."""
+"""Names of older versions that are still accepted: of keys, of modules of mechanisms, and of optimizers."""
 
+import copy
 from typing import Any
 
 KEYS = {"import_from": "init_from", "training.on_bad_numbers": "training.on_nonfinite"}
 MODULES = {"depthlm.model.connections.cross_attention.": "depthlm.model.connections.deep_cross_attention."}
+# an older configuration has the name of its optimizer, but no class
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"_target_": "torch.optim.AdamW", "momentum": None, "ns_steps": None, "settings": {"fused": True}},
+    "muon": {"_target_": "depthlm.optimizers.MuonAndAdamW", "settings": {}},
+}
 
 
 def use_new_names(saved: dict[str, Any]) -> None:
-    """Rename, in place, the keys and modules in the saved configuration of an older version."""
+    """Rename, in place, the keys, modules and optimizer in the saved configuration of an older version."""
     for old, new in KEYS.items():
         section, old_name, new_name = _section(saved, old), old.rpartition(".")[2], new.rpartition(".")[2]
         if old_name in section:
@@ -18,6 +24,9 @@ def use_new_names(saved: dict[str, Any]) -> None:
     for old, new in MODULES.items():
         if str(connection.get("_target_")).startswith(old):
             connection["_target_"] = connection["_target_"].replace(old, new)
+    optimizer = _section(saved, "optimizer._target_")
+    if "_target_" not in optimizer:
+        optimizer.update(copy.deepcopy(OPTIMIZERS.get(str(optimizer.get("name")), {})))
 
 
 def _section(saved: Any, name: str) -> dict[str, Any]:

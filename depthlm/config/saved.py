@@ -44,21 +44,21 @@ def load_config(directory: Path) -> Config:
 
 
 def targets(model: Model) -> dict[str, str]:
-    """Return the class of the connection and of the attention of a mechanism."""
-    return {"connection": str(model.connection.get("_target_")), "attention": str(model.attention.get("_target_"))}
+    """Return the class of the connection and of the attention of a mechanism, by its key."""
+    return {f"model.{part}": str(getattr(model, part).get("_target_")) for part in ("connection", "attention")}
 
 
 def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) -> None:
-    """Raise UserError if a class of a saved configuration is neither from depthlm nor from a module in `trust`.
+    """Raise UserError if a class of a saved configuration is not from depthlm, torch.optim or a module in `trust`.
 
-    Importing a module executes it, and the file may name any module. saved: the result of `targets`.
+    Importing a module executes it, and the file may name any module. saved: classes by key, as `targets` returns them.
     """
-    for part, target in saved.items():
+    for key, target in saved.items():
         module = target.rpartition(".")[0]
         if not module:
-            raise UserError(f"{where}: model.{part}._target_ names no class ({target}); config.yaml may be damaged")
-        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", *trust)):
-            raise UserError(f"{where}: model.{part} is from {module}; name that module in trust=[...] to import it")
+            raise UserError(f"{where}: {key}._target_ names no class ({target}); config.yaml may be damaged")
+        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", "torch.optim", *trust)):
+            raise UserError(f"{where}: {key} is from {module}; name that module in trust=[...] to import it")
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:

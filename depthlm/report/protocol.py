@@ -12,6 +12,7 @@ from depthlm.config.schema.keys import flatten, in_protocol
 from depthlm.config.schema.length import run_steps
 from depthlm.counts import count_text
 from depthlm.files import read_yaml
+from depthlm.optimizers import arguments
 from depthlm.report.rows import Row
 from depthlm.report.tables import Table, cells
 from depthlm.run_directory import RunDirectory
@@ -58,6 +59,7 @@ def _texts(config: Config) -> dict[str, str]:
         warmup = f"{schedule.warmup_steps:,} steps of warm-up"
     else:
         warmup = f"{100 * (schedule.warmup_ratio or 0):.3g}% of the steps as warm-up"
+    used, betas = arguments(optimizer), " and ".join(f"{beta:g}" for beta in optimizer.betas)
     floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
     return {
         "size": config.size.name,
@@ -66,8 +68,9 @@ def _texts(config: Config) -> dict[str, str]:
         "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
         "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
         "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
-        "optimizer": f"{optimizer.name}, betas {' and '.join(f'{beta:g}' for beta in optimizer.betas)}, "
-        f"weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
+        "optimizer": optimizer.name
+        + (f", betas {betas}" if "betas" in used else "")
+        + f", weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
         "peak learning rate": f"{optimizer.lr:.4g}",
         "schedule": f"{schedule.name}, {warmup}{floor}",
         "precision": config.precision.name,

@@ -11,6 +11,7 @@ from depthlm.counts import gib_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.machine.memory import process_bytes
+from depthlm.optimizers import needs_matrices
 
 log = logging.getLogger("depthlm")
 
@@ -21,7 +22,7 @@ STARTUP_BYTES = 64 * 2**20
 
 
 def check_memory(config: Config, ranks: Ranks, device: torch.device, available: int) -> Memory | None:
-    """Return the memory estimate of a rank; None, with a warning, if the decoder cannot be traced.
+    """Return the memory estimate of a rank; None, with a warning, if the decoder or optimizer cannot be traced.
 
     available: the bytes that every rank has. Logs a warning if the estimate is above 80% of them.
     Raises UserError with settings that fit if the estimate is above all of them, unless memory=ignore.
@@ -68,7 +69,7 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
     configured = training.micro_batch_size or share
     sizes = [size for size in range(1, configured + 1) if share % size == 0]
     highest = 2 if training.compile else 3
-    if world == 1 or config.optimizer.name == "muon":
+    if world == 1 or needs_matrices(config.optimizer):
         highest = sharding.stage
     for stage in range(sharding.stage, highest + 1):
         if estimator.states(stage, world).total > available:

@@ -1,5 +1,6 @@
 """Names of older versions are still read."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -34,7 +35,19 @@ def test_the_names_in_a_saved_configuration_become_the_new_ones() -> None:
     assert saved["model"]["connection"] == {"_target_": target.format("deep_cross_attention"), "version": 3}
 
 
-@pytest.mark.parametrize("broken", [{"model": 3}, {"model": {"connection": None}}, {"training": []}, {}])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_saved_without_its_class_is_the_same_optimizer(name: str) -> None:
+    current = dataclasses.asdict(depthlm.compose([f"optimizer={name}"], here=False).optimizer)
+    # what earlier versions saved for either optimizer
+    older = {key: value for key, value in current.items() if key not in ("_target_", "settings")}
+    saved: dict[str, Any] = {"optimizer": older | {"momentum": 0.95, "ns_steps": 5}}
+    use_new_names(saved)
+    assert saved["optimizer"] == current
+
+
+@pytest.mark.parametrize(
+    "broken", [{"model": 3}, {"model": {"connection": None}}, {"training": []}, {"optimizer": {"name": []}}, {}]
+)
 def test_a_broken_configuration_is_left_to_the_checks(broken: dict[str, Any]) -> None:
     before = dict(broken)
     use_new_names(broken)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from depthlm.config import Config
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.observer import UNOBSERVED
+from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE
 from depthlm.training.engine import Engine
 from depthlm.training.engine.interface import copy_to_cpu
-from depthlm.training.optimizers import build_optimizer
 from depthlm.training.plan import Plan
 
 FILE = "state.pt"

@@ -109,17 +109,22 @@ class Data(Source):
 
 @dataclass
 class Optimizer:
-    """One optimizer for all parameters. Each module declares which of its parameters have no weight decay."""
+    """One optimizer for all parameters. Each module declares which of its parameters have no weight decay.
 
-    name: str = key(
-        "adamw", "muon: Muon for hidden matrices, AdamW for all other parameters", choices=("adamw", "muon")
-    )
+    betas, eps, momentum and ns_steps are passed to a class that has an argument of that name.
+    """
+
+    name: str = key("", "name of the optimizer in reports")
+    _target_: str = key("", "class of the optimizer, a subclass of torch.optim.Optimizer")
     lr: float = key(1e-3, "peak learning rate", above=0)
     weight_decay: float = key(0.1, "decoupled weight decay of the matrices", minimum=0)
-    betas: list[float] = key([0.9, 0.95], "decay rates of AdamW's two moments")
-    eps: float = key(1e-8, "epsilon of AdamW", above=0)
-    momentum: float = key(0.95, "momentum of Muon", minimum=0, maximum=0.9999)
-    ns_steps: int = key(5, "Newton-Schulz iterations of Muon", minimum=1)
+    betas: list[float] = key([0.9, 0.95], "decay rates of the two moments, as in AdamW")
+    eps: float = key(1e-8, "epsilon, as in AdamW", above=0)
+    momentum: Optional[float] = key(
+        None, "momentum, as in Muon; null: the default of the class", minimum=0, maximum=0.9999
+    )
+    ns_steps: Optional[int] = key(None, "Newton-Schulz iterations of Muon; null: the default of the class", minimum=1)
+    settings: dict[str, Any] = key({}, "arguments of the class; they take precedence over the keys above")
 
 
 @dataclass

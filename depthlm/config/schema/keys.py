@@ -23,6 +23,9 @@ WORDS = {
     dict[str, Column]: "a group", dict[str, list[float]]: "a group",
 }  # fmt: skip
 
+# the class of a mechanism or of an optimizer defines its settings, so the schema does not list them
+FREE_GROUPS = ("model.connection", "model.attention", "optimizer.settings")
+
 
 @dataclass(frozen=True)
 class Key:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.schema import Data, Source
-from depthlm.config.schema.keys import keys, plain, validate
+from depthlm.config.schema.keys import FREE_GROUPS, keys, plain, validate
 from depthlm.config.validate.errors import nearest
 
 NAMED = ("data.sources", "data.validation")
@@ -17,10 +17,10 @@ OWN = {"source", "hub", "path", "subset", "files"}
 def open_names(overrides: Sequence[str], settings: bool = False) -> list[str]:
     """Return the overrides, with `++` added for named sources so that Hydra accepts new names and keys.
 
-    settings: also add it for the settings of a mechanism, since a sweep may set one that the default mechanism lacks.
+    settings: also add it for the settings of a class, since a sweep may set one that the default class lacks.
     """
     begins = tuple(f"{group}{end}" for group in NAMED for end in (".", "="))
-    begins += ("model.connection.", "model.attention.") if settings else ()
+    begins += tuple(f"{group}." for group in FREE_GROUPS) if settings else ()
     return [f"++{override}" if override.startswith(begins) else override for override in overrides]
 
 

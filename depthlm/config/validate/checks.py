@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import keys, leaves, plain, validate
+from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves, plain, validate
 from depthlm.config.schema.length import run_steps, warmup_steps
 from depthlm.config.schema.sources import check_sources
 from depthlm.config.validate.errors import listed, nearest
@@ -27,19 +27,23 @@ from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory, is_checkpoint
 
-# the class of a mechanism defines its settings, so the schema does not list them
-FREE_GROUPS = ("model.connection", "model.attention")
+# overrides that choose the class of the optimizer
+CLASS = ("optimizer", "optimizer._target_")
 
 
 def check_fields(raw: DictConfig) -> list[str]:
-    """Return the mistakes in single fields: choices, bounds, and settings that a mechanism does not accept."""
+    """Return the mistakes in single fields: choices, bounds, and settings that a class does not accept."""
     known, errors = keys(), []
     for name in leaves(raw):
         if name not in known and not any(name.startswith(f"{key}.") for key in known):
             errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
     values = {name: plain(OmegaConf.select(raw, name, throw_on_missing=True)) for name in known}
     for name in FREE_GROUPS:
-        errors.extend(check_target(name, values.pop(name)))
+        settings = values.pop(name)
+        if name == "optimizer.settings":
+            # its class is beside them
+            settings["_target_"] = raw.optimizer._target_
+        errors.extend(check_target(name, settings))
     _, wrong = validate(Config, values)
     for key in (known[name] for name in known if name in wrong):
         value = values[key.name]
@@ -57,7 +61,7 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *check_values(config),
         *_check_batch(config, given),
         *_check_length(config),
-        *_check_optimizer(config),
+        *_check_optimizer(config, given),
         *_check_checkpoints(config),
         *_check_sharding(config),
         *_check_data(config),
@@ -155,15 +159,30 @@ def check_steps(config: Config, steps: int) -> list[str]:
     return errors
 
 
-def _check_optimizer(config: Config) -> list[str]:
-    errors = []
-    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        errors.append(f"optimizer.betas={config.optimizer.betas}: two numbers from 0 to below 1, as in [0.9,0.95]")
-    if config.optimizer.name == "muon" and config.deepspeed.stage > 0:
+def _check_optimizer(config: Config, given: set[str]) -> list[str]:
+    from depthlm.optimizers import SHARED, arguments, build_optimizer, needs_matrices
+
+    optimizer, stage, errors = config.optimizer, config.deepspeed.stage, []
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        errors.append(f"optimizer.betas={optimizer.betas}: two numbers from 0 to below 1, as in [0.9,0.95]")
+    accepted = arguments(optimizer)
+    for name in SHARED:
+        value = getattr(optimizer, name)
+        if f"optimizer.{name}" in given and value is not None and name not in accepted:
+            errors.append(f"optimizer.{name}={value}: {optimizer._target_} has no such setting; leave it out")
+    if needs_matrices(optimizer) and stage > 0:
         errors.append(
-            f"optimizer=muon with deepspeed.stage={config.deepspeed.stage}: Muon needs whole matrices, "
+            f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0"
         )
+    # the bounds of the keys hold for the defaults, and building an optimizer imports torch's compiler for seconds
+    if not errors and any(name in CLASS or name.startswith("optimizer.settings") for name in given):
+        from torch import nn
+
+        try:
+            build_optimizer(nn.Linear(2, 2), optimizer)
+        except UserError as error:
+            errors.extend(str(error).splitlines())
     return errors
 
 

@@ -11,16 +11,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from depthlm.config.schema.keys import keys, leaves
+from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves
 from depthlm.config.schema.sources import NAMED
 from depthlm.config.validate.checks import check_fields
 from depthlm.config.validate.errors import listed, nearest
 from depthlm.files import read_yaml
 from depthlm.locations import CONF
 
-# the settings of a mechanism, and the sources of a mixture: keys that the schema does not list
-MECHANISM = ("model.connection", "model.attention")
-OPEN = tuple(f"{name}." for name in (*MECHANISM, *NAMED))
+# the settings of a class, and the sources of a mixture: keys that the schema does not list
+OPEN = tuple(f"{name}." for name in (*FREE_GROUPS, *NAMED))
 
 Compose = Callable[[Sequence[str], str | Path | None], DictConfig]
 
@@ -51,10 +50,11 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
             if override.value() in options or (override.value() is None and name == "experiment"):
                 groups.append(text)
             else:
-                # mechanisms are the options that users add most
-                own = "; for your own, give --config-dir" if name.startswith("model") and config_dir is None else ""
+                # the options that users add most
+                own = name.startswith(("model", "optimizer")) and config_dir is None
                 errors.append(
-                    f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}{own}"
+                    f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}"
+                    + ("; for your own, give --config-dir" if own else "")
                 )
         else:
             values[text] = override
@@ -131,7 +131,7 @@ def _refuse_deletion(text: str, name: str, groups: Iterable[str]) -> list[str]:
         return [f"{text}: every group has an option; choose another by {name}=..."]
     if name in keys():
         return [f"{text}: a key cannot be removed; set it to another value"]
-    # sources of a mixture and settings of a mechanism may be deleted
+    # sources of a mixture and settings of a class may be deleted
     return [] if name.startswith(OPEN) else [f"{text}: no such key{nearest(name, keys())}"]
 
 
@@ -169,8 +169,8 @@ def _explain_value(
     if name in sections:
         inside = [key for key in known if key.startswith(name + ".")]
         return f"{text}: a group of keys; set one of {listed(inside)}"
-    group, _, setting = name.rpartition(".")
-    if group in MECHANISM and (owners := _owners(group.replace(".", "/"), setting, groups, config_dir)):
+    group, _, setting = name.replace(".", "/").rpartition("/")
+    if group in groups and name.startswith(OPEN) and (owners := _owners(group, setting, groups, config_dir)):
         return f"{text}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
     return f"{text}: no such key{nearest(name, present)}"
 

@@ -1,6 +1,6 @@
-"""Checks of the mechanism of a configuration (its classes exist and accept its settings), and its factories.
+"""Checks of the classes of a configuration (they exist and accept their settings), and factories of a mechanism.
 
-The class of a mechanism defines its settings and their allowed values.
+The class of a mechanism or an optimizer defines its settings and their allowed values.
 """
 
 import importlib
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
     from depthlm.model.connections.connection import ConnectionFactory
 
-# arguments that the decoder passes to each part
-PASSED = ("spec", "size", "backbone")
+# arguments that an optimizer has from the keys beside its settings, for each of its parameter groups
+OF_GROUPS = ("lr", "weight_decay")
 
 
 def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
@@ -32,29 +32,36 @@ def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
 
 
 def check_target(name: str, settings: Any) -> list[str]:
-    """Return the mistakes in model.connection or model.attention: a wrong class, or settings it does not accept."""
+    """Return the mistakes in one of FREE_GROUPS: a wrong class, or settings it does not accept."""
+    import torch
+
     from depthlm.model.attention.self_attention import SelfAttention
     from depthlm.model.connections.connection import Connection
 
+    interface, example, passed = {
+        "model.connection": (Connection, "depthlm.model.connections.residual.Residual", 3),
+        "model.attention": (SelfAttention, "depthlm.model.attention.self_attention.SelfAttention", 3),
+        "optimizer.settings": (torch.optim.Optimizer, "torch.optim.AdamW", 1),
+    }[name]
+    where = f"{name.removesuffix('.settings')}._target_"
     target = settings.get("_target_")
     if not isinstance(target, str) or "." not in target:
-        return [f"{name}._target_={target}: not a class, as in depthlm.model.connections.residual.Residual"]
+        return [f"{where}={target}: not a class, as in {example}"]
     module, attribute = target.rsplit(".", 1)
     try:
         source = importlib.import_module(module)
     except ImportError as error:
-        return [f"{name}._target_={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
-    mechanism_class = getattr(source, attribute, None)
-    if mechanism_class is None:
+        return [f"{where}={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
+    named_class = getattr(source, attribute, None)
+    if named_class is None:
         classes = [other for other, value in vars(source).items() if inspect.isclass(value)]
-        return [f"{name}._target_={target}: {module} has no {attribute}{nearest(attribute, classes)}"]
-    interface = {"model.connection": Connection, "model.attention": SelfAttention}[name]
-    if not (inspect.isclass(mechanism_class) and issubclass(mechanism_class, interface)):
-        return [f"{name}._target_={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
-    parameters = inspect.signature(mechanism_class).parameters
+        return [f"{where}={target}: {module} has no {attribute}{nearest(attribute, classes)}"]
+    if not (inspect.isclass(named_class) and issubclass(named_class, interface)):
+        return [f"{where}={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
+    parameters = inspect.signature(named_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return []
-    allowed = [p for p in parameters if p not in PASSED]
+    allowed = [p for p in list(parameters)[passed:] if name != "optimizer.settings" or p not in OF_GROUPS]
     return [
         f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
         + nearest(setting, allowed)

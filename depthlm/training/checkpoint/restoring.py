@@ -131,7 +131,13 @@ def _check_fork(path: Path, manifest: dict[str, Any], config: Config) -> None:
     current = dataclasses.asdict(config)
     differences = compare(manifest["config"], current)
     # at stage 0 weights and optimizer states are fp32 at any precision
-    fixed = ("model.", "backbone.", "size.", "optimizer.name", *(["precision.name"] if config.deepspeed.stage else []))
+    fixed = (
+        "model.",
+        "backbone.",
+        "size.",
+        "optimizer._target_",
+        *(["precision.name"] if config.deepspeed.stage else []),
+    )
     if conflicts := [name for name in differences if name.startswith(fixed)]:
         lines = "\n".join(f"  - {name}: {differences[name]}" for name in conflicts)
         raise UserError(

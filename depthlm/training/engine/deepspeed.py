@@ -13,11 +13,11 @@ from depthlm.config import Config
 from depthlm.machine import environment
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.observer import UNOBSERVED
+from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE, CheckpointError
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import prepare_sharding, undo_sharding
-from depthlm.training.optimizers import build_optimizer
 from depthlm.training.plan import Plan
 
 

@@ -165,7 +165,7 @@ def test_a_forks_optimizer_uses_the_settings_of_the_fork(small_run: Overrides, t
     [
         ("model=mhc", "model.connection"),
         ("size.num_layers=1", "size.num_layers: the run has 2"),
-        ("optimizer=muon", "optimizer.name: the run has adamw"),
+        ("optimizer=muon", "optimizer._target_: the run has torch.optim.AdamW"),
     ],
 )
 def test_a_fork_that_cannot_use_the_state_is_refused_before_the_model_is_built(

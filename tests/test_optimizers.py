@@ -1,0 +1,130 @@
+"""The optimizers: their settings, the bytes of their states, and optimizers of the user."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.accounting.memory import MemoryEstimator, UntracedError
+from depthlm.config import ConfigError
+from depthlm.optimizers import build_optimizer, state_bytes
+from depthlm.runs.records import read_metrics
+from depthlm.training import train
+
+Overrides = Callable[..., list[str]]
+
+SGD = """
+# SGD with momentum
+name: sgd
+_target_: torch.optim.SGD
+momentum: 0.9
+settings:
+  nesterov: true
+"""
+SIGN = """
+# The sign of the gradient
+name: sign
+_target_: my_optimizers.Sign
+settings:
+  share: 0.5
+"""
+ADAFACTOR = """
+# Adafactor, whose eps is a pair
+name: adafactor
+_target_: torch.optim.Adafactor
+settings:
+  eps: [null, 1.0e-3]
+"""
+CODE = """
+import torch
+
+class Sign(torch.optim.Optimizer):
+    needs_matrices = True
+
+    def __init__(self, groups, lr, share):
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share}: must be above 0 and at most 1")
+        super().__init__(groups, {"lr": lr})
+        self.share = share
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rows = self.state[parameter].setdefault("rows", torch.zeros_like(parameter[:1]))
+                parameter.sub_(rows + self.share * group["lr"] * parameter.grad.sign())
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration folder with optimizers of the user, and the module of one of them on PYTHONPATH."""
+    (tmp_path / "conf/optimizer").mkdir(parents=True)
+    for name, text in (("sgd", SGD), ("sign", SIGN), ("adafactor", ADAFACTOR)):
+        (tmp_path / f"conf/optimizer/{name}.yaml").write_text(text)
+    (tmp_path / "my_optimizers.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "conf"
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "sign"])
+def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str) -> None:
+    config = depthlm.compose(["size=micro", "model=dca", f"optimizer={name}"], mine, here=False)
+    model = depthlm.build_model(config)
+    optimizer = build_optimizer(model, config.optimizer)
+    tokens = torch.arange(32).view(2, 16)
+    model(tokens, tokens).nll.backward()
+    optimizer.step()
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert len(tensors) >= len(list(model.parameters()))
+    assert state_bytes(depthlm.build_model(config, "meta"), config.optimizer) == sum(t.nbytes for t in tensors)
+    assert MemoryEstimator(config, "cuda").states(0, 1).optimizer == sum(t.nbytes for t in tensors)
+
+
+def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
+    counted = {}
+    for name in ("adamw", "muon"):
+        config = depthlm.compose(["size=360m", f"optimizer={name}"], here=False)
+        model = depthlm.build_model(config, "meta")
+        counted[name] = state_bytes(model, config.optimizer)
+    parameters = list(model.named_parameters())
+    hidden = [p for name, p in parameters if name.endswith("_proj.weight")]
+    counters = 4 * len(parameters)
+    assert counted["adamw"] == 8 * sum(p.numel() for _, p in parameters) + counters
+    assert counted["adamw"] - counted["muon"] == 4 * sum(p.numel() for p in hidden) + 4 * len(hidden)
+
+
+def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) -> None:
+    config = depthlm.compose(["size=micro", "optimizer=adafactor"], mine, here=False)
+    with pytest.raises(UntracedError, match=r"torch\.optim\.Adafactor cannot make a step without values"):
+        MemoryEstimator(config, "cuda").states(0, 1)
+
+
+@pytest.mark.parametrize("overrides", [("optimizer=sgd",), ("optimizer=sign",), ("optimizer=sgd", "deepspeed=zero1")])
+def test_an_optimizer_of_the_user_trains_and_resumes(
+    mine: Path, small_run: Overrides, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    for steps in (2, 4):
+        more = ("training.max_steps=4", f"training.stop_after={steps}")
+        assert train(depthlm.compose(small_run(*overrides, *more), mine)) == 0
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
+    for overrides, error in (
+        (["optimizer.settings.share=2"], "optimizer.settings.share=2: must be above 0 and at most 1"),
+        (["optimizer.settings.share=x"], "optimizer: my_optimizers.Sign: '<' not supported between instances of 'int' "
+                                         "and 'str'"),
+        (["deepspeed=zero1"], "optimizer=sign with deepspeed.stage=1: my_optimizers.Sign needs whole matrices, which "
+                              "ZeRO 1 and above flatten; allowed: deepspeed=zero0"),
+        (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: my_optimizers.Sign has no such setting; leave it out"),
+        (["+optimizer.settings.shar=1"], "optimizer.settings.shar: my_optimizers.Sign has no such setting; "
+                                         "allowed: share; did you mean `share`?"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as refused:
+            depthlm.compose(["optimizer=sign", *overrides], mine, here=False)
+        assert refused.value.errors == [error]
