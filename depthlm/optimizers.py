@@ -17,7 +17,7 @@ from depthlm.model import optimizer_groups
 if TYPE_CHECKING:
     from depthlm.config.schema import Optimizer as OptimizerConfig
 
-# keys of the configuration that a class receives if it has an argument of this name
+# keys of the group `optimizer` that the class receives if it has an argument of that name
 SHARED = ("betas", "eps", "momentum", "ns_steps")
 
 
@@ -46,7 +46,7 @@ def needs_matrices(config: "OptimizerConfig") -> bool:
 
 
 def state_bytes(model: nn.Module, config: "OptimizerConfig") -> int:
-    """Return the bytes of the optimizer's states for fp32 parameters, all in this process.
+    """Return the bytes of the optimizer's states for unsharded fp32 parameters.
 
     Makes a step on fake tensors, which have no memory. The state of a parameter must depend only on its group and
     shape, since one parameter of each group and shape is counted for all. Raises what the class raises.
@@ -57,14 +57,14 @@ def state_bytes(model: nn.Module, config: "OptimizerConfig") -> int:
     with FakeTensorMode():
         groups = optimizer_groups(model, config.weight_decay)
         for group in groups:
-            names: dict[torch.Size, list[str]] = {}
+            by_shape: dict[torch.Size, list[str]] = {}
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                names.setdefault(parameter.shape, []).append(name)
-            group["names"] = [same[0] for same in names.values()]
-            group["params"] = [nn.Parameter(torch.empty(shape, dtype=torch.float32)) for shape in names]
-            for parameter, same in zip(group["params"], names.values(), strict=True):
+                by_shape.setdefault(parameter.shape, []).append(name)
+            group["names"] = [names[0] for names in by_shape.values()]
+            group["params"] = [nn.Parameter(torch.empty(shape, dtype=torch.float32)) for shape in by_shape]
+            for parameter, names in zip(group["params"], by_shape.values(), strict=True):
                 parameter.grad = torch.empty_like(parameter)
-                counts[parameter] = len(same)
+                counts[parameter] = len(names)
         optimizer = _optimizer(groups, config)
         optimizer.step()
     tensors = (
@@ -110,13 +110,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
         ns_steps: int = 5,
     ) -> None:
-        self.parts: dict[str, torch.optim.Optimizer] = {}
         matrices = [group for group in groups if group["kind"] == "matrix"]
         others = [group for group in groups if group["kind"] != "matrix"]
         muon = torch.optim.Muon(matrices, lr, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr, betas, eps, fused=True)
         super().__init__([*muon.param_groups, *adamw.param_groups], {"lr": lr})
-        self.parts = {"muon": muon, "adamw": adamw}
+        self.parts: dict[str, torch.optim.Optimizer] = {"muon": muon, "adamw": adamw}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -124,5 +124,5 @@ def _several_points(line: CommandLine) -> list[str]:
     points = sweep_points(line.overrides, line.config_dir)
     if len(points) <= 1 or any(by_name(point.overrides) == by_name(line.overrides) for point in points):
         return []
-    first = " ".join(text for text in points[0].overrides if text not in line.overrides)
-    return [f"experiment={name}: {len(points)} points; add -m to train each, or choose one, as in {first}"]
+    example = " ".join(text for text in points[0].overrides if text not in line.overrides)
+    return [f"experiment={name}: {len(points)} points; add -m to train each, or choose one, as in {example}"]

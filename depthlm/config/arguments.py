@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
+from depthlm.config.hydra_context import override_text
 from depthlm.config.schema.keys import Key, keys, validate
 from depthlm.config.validate.errors import listed, nearest
 from depthlm.errors import UserError
@@ -34,9 +35,11 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
     read, wrong = validate(schema, values)
     for name in (name for name in values if name in wrong):
         close = nearest(str(values[name]), known[name].metadata["choices"])
-        errors.append(f"{prefix}{name}={values[name] or 'null'}: must be {known[name].wanted}{close}")
+        errors.append(f"{prefix}{name}={override_text(values[name])}: must be {known[name].wanted}{close}")
     errors += [
-        f"{key.name}=...: is missing: {key.metadata['doc']}" for key in _required(schema) if key.name not in values
+        f"{prefix}{key.name}=...: is missing: {key.metadata['doc']}"
+        for key in _required(schema)
+        if key.name not in values
     ]
     if errors:
         raise UserError(

@@ -127,7 +127,7 @@ def _parsed(
         elif override.is_delete():
             errors.append(f"{text}: not with run=; set the key to another value")
         elif override.is_sweep_override():
-            errors.append(f"{text}: several values; run= starts one run")
+            errors.append(f"{text}: several values; run= starts one run, so give one value")
         elif override.value() == {}:
             errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
         elif name in available and not isinstance(override.value(), str):

@@ -16,7 +16,7 @@ _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_voca
 
 
 def prepare_command(config: Config) -> str:
-    """Return the command that prepares `data=<name>`, with every setting that differs from our file of that name."""
+    """Return the command that prepares `data=<name>`, with every setting that differs from conf/data/<name>.yaml."""
     name = config.data.name
     chosen = [f"data={name}"] if (CONF / "data" / f"{name}.yaml").is_file() else []
     with hydra_at_conf():

@@ -68,7 +68,7 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
 
 
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
-    """Return the keys whose override equals a value in the experiment's points, so not a choice of the user."""
+    """Return the keys whose override equals a value in the experiment's points, so that it is not the user's choice."""
     texts = by_name(overrides)
     theirs = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
     return {

@@ -62,7 +62,7 @@ def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) ->
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
-    """Return the keys that differ and affect the result, each with a description of both values."""
+    """Return the keys that differ and may affect the result, each with a description of both values."""
     differences: dict[str, str] = {}
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"

@@ -55,4 +55,4 @@ def finite(value: Any) -> float | None:
 
 
 def _is_loss(key: str) -> bool:
-    return key.startswith("validation/") and key.endswith("/loss")
+    return len(key) > len(loss_key("")) and key.startswith("validation/") and key.endswith("/loss")

@@ -1,4 +1,4 @@
-"""The dry run: one full-size step, to measure its peak memory and time."""
+"""The dry run: measures the peak memory and the time of a full-size step."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Non-finite losses and gradients, and loss spikes: what a spike is, and how bad batches are described."""
+"""Bad batches (a non-finite loss or gradient, or a loss spike): the limit of a spike, and descriptions for the log."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ MAX_WINDOWS_LOGGED = 8
 
 
 class DivergedError(RuntimeError):
-    """Raised when the policy ends the run because of a non-finite loss or gradient."""
+    """Raised when a non-finite loss or gradient, or too many bad batches in a row, end the run."""
 
 
 def spike_limit(training: Training, recent_losses: Sequence[float], tokens: int) -> float:

@@ -35,7 +35,7 @@ FAILED = 1
 
 
 def train(config: Config) -> int:
-    """Train a validated configuration, or resume its run. With dry_run, take one step instead. Returns the exit code.
+    """Train a validated configuration, or resume its run. With dry_run, only time a step. Returns the exit code.
 
     0: complete; 75: stopped by a signal, state saved; 1: diverged, or the last checkpoint could not be written.
 
@@ -59,7 +59,7 @@ def train(config: Config) -> int:
 def set_up(config: Config, ranks: Ranks, stack: ExitStack) -> Trainer | None:
     """Return the trainer of a run at the step where it starts or resumes; None if the run is complete. Collective.
 
-    stack: gets what must be released after training: the process group, the signal handlers and the lock.
+    stack: receives what is released after training: the process group, the signal handlers and the lock.
     """
     paths = RunDirectory.of(config.output_dir)
     device, activity = stack.enter_context(process_group(config, ranks))

@@ -35,7 +35,10 @@ from depthlm.training.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Setup:
-    """A run on this rank before its model is built. memory: the estimate; None if the decoder cannot be traced."""
+    """A run on this rank before its model is built.
+
+    memory: the estimate; None if the decoder or the optimizer cannot be traced.
+    """
 
     config: Config
     ranks: Ranks
@@ -56,7 +59,7 @@ class Cost:
 
 
 def start_process(config: Config) -> Ranks:
-    """Prepare this process for a run: threads, determinism, logging, and no memory of an earlier run."""
+    """Set this process's threads, determinism and logging, and free the memory of an earlier run. Returns the ranks."""
     ranks = launchers.ranks()
     torch.set_num_threads(config.training.num_threads or environment.threads(ranks))
     if config.deterministic:
@@ -78,7 +81,7 @@ def free_earlier_run() -> None:
 
 @contextmanager
 def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, Activity]]:
-    """Join the process group for the block, watched by the watchdog. Yields this rank's device and its activity."""
+    """Join the process group and watch its ranks while the block runs. Yields this rank's device and its activity."""
     training = config.training
     # longer than the watchdog's timeouts, so that the watchdog acts first: it can name the rank to blame
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)

@@ -65,7 +65,7 @@ class Due(NamedTuple):
 class Trainer:
     """A run in its locked directory. `fit` trains it; its methods follow in the order in which a step calls them.
 
-    All methods are collective: every rank calls them.
+    Most methods are collective, so every rank calls each of them; only `mfu` may be called on one rank.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class Trainer:
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
-        self.bar = Bar(progress.step, self.plan.last_step, setup.ranks.rank)
         self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
         self.tracker: Tracker = NoTracker()
         if self.is_rank_0:
@@ -98,8 +97,8 @@ class Trainer:
     def fit(self) -> int:
         """Train to the plan's last step, and write the results of a complete run. Returns the exit code.
 
-        A signal ends training after the step, with the state saved. Raises DivergedError if non-finite losses or
-        gradients end the run, and NotSavedError if the last checkpoint could not be written.
+        A signal ends training after the step, with the state saved. Raises DivergedError if bad batches end the run,
+        and NotSavedError if the last checkpoint could not be written.
         """
         progress, summary = self.progress, None
         try:
@@ -129,17 +128,16 @@ class Trainer:
     def train_steps(self) -> bool:
         """Train to the plan's last step and save a checkpoint. Returns whether a signal stopped it early."""
         progress = self.progress
-        if on_any_rank((self.request.name is not None,), self.device)[0]:
-            return True  # the signal came while the run was starting
         self.request.training = True
         self.make_up_validation()
-        with self.bar:
+        with Bar(progress.step, self.plan.last_step, torch.distributed.get_rank()) as bar:
             self.stopwatch.start()
             while progress.step < self.plan.last_step:
                 step = self.train_step()
+                bar.step(progress.step)
                 self.handle_nonfinite(step)
                 due = self.agree_on_what_is_due()
-                self.maybe_log(step, due)
+                self.maybe_log(step, due, bar)
                 self.stopwatch.pause()
                 progress.wall_seconds = self.stopwatch.total
                 self.maybe_save(due)
@@ -176,21 +174,20 @@ class Trainer:
         limit = spike_limit(self.training, progress.recent_losses, self.plan.tokens_per_step)
         highest = limit if self.training.on_spike == "skip" else math.inf
         every = self.training.log_blocks_every
-        measured = every is not None and (progress.step == 0 or _is_multiple(progress.step + 1, every))
-        meter = BlockMeter(config.model.loops * config.size.num_layers, self.device) if measured else None
+        norms_due = every is not None and (progress.step == 0 or _is_multiple(progress.step + 1, every))
+        meter = BlockMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
         nll = train_step(engine, batch, self.plan, self.training.z_loss, highest, mark, meter or UNOBSERVED).item()
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step
         if meter is not None:
             self.sublayer_norms.write({"step": progress.step, **meter.row(loss_scale)})
-        self.bar.step(progress.step)
         mark("synchronizing ranks")
         return Step(nll, lr, loss_scale, limit)
 
     def handle_nonfinite(self, step: Step) -> None:
         """Record whether the update of a step was applied; if it was not, apply the policy.
 
-        Raises DivergedError if the policy ends the run.
+        Raises DivergedError if the policy, or more than training.max_skipped bad batches in a row, end the run.
         """
         training, progress, number = self.training, self.progress, self.progress.step
         loss = step.nll / self.plan.tokens_per_step
@@ -278,7 +275,7 @@ class Trainer:
         """Return whether a validation follows this step; the last step of the run always has one."""
         return _is_multiple(step, self.training.validate_every) or step == self.plan.max_steps
 
-    def maybe_log(self, step: Step, due: Due) -> None:
+    def maybe_log(self, step: Step, due: Due, bar: Bar) -> None:
         """Write a row of metrics if the step is the first, is saved or validated, or if log_every asks for it."""
         number = self.progress.step
         if not (due.save or due.validate or number == 1 or _is_multiple(number, self.training.log_every)):
@@ -286,7 +283,7 @@ class Trainer:
         steps_per_second = (number - self.logged_at) / self.stopwatch.take_lap()
         self.logged_at = number
         tokens_per_second = steps_per_second * self.plan.tokens_per_step
-        # of each source of a mixture
+        # the share of the samples and the epochs of each source of a mixture
         seen = self.batches.seen(number) if len(self.corpus.train) > 1 else {}
         row = {
             "step": number,
@@ -301,7 +298,7 @@ class Trainer:
             **{f"data/{name}/epochs": epochs for name, (_, epochs) in seen.items()},
             "loss_scale": step.loss_scale,
         }
-        self.bar.row(row)
+        bar.row(row)
         log.info("%s", row_text(row, self.plan.max_steps))
         self.metrics.write(row)
 
@@ -350,7 +347,7 @@ class Trainer:
     def complete(self) -> dict[str, Any] | None:
         """Write the results of the complete run: summary.json, the loss curve, a sample. Returns the summary on rank 0.
 
-        The losses are those of the last row of metrics.jsonl, or are measured again if it has none.
+        The losses are those in the last row of metrics.jsonl; if it has none, they are measured again.
         """
         progress, corpus, last, summary = self.progress, self.corpus, self.metrics.last, None
         losses = ValidationLosses.of_row(last) if last.get("step") == self.plan.max_steps else None

@@ -21,7 +21,7 @@ def test_the_mean_needs_a_finite_loss_of_every_set() -> None:
     assert ValidationLosses({"a": 1.0, "b": 2.0}).mean == 1.5
     assert ValidationLosses({"a": 1.0, "b": None}).mean is None
     assert ValidationLosses({}).mean is None
-    assert not ValidationLosses.of_row({"step": 1, "loss": 2.0})
+    assert not ValidationLosses.of_row({"step": 1, "loss": 2.0, "validation/loss": 1.0})
 
 
 def test_each_set_has_a_loss_and_a_perplexity_in_a_row() -> None:

@@ -111,7 +111,7 @@ class Data(Source):
 class Optimizer:
     """One optimizer for all parameters. Each module declares which of its parameters have no weight decay.
 
-    betas, eps, momentum and ns_steps are passed to a class that has an argument of that name.
+    Each of betas, eps, momentum and ns_steps is passed to the class if it has an argument of that name.
     """
 
     name: str = key("", "name of the optimizer in reports")
@@ -186,7 +186,7 @@ class Training:
     )
     max_skipped: int = key(
         10,
-        "consecutive skipped batches (or rewinds to the same checkpoint) after which the run ends",
+        "maximum number of bad batches (or rewinds) without an update that is kept in between; one more ends the run",
         minimum=0,
         on_resume="logged",
     )

@@ -17,6 +17,7 @@ from depthlm.config.schema.experiment import Column
 from depthlm.counts import parse_count
 from depthlm.fields import OnResume
 
+# the types of keys in error messages
 WORDS = {
     int: "an integer", float: "a number", bool: "true or false", str: "text", list[int]: "a list of integers",
     list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group", list[Any]: "a list",
@@ -119,9 +120,9 @@ def plain(value: Any) -> Any:
 
 def leaves(raw: DictConfig) -> list[str]:
     """Return the dotted name of every value in a composed configuration."""
-    plain = OmegaConf.to_container(raw, resolve=False)
-    assert isinstance(plain, dict)
-    return list(flatten(plain))
+    nested = OmegaConf.to_container(raw, resolve=False)
+    assert isinstance(nested, dict)
+    return list(flatten(nested))
 
 
 def flatten(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory, is_checkpoint
 
 # overrides that choose the class of the optimizer
-CLASS = ("optimizer", "optimizer._target_")
+OPTIMIZER_CLASS = ("optimizer", "optimizer._target_")
 
 
 def check_fields(raw: DictConfig) -> list[str]:
@@ -110,7 +110,10 @@ def _check_batch(config: Config, given: set[str]) -> list[str]:
         if "training.batch_size" in given:
             return ["training.batch_size and training.batch_tokens: both given; give one"]
         if training.batch_tokens % length:
-            return [f"training.batch_tokens={training.batch_tokens}: is not divisible by sequence_length={length}"]
+            return [
+                f"training.batch_tokens={training.batch_tokens}: is not divisible by sequence_length={length}; "
+                f"allowed: multiples of {length}"
+            ]
     if training.batch_size % ranks:
         return [
             f"training.batch_size={training.batch_size}: is not divisible by the {ranks} ranks of this run; "
@@ -130,7 +133,7 @@ def _check_length(config: Config) -> list[str]:
     training, schedule, errors = config.training, config.schedule, []
     lengths = [name for name in LENGTHS if getattr(training, name.removeprefix("training.")) is not None]
     if len(lengths) > 1:
-        errors.append(f"{' and '.join(lengths)}: both given; give one")
+        errors.append(f"{' and '.join(lengths)}: {'both' if len(lengths) == 2 else 'all'} given; give one")
     if not lengths:
         errors.append(
             "training.max_steps: the run has no length; give training.max_steps, training.max_tokens or "
@@ -175,8 +178,8 @@ def _check_optimizer(config: Config, given: set[str]) -> list[str]:
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0"
         )
-    # the bounds of the keys hold for the defaults, and building an optimizer imports torch's compiler for seconds
-    if not errors and any(name in CLASS or name.startswith("optimizer.settings") for name in given):
+    # the bounds of the keys are enough for the default class, and building takes seconds: it imports torch's compiler
+    if not errors and any(name in OPTIMIZER_CLASS or name.startswith("optimizer.settings") for name in given):
         from torch import nn
 
         try:
@@ -224,7 +227,10 @@ def _check_device(config: Config) -> list[str]:
     if config.kernels == "triton" and (lack := missing(device)):
         errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
     if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        errors.append("training.compile=true: torch.compile on a CPU needs a C++ compiler, and there is no g++ here")
+        errors.append(
+            "training.compile=true: torch.compile on a CPU needs a C++ compiler; install g++ or clang++, "
+            "or leave it out"
+        )
     if config.training.compile and device == "cuda" and (lack := launch_lacks()):
         errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
     return errors

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
     from depthlm.model.connections.connection import ConnectionFactory
 
-# arguments that an optimizer has from the keys beside its settings, for each of its parameter groups
-OF_GROUPS = ("lr", "weight_decay")
+# arguments of an optimizer that its parameter groups set, from the keys beside its settings
+SET_BY_GROUPS = ("lr", "weight_decay")
 
 
 def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
@@ -38,7 +38,8 @@ def check_target(name: str, settings: Any) -> list[str]:
     from depthlm.model.attention.self_attention import SelfAttention
     from depthlm.model.connections.connection import Connection
 
-    interface, example, passed = {
+    # the last value: how many leading parameters are not settings
+    interface, example, first_setting = {
         "model.connection": (Connection, "depthlm.model.connections.residual.Residual", 3),
         "model.attention": (SelfAttention, "depthlm.model.attention.self_attention.SelfAttention", 3),
         "optimizer.settings": (torch.optim.Optimizer, "torch.optim.AdamW", 1),
@@ -61,7 +62,7 @@ def check_target(name: str, settings: Any) -> list[str]:
     parameters = inspect.signature(named_class).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return []
-    allowed = [p for p in list(parameters)[passed:] if name != "optimizer.settings" or p not in OF_GROUPS]
+    allowed = [p for p in list(parameters)[first_setting:] if name != "optimizer.settings" or p not in SET_BY_GROUPS]
     return [
         f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
         + nearest(setting, allowed)

@@ -48,7 +48,7 @@ def derived(
         f"{plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
         "memory estimate": memory_text(config, memory),
-        "numbers": number_formats(config),
+        "dtypes": dtypes(config),
         "device": f"{environment.device_name(environment.device_type(config.device))}, {config.precision.name}"
         f"{', compiled' if training.compile else ''}, {ranks().launcher}",
         "token files": ", ".join(map(str, corpus.folders.values())),
@@ -59,7 +59,7 @@ def derived(
 def memory_text(config: Config, memory: Memory | None) -> str:
     """Describe the memory estimate of a rank and the settings it holds for."""
     if memory is None:
-        return "none: the decoder cannot be traced"
+        return "none: the decoder or the optimizer cannot be traced"
     checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
     offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""
     return (
@@ -68,7 +68,7 @@ def memory_text(config: Config, memory: Memory | None) -> str:
     )
 
 
-def number_formats(config: Config) -> str:
+def dtypes(config: Config) -> str:
     """Describe the dtypes of computation, weights, gradient accumulation and communication."""
     name, sharding = config.precision.name, config.deepspeed
     reduced = name if sharding.communication_data_type == "auto" else sharding.communication_data_type

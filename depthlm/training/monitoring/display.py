@@ -67,7 +67,7 @@ def show_table(title: str, rows: dict[str, str], rank: int) -> None:
 class Bar:
     """A progress bar with loss, tokens/s and remaining time; disabled without a terminal."""
 
-    def __init__(self, first: int, last: int, rank: int) -> None:
+    def __init__(self, completed: int, last: int, rank: int) -> None:
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -80,7 +80,7 @@ class Bar:
             console=console,
             disable=rank != 0 or not console.is_terminal,
         )
-        self.task = self.progress.add_task("train", total=last, completed=first, loss="-", speed="-")
+        self.task = self.progress.add_task("train", total=last, completed=completed, loss="-", speed="-")
 
     def __enter__(self) -> "Bar":
         self.progress.start()
@@ -99,7 +99,7 @@ class Bar:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with four decimals; None, a number that JSON cannot represent, as 'not finite'."""
+    """Format a number with four decimals, or a tiny one as 1.2e-05; None stands for a non-finite number."""
     if value is None:
         return "not finite"
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"

@@ -53,6 +53,7 @@ class MetricsFile:
     """A JSON Lines file such as metrics.jsonl, one object per row, flushed after every row. path None: writes nothing.
 
     A row that cannot be written, for example on a full disk, is kept in memory and written with the next row.
+    size: the bytes of the rows in the file. newest: the position at which the newest of them begins.
     """
 
     def __init__(self, path: Path | None, after_step: int) -> None:
@@ -112,7 +113,7 @@ def _line(row: dict[str, Any]) -> str:
 def cut_after(path: Path, step: int) -> dict[str, Any]:
     """Truncate a file after its last complete row of at most this step, and return that row; {} if there is none.
 
-    It reads from the end, so that a run of a million steps resumes as fast as one of ten.
+    The file is read from the end, so that a run of a million steps resumes as fast as one of ten.
     """
     if path.stat().st_size == 0:
         return {}
