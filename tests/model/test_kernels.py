@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 def losses(build: Any, preset: str, kernels: str, steps: int) -> torch.Tensor:
     """Return the losses per token of `steps` steps of AdamW."""
-    model = build(f"model={preset}", "size.num_layers=3").to(DEVICE)
+    model = build(f"model={preset}", "size.num_layers=2").to(DEVICE)
     model.kernels = kernels
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 320, (1, 7), generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import depthlm
 from depthlm.training import loop, train
 
-from .test_resume import curve
+from .run_files import curve
 
 PRESETS = sorted(path.stem for path in Path(__file__).parents[2].glob("conf/model/*.yaml"))
 

@@ -21,10 +21,9 @@ Overrides = Callable[..., list[str]]
 
 
 @pytest.fixture
-def vanilla(small_run: Overrides, tmp_path: Path) -> Path:
+def vanilla(trained: Callable[..., Path]) -> Path:
     """The directory of a trained run."""
-    assert train(depthlm.compose(small_run("training.max_steps=8", name="vanilla"))) == 0
-    return tmp_path / "vanilla"
+    return trained("training.max_steps=8", name="vanilla")
 
 
 def losses(directory: Path) -> list[float]:
