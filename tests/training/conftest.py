@@ -13,6 +13,12 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
 
 
+@pytest.fixture(autouse=True)
+def no_loss_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete runs without a picture, which other tests check: it takes as long as several steps."""
+    monkeypatch.setattr("depthlm.training.finish.plot_loss", lambda *_: None)
+
+
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow fp16 on the CPU, which can compute it slowly, but which the configuration and DeepSpeed refuse."""

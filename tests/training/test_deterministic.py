@@ -24,7 +24,7 @@ def any_algorithm_after_the_test() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "preset",
-    [name if name in ("vanilla", "moda", "mhc") else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
+    [name if name == "moda" else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
 )
 def test_a_deterministic_run_gives_the_same_bits_twice(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str

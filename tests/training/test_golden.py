@@ -48,7 +48,7 @@ def pairs(stages: list[int], presets: list[str], quick: set[tuple[int, str]]) ->
     ("stage", "preset"),
     [
         *pairs([3], mechanisms(), {(3, preset) for preset in DIFFERENT}),
-        *pairs([1, 2], [*DIFFERENT, "hyper_connections"], {(1, "moda"), (2, "mhc")}),
+        *pairs([1, 2], [*DIFFERENT, "hyper_connections", "vanilla"], {(1, "moda"), (2, "mhc")}),
     ],
 )
 def test_every_zero_stage_gives_the_same_curve(stage: int, preset: str, curve: Callable[..., list[float]]) -> None:

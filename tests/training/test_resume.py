@@ -25,11 +25,11 @@ from .run_files import assert_same, curve, states, weights
 @pytest.mark.parametrize(
     "kind",
     [
-        ["precision=bf16"],
-        ["precision=bf16", "deepspeed=zero2"],
         ["precision=bf16", "deepspeed=zero3", "model=dca"],
         ["precision=fp32", "optimizer=muon"],
         pytest.param(["precision=fp32"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16", "deepspeed=zero2"], marks=pytest.mark.slow),
         pytest.param(["precision=fp32", "deepspeed=zero1"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
         pytest.param(["precision=fp32", "deepspeed=zero3"], marks=pytest.mark.slow),

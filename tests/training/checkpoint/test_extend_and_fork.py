@@ -115,23 +115,23 @@ def test_a_complete_run_is_extended_on_request(
     small_run: Overrides, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     constant = ("schedule=constant", "schedule.warmup_ratio=0")
-    assert train(depthlm.compose(small_run(*constant, "training.max_steps=4"))) == 0
-    longer = small_run(*constant, "training.max_steps=8")
-    with pytest.raises(UserError, match="max_steps: the run has 4, this command gives 8\nresume=extend allows"):
+    assert train(depthlm.compose(small_run(*constant, "training.max_steps=2"))) == 0
+    longer = small_run(*constant, "training.max_steps=4")
+    with pytest.raises(UserError, match="max_steps: the run has 2, this command gives 4\nresume=extend allows"):
         train(depthlm.compose(longer))
     assert (tmp_path / "run/summary.json").exists()
-    for stop in (6, 8, 8):
+    for stop in (3, 4, 4):
         assert train(depthlm.compose([*longer, "resume=extend", f"training.stop_after={stop}"])) == 0
     assert capsys.readouterr().out.count("This run is complete") == 3
-    assert train(depthlm.compose(small_run(*constant, "training.max_steps=8", name="straight"))) == 0
+    assert train(depthlm.compose(small_run(*constant, "training.max_steps=4", name="straight"))) == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     summaries = [json.loads((tmp_path / "run" / name).read_text())["steps"]
-                 for name in ("summary.json", "summary-step-00000004.json")]  # fmt: skip
-    assert summaries == [8, 4]
-    with pytest.raises(UserError, match="has done 8 steps, more than the 5 of this run"):
-        train(depthlm.compose(small_run(*constant, "training.max_steps=5", "resume=extend")))
+                 for name in ("summary.json", "summary-step-00000002.json")]  # fmt: skip
+    assert summaries == [4, 2]
+    with pytest.raises(UserError, match="has done 4 steps, more than the 3 of this run"):
+        train(depthlm.compose(small_run(*constant, "training.max_steps=3", "resume=extend")))
     with pytest.raises(UserError, match=r"optimizer\.lr"):
-        train(depthlm.compose(small_run(*constant, "training.max_steps=9", "optimizer.lr=1", "resume=extend")))
+        train(depthlm.compose(small_run(*constant, "training.max_steps=5", "optimizer.lr=1", "resume=extend")))
 
 
 def test_a_fork_continues_from_the_state_with_other_settings(small_run: Overrides, tmp_path: Path) -> None:
