@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from depthlm.__main__ import main
 from depthlm.commands.command_line import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
@@ -256,19 +257,30 @@ def test_an_invalid_command_line_is_refused(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "arguments"),
     [
-        ["train.py", "size=1.6b", "optimzer.lr=1"],
-        ["-m", "depthlm", "summary", "size=1.6b"],
-        ["train.py", "size.num_kv_heads=3"],
-        ["train.py", "model=dca", "model.connection.version=9"],
+        ("train", ["size=1.6b", "optimzer.lr=1"]),
+        ("summary", ["size=1.6b"]),
+        ("train", ["size.num_kv_heads=3"]),
+        ("train", ["model=dca", "model.connection.version=9"]),
     ],
 )
-def test_commands_exit_with_2_without_a_traceback(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
+def test_commands_exit_with_2_and_the_mistakes(
+    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command, arguments)
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert "did you mean" in errors or "must " in errors
+
+
+def test_a_process_exits_with_2_without_a_traceback() -> None:
+    command = [sys.executable, "train.py", "size=1.6b", "optimzer.lr=1"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    assert "did you mean" in done.stderr or "must " in done.stderr
+    assert "did you mean" in done.stderr
 
 
 @pytest.mark.parametrize(
