@@ -13,8 +13,10 @@ from .gradients import loss_and_gradients
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("streams", [2, 4])
+@pytest.mark.parametrize(
+    ("streams", "checkpointing"),
+    [(2, True), (4, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
+)
 def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, checkpointing: bool) -> None:
     model = build("model=mhc", f"model.connection.num_streams={streams}", "size.num_layers=2")
     model.activation_checkpointing = checkpointing

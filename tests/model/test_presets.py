@@ -15,7 +15,7 @@ from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
 from depthlm.model.sublayer_spec import SublayerSpec
 
-from .conftest import BACKBONES, CONF, PRESETS, composed
+from .conftest import BACKBONES, CONF, PRESETS, composed, quick_first
 from .gradients import assert_same, loss_and_gradients, random_batch
 
 CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
@@ -203,7 +203,7 @@ def test_activation_checkpointing_changes_nothing(build: Any, preset: str) -> No
     assert_same(model, other, 0)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", quick_first(PRESETS, ["attention_residuals", "dca", "mhc", "moda"]))
 def test_compile_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}")
@@ -212,7 +212,7 @@ def test_compile_changes_nothing(build: Any, preset: str) -> None:
     assert_same(model, other, 1e-3)
 
 
-@pytest.mark.parametrize("preset", [pytest.param("mhc", marks=pytest.mark.slow), "dca", "moda"])
+@pytest.mark.parametrize("preset", quick_first(["mhc", "dca", "moda"], ["moda"]))
 def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}")
@@ -226,10 +226,10 @@ def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
 def test_greedy_generation_with_cache_equals_generation_without(build: Any, preset: str, loops: int) -> None:
     model = build(f"model={preset}", f"model.loops={loops}")
     prompt = random_batch(7)[0]
-    expected = generate(model, prompt, 12, use_cache=False)
-    assert torch.equal(generate(model, prompt, 12), expected)
+    expected = generate(model, prompt, 8, use_cache=False)
+    assert torch.equal(generate(model, prompt, 8), expected)
     cache = model.make_cache()
-    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 5, 9), dim=1)], dim=1)
+    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 3, 7), dim=1)], dim=1)
     torch.testing.assert_close(logits, model(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -291,9 +291,10 @@ def test_every_pair_has_gradients_on_every_backbone_with_loops(
     assert all(grad.any() for name, grad in grads.items() if name.startswith("layers.1"))
 
 
-@pytest.mark.parametrize(
-    "pair", ["mhc depth_attention", "dca moda", "attention_residuals moda", "hyper_connections depth_attention"]
-)
+PAIRS = ["mhc depth_attention", "dca moda", "attention_residuals moda", "hyper_connections depth_attention"]
+
+
+@pytest.mark.parametrize("pair", quick_first(PAIRS, PAIRS[:2]))
 def test_pairs_generate_with_a_cache_and_compile(build: Any, pair: str) -> None:
     connection, attention = pair.split()
     model = build(f"model/connection={connection}", f"model/attention={attention}", "backbone=olmo2", "model.loops=2")

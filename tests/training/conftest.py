@@ -2,7 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,14 @@ import depthlm
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
+from depthlm.training.engine import undo_sharding
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_linear_after_the_module() -> Iterator[None]:
+    """Restore what ZeRO 3 replaces in PyTorch, which otherwise remains until the next run of the process."""
+    yield
+    undo_sharding()
 
 
 @pytest.fixture(autouse=True)

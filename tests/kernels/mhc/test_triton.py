@@ -141,7 +141,7 @@ def test_large_logits_stay_finite() -> None:
 
 
 def test_results_are_bitwise_reproducible() -> None:
-    inputs = [x.float() for x in arguments(4, 40, 9)]
+    inputs = [x.float() for x in arguments(2, 40, 9)]
     for a, b in zip(results("triton", inputs), results("triton", inputs), strict=True):
         assert torch.equal(a, b)
 
