@@ -1,5 +1,6 @@
 """Two persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -91,6 +92,9 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             function, arguments = pipe.recv()
         except EOFError:
             return
+        # otherwise every run would look for garbage in all imported modules
+        gc.collect()
+        gc.freeze()
         try:
             pipe.send((function(*arguments), None))
         except BaseException:

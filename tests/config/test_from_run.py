@@ -1,6 +1,7 @@
 """`run=<directory>`: the configuration of an existing run with overrides on top, without training."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,18 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "texts").mkdir()
 
 
+@functools.cache
+def composed(*overrides: str) -> Config:
+    """Compose overrides that several tests start from. The tests do not change the configuration."""
+    return depthlm.compose([*overrides, f"output_dir={BASE}"], here=False)
+
+
 def save(directory: str, *overrides: str, config_dir: str | None = None) -> Config:
     """Write the config.yaml of a run with these overrides, as training would."""
-    config = depthlm.compose([*overrides, f"output_dir={directory}"], config_dir, here=False)
+    if config_dir is None:
+        config = dataclasses.replace(composed(*overrides), output_dir=directory)
+    else:
+        config = depthlm.compose([*overrides, f"output_dir={directory}"], config_dir, here=False)
     Path(directory).mkdir(parents=True)
     (Path(directory) / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     return config

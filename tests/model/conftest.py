@@ -1,4 +1,7 @@
-from collections.abc import Callable
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import torch
 import yaml
 
 import depthlm
+from depthlm.config import Config
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
@@ -65,18 +69,45 @@ def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Ba
     return make
 
 
+def quick_first(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
+    """Return names as parameters of a test, slow except for the quick ones."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    return depthlm.compose([*SHAPE, *overrides])
+
+
+def configuration(*overrides: str) -> Config:
+    """Return the configuration of a small decoder. Composing takes longer than building, so it is not repeated for
+    every backbone and number of loops and layers."""
+    direct = {"backbone": "qwen3", "model.loops": "1", "size.num_layers": "4"}
+    given = dict(override.split("=", 1) for override in overrides)
+    config = composed(*(f"{key}={value}" for key, value in given.items() if key not in direct))
+    direct |= {key: value for key, value in given.items() if key in direct}
+    backbone = yaml.safe_load((CONF / "backbone" / f"{direct['backbone']}.yaml").read_text())
+    return replace(
+        config,
+        backbone=replace(config.backbone, **backbone),
+        model=replace(config.model, loops=int(direct["model.loops"])),
+        size=replace(config.size, num_layers=int(direct["size.num_layers"])),
+    )
+
+
+@functools.cache
+def decoder(*overrides: str, awake: bool) -> Decoder:
+    model = depthlm.build_model(configuration(*overrides))
+    initialize(model, seed=0, std=0.1)
+    generator = torch.Generator().manual_seed(1)
+    if awake:
+        with torch.no_grad():
+            for parameter in model.connections.parameters():
+                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 @pytest.fixture(scope="session")
 def build() -> Callable[..., Decoder]:
     """A small decoder with overrides. awake: whether noise is added to the initial parameters of the connections."""
-
-    def make(*overrides: str, awake: bool = True) -> Decoder:
-        model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
-        initialize(model, seed=0, std=0.1)
-        generator = torch.Generator().manual_seed(1)
-        if awake:
-            with torch.no_grad():
-                for parameter in model.connections.parameters():
-                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        return model
-
-    return make
+    return lambda *overrides, awake=True: copy.deepcopy(decoder(*overrides, awake=awake))

@@ -8,13 +8,15 @@ import torch
 
 from depthlm.model.decoder import compile_sublayers
 
-from .test_decoder import batch, gradients
+from .gradients import loss_and_gradients
 
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("streams", [2, 4])
+@pytest.mark.parametrize(
+    ("streams", "checkpointing"),
+    [(2, True), (4, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
+)
 def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, checkpointing: bool) -> None:
     model = build("model=mhc", f"model.connection.num_streams={streams}", "size.num_layers=2")
     model.activation_checkpointing = checkpointing
@@ -31,8 +33,7 @@ def test_compiled_mhc_with_triton_equals_pytorch(build: Any) -> None:
 
 def compare(model: Any, other: Any) -> None:
     model.kernels, other.kernels = "torch", "triton"
-    tokens, targets = batch(9, 320)
-    (expected, expected_grads), (sums, grads) = (gradients(m, tokens, targets) for m in (model, other))
-    torch.testing.assert_close(sums.nll, expected.nll, rtol=1e-5, atol=0)
+    (expected, expected_grads), (loss, grads) = (loss_and_gradients(m, length=9) for m in (model, other))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, grad in grads.items():
         assert (grad - expected_grads[name]).abs().max() <= 1e-4 * expected_grads[name].abs().max() + 1e-7, name

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from .test_presets import assert_same
+from .gradients import assert_same
 
 # with eleven layers, a phase ends before the last read
 LAYERS = "size.num_layers=11"

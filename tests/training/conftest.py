@@ -1,9 +1,30 @@
 """Fixtures for the tests of training."""
 
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
+import depthlm
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
+from depthlm.training import train
+from depthlm.training.engine import undo_sharding
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_linear_after_the_module() -> Iterator[None]:
+    """Restore what ZeRO 3 replaces in PyTorch, which otherwise remains until the next run of the process."""
+    yield
+    undo_sharding()
+
+
+@pytest.fixture(autouse=True)
+def no_loss_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete runs without a picture, which other tests check: it takes as long as several steps."""
+    monkeypatch.setattr("depthlm.training.trainer.plot_loss", lambda *_: None)
 
 
 @pytest.fixture
@@ -14,3 +35,24 @@ def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     monkeypatch.setattr("depthlm.config.validate.checks._check_device", lambda config: [])
+
+
+@pytest.fixture(scope="session")
+def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs that several tests start from."""
+    return tmp_path_factory.mktemp("shared_runs")
+
+
+@pytest.fixture
+def trained(small_run: Callable[..., list[str]], shared_runs: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return the test's own copy of a run with these overrides, which is trained once per session."""
+
+    def copied(*overrides: str, name: str = "run") -> Path:
+        source = shared_runs / hashlib.sha256(repr(overrides).encode()).hexdigest()
+        if not source.exists():
+            untested = source.with_suffix(".incomplete")
+            assert train(depthlm.compose(small_run(*overrides, f"output_dir={untested}"))) == 0
+            untested.rename(source)
+        return Path(shutil.copytree(source, tmp_path / name))
+
+    return copied

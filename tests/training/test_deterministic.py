@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import depthlm
 from depthlm.training import train, trainer
 
-from .test_resume import curve
+from .run_files import curve
 
 PRESETS = sorted(path.stem for path in Path(__file__).parents[2].glob("conf/model/*.yaml"))
 
@@ -24,7 +24,7 @@ def any_algorithm_after_the_test() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "preset",
-    [name if name in ("vanilla", "moda", "mhc") else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
+    [name if name == "moda" else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS],
 )
 def test_a_deterministic_run_gives_the_same_bits_twice(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str

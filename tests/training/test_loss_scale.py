@@ -16,10 +16,9 @@ from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
+from .run_files import assert_same, bad_batches, curve, manifest, weights
 from .spoiled import train_spoiled
-from .test_nonfinite import assert_same, bad_batches, manifest, weights
-from .test_numbers import synthetic_tokens
-from .test_resume import curve
+from .synthetic import synthetic_tokens
 
 pytestmark = pytest.mark.usefixtures("fp16_on_the_cpu")
 
@@ -49,7 +48,7 @@ def scaled_steps(small_run: Callable[..., list[str]]) -> Callable[..., Any]:
     return steps
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["zero1", pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_the_scale_halves_on_overflows_and_doubles_after_its_window(
     scaled_steps: Callable[..., list[float]], stage: str
 ) -> None:
@@ -69,7 +68,9 @@ FP16 = ("precision=fp16", "deepspeed=zero1", "precision.initial_scale_power=4", 
         "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind", "stop"])
+@pytest.mark.parametrize(
+    "policy", ["rewind", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("skip", "stop"))]
+)
 def test_an_overflow_lowers_the_scale_and_is_no_bad_batch_whatever_the_policy(
     small_run: Callable[..., list[str]], tmp_path: Path, policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 
 def small(*overrides: str) -> Config:
-    settings = ["size=micro", "size.num_layers=6", "training.batch_size=64", "precision=bf16", *overrides]
+    settings = ["size=micro", "size.num_layers=3", "training.batch_size=64", "precision=bf16", *overrides]
     return depthlm.compose(settings, here=False)
 
 
@@ -53,7 +53,7 @@ def test_on_several_ranks_zero_stages_that_fit_are_suggested():
     assert stages
     for overrides in stages:
         again = depthlm.compose(
-            ["size=micro", "size.num_layers=6", "training.batch_size=64", "precision=bf16", "size.hidden_size=512",
+            ["size=micro", "size.num_layers=3", "training.batch_size=64", "precision=bf16", "size.hidden_size=512",
              "training.sequence_length=16", *overrides], here=False,
         )  # fmt: skip
         assert check_memory(again, EIGHT, GPU, available) is not None
@@ -93,9 +93,9 @@ def test_a_run_that_does_not_fit_writes_nothing(small_run, monkeypatch, tmp_path
     assert not (tmp_path / "no-tokens").exists()
 
 
-def test_a_complete_run_is_not_checked(small_run, monkeypatch):
+def test_a_complete_run_is_not_checked(trained, small_run, monkeypatch):
+    trained("training.max_steps=1")
     config = depthlm.compose(small_run("training.max_steps=1"))
-    assert train(config) == 0
     monkeypatch.setattr(memory_check, "MemoryEstimator", None)
     monkeypatch.setattr("depthlm.training.setup.available_memory", lambda *_: 1 / 0)
     assert train(config) == 0

@@ -17,76 +17,51 @@ from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import total_loss
 from depthlm.runs import directory as run_directory
-from depthlm.runs.records import read_metrics
 from depthlm.training import run, train
 
-CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
-
-
-def curve(directory: Path) -> list[tuple[Any, ...]]:
-    return [tuple(row[name] for name in CURVE) for row in read_metrics(directory / "metrics.jsonl")]
-
-
-def tensors(value: Any, path: str = "") -> dict[str, Any]:
-    """Return every leaf of a nested state by its path."""
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)  # type: ignore[assignment]
-    else:
-        return {path: value}
-    return {name: leaf for key, inner in items for name, leaf in tensors(inner, f"{path}/{key}").items()}
-
-
-def optimizer_state(directory: Path) -> dict[str, Any]:
-    folder = directory / "checkpoints" / "step-00000020" / "deepspeed"
-    leaves: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.pt")):
-        state = torch.load(file, weights_only=False)
-        state = state.get("optimizer_state_dict") or state.get("optimizer")
-        leaves.update(tensors(state, file.name))
-    return {name: value for name, value in leaves.items() if isinstance(value, (torch.Tensor, float, int))}
+from .run_files import assert_same, curve, states, weights
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        ["precision=fp32"],
-        ["precision=bf16"],
-        ["precision=fp32", "deepspeed=zero1"],
-        pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
-        ["precision=bf16", "deepspeed=zero2"],
-        ["precision=fp32", "deepspeed=zero3"],
         ["precision=bf16", "deepspeed=zero3", "model=dca"],
         ["precision=fp32", "optimizer=muon"],
+        pytest.param(["precision=fp32"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16", "deepspeed=zero2"], marks=pytest.mark.slow),
+        pytest.param(["precision=fp32", "deepspeed=zero1"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
+        pytest.param(["precision=fp32", "deepspeed=zero3"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
 def test_straight_equals_resumed_bit_for_bit(
     small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]
 ) -> None:
-    assert train(depthlm.compose(small_run(*kind, name="straight"))) == 0
-    assert train(depthlm.compose(small_run(*kind, "training.stop_after=10", name="resumed"))) == 0
-    assert len(curve(tmp_path / "resumed")) == 10
-    assert train(depthlm.compose(small_run(*kind, name="resumed"))) == 0
-    assert curve(tmp_path / "straight") == curve(tmp_path / "resumed")
-    weights = [
-        load_file(tmp_path / name / "checkpoints/step-00000020/model.safetensors") for name in ("straight", "resumed")
-    ]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    states = [optimizer_state(tmp_path / name) for name in ("straight", "resumed")]
-    assert states[0].keys() == states[1].keys()
-    assert sum(isinstance(value, torch.Tensor) and value.numel() > 1 for value in states[0].values()) >= 2
-    for name, value in states[0].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][name])), name
+    overrides = [*kind, "training.max_steps=6"]
+    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
+    assert train(depthlm.compose(small_run(*overrides, "training.stop_after=3", name="resumed"))) == 0
+    assert len(curve(tmp_path / "resumed")) == 3
+    assert train(depthlm.compose(small_run(*overrides, name="resumed"))) == 0
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert curve(straight) == curve(resumed)
+    assert len(curve(straight)) == 6
+    assert_same(weights(straight), weights(resumed))
+    state = states(straight)
+    assert_same(state, states(resumed))
+    moments = [name for name, value in state.items() if "optim" in name and torch.as_tensor(value).numel() > 1]
+    assert len(moments) >= 2
 
 
 def test_repeating_a_complete_run_changes_nothing(
-    small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Callable[..., Path],
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    trained("training.max_steps=2")
     overrides = small_run("training.max_steps=2")
-    assert train(depthlm.compose(overrides)) == 0
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
     capsys.readouterr()
     assert train(depthlm.compose(overrides)) == 0
@@ -95,9 +70,9 @@ def test_repeating_a_complete_run_changes_nothing(
 
 
 def test_another_configuration_in_the_run_directory_is_refused_with_the_differences(
-    small_run: Callable[..., list[str]],
+    trained: Callable[..., Path], small_run: Callable[..., list[str]]
 ) -> None:
-    assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
+    trained("training.stop_after=1")
     with pytest.raises(UserError) as caught:
         train(depthlm.compose(small_run("optimizer.lr=0.5", "seed=9", "training.log_every=7")))
     text = str(caught.value)
@@ -106,8 +81,10 @@ def test_another_configuration_in_the_run_directory_is_refused_with_the_differen
     assert "log_every" not in text
 
 
-def test_resume_never_refuses_a_directory_that_holds_a_run(small_run: Callable[..., list[str]]) -> None:
-    assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
+def test_resume_never_refuses_a_directory_that_holds_a_run(
+    trained: Callable[..., Path], small_run: Callable[..., list[str]]
+) -> None:
+    trained("training.stop_after=1")
     with pytest.raises(UserError, match="output_dir="):
         train(depthlm.compose(small_run("resume=never")))
 
@@ -115,44 +92,47 @@ def test_resume_never_refuses_a_directory_that_holds_a_run(small_run: Callable[.
 def test_rows_after_the_checkpoint_and_truncated_rows_are_removed(
     small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    assert train(depthlm.compose(small_run("training.stop_after=10"))) == 0
+    assert train(depthlm.compose(small_run("training.stop_after=4"))) == 0
     file = tmp_path / "run" / "metrics.jsonl"
     rows = curve(tmp_path / "run")
     with file.open("a") as stream:
-        stream.write(json.dumps({"step": 11, "loss": 0}) + '\n{"step": 12, "lo')
-    assert train(depthlm.compose(small_run("training.stop_after=12"))) == 0
-    assert curve(tmp_path / "run")[:10] == rows
-    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 13))
+        stream.write(json.dumps({"step": 5, "loss": 0}) + '\n{"step": 6, "lo')
+    assert train(depthlm.compose(small_run("training.stop_after=6"))) == 0
+    assert curve(tmp_path / "run")[:4] == rows
+    assert [row[0] for row in curve(tmp_path / "run")] == list(range(1, 7))
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(depthlm.compose(small_run("training.checkpoint_every=5", "training.stop_after=10"))) == 0
-    weights = tmp_path / "run/checkpoints/step-00000010/model.safetensors"
-    data = bytearray(weights.read_bytes())
+    assert train(depthlm.compose(small_run("training.checkpoint_every=2", "training.stop_after=4"))) == 0
+    file = tmp_path / "run/checkpoints/step-00000004/model.safetensors"
+    data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    weights.write_bytes(data)
-    assert train(depthlm.compose(small_run("training.stop_after=11"))) == 0
+    file.write_bytes(data)
+    assert train(depthlm.compose(small_run("training.stop_after=5"))) == 0
     output = capsys.readouterr().out
     assert "model.safetensors is not what was saved" in output
-    assert "5 steps done" in output
+    assert "2 steps done" in output
 
 
 def test_a_validation_missed_because_of_a_kill_is_run_on_resuming(
-    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., Path],
+    small_run: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def killed(*_: object) -> float:
         raise KeyboardInterrupt
 
-    overrides = small_run("training.max_steps=4")
+    overrides = small_run("training.max_steps=2")
     with monkeypatch.context() as patch:
         patch.setattr("depthlm.training.validation.total_loss", killed)
         with pytest.raises(KeyboardInterrupt):
             train(depthlm.compose(overrides))
     assert not (tmp_path / "run/summary.json").exists()
     assert train(depthlm.compose(overrides)) == 0
-    assert train(depthlm.compose(small_run("training.max_steps=4", name="undisturbed"))) == 0
+    trained("training.max_steps=2", name="undisturbed")
     losses = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "undisturbed")]
     assert losses[0]["validation_loss"] == losses[1]["validation_loss"]
 
@@ -171,7 +151,10 @@ def test_a_run_does_not_resume_on_other_tokens(small_run: Callable[..., list[str
         train(depthlm.compose(overrides))
 
 
-@pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 0), (1, 3), (3, 2), (3, 0)])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(0, 1), (3, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 0), (1, 3), (3, 0)))],
+)
 def test_resuming_at_an_incompatible_stage_is_refused_but_its_weights_can_be_used(
     small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, now: int
 ) -> None:
@@ -244,9 +227,11 @@ def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monk
     run_directory.check_shared(tmp_path, 3)
 
 
-def test_a_summary_that_cannot_be_read_is_reported(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_read_is_reported(
+    trained: Callable[..., Path], small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    trained("training.max_steps=1")
     overrides = small_run("training.max_steps=1")
-    assert train(depthlm.compose(overrides)) == 0
     (tmp_path / "run/summary.json").write_text("{")
     with pytest.raises(UserError, match=r"summary\.json cannot be read .*; delete it"):
         train(depthlm.compose(overrides))
@@ -267,10 +252,9 @@ def test_an_attempt_without_a_checkpoint_does_not_claim_the_directory(
 
 @pytest.mark.parametrize("text", ["", "seed: [1", None])
 def test_a_config_that_cannot_be_read_is_reported(
-    small_run: Callable[..., list[str]], tmp_path: Path, text: str | None
+    trained: Callable[..., Path], small_run: Callable[..., list[str]], text: str | None
 ) -> None:
-    assert train(depthlm.compose(small_run("training.stop_after=1"))) == 0
-    file = tmp_path / "run/config.yaml"
+    file = trained("training.stop_after=1") / "config.yaml"
     file.unlink()
     if text is not None:
         file.write_text(text)
@@ -278,8 +262,10 @@ def test_a_config_that_cannot_be_read_is_reported(
         train(depthlm.compose(small_run()))
 
 
-def test_a_run_resumes_without_its_metrics(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
-    assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
+def test_a_run_resumes_without_its_metrics(
+    trained: Callable[..., Path], small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    trained("training.max_steps=2")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     (tmp_path / "run/summary.json").unlink()
     (tmp_path / "run/metrics.jsonl").unlink()
@@ -290,7 +276,11 @@ def test_a_run_resumes_without_its_metrics(small_run: Callable[..., list[str]], 
 
 @pytest.mark.parametrize(
     "kind",
-    [["precision=fp32"], ["precision=bf16", "deepspeed=zero1"], ["precision=bf16", "deepspeed=zero3"]],
+    [
+        ["precision=bf16", "deepspeed=zero3"],
+        pytest.param(["precision=fp32"], marks=pytest.mark.slow),
+        pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
+    ],
     ids=" ".join,
 )
 def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str]) -> None:
@@ -320,11 +310,9 @@ def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tm
         ("depthlm.model.connections.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),
     ],
 )
-def test_load_builds_no_foreign_classes(
-    small_run: Callable[..., list[str]], tmp_path: Path, target: str, words: str
-) -> None:
-    assert train(depthlm.compose(small_run("training.max_steps=1"))) == 0
-    file = tmp_path / "run/config.yaml"
+def test_load_builds_no_foreign_classes(trained: Callable[..., Path], target: str, words: str) -> None:
+    directory = trained("training.max_steps=1")
+    file = directory / "config.yaml"
     file.write_text(file.read_text().replace("depthlm.model.connections.residual.Residual", target))
     with pytest.raises(UserError, match=words):
-        depthlm.load(tmp_path / "run")
+        depthlm.load(directory)

@@ -10,11 +10,10 @@ import depthlm
 from depthlm.training import train
 
 from ..two_ranks import TwoRanks, train_on_ranks
-from .test_nonfinite import assert_same, states, weights
-from .test_resume import curve
+from .run_files import assert_same, curve, states, weights
 
-STEPS = 8
-QUICK = [("zero0", "fp32"), ("zero1", "bf16"), ("zero3", "fp32")]
+STEPS = 6
+QUICK = [("zero1", "bf16"), ("zero3", "fp32")]
 STAGES, PRECISIONS = ("zero0", "zero1", "zero2", "zero3"), ("fp32", "bf16")
 REST = [(stage, precision) for stage in STAGES for precision in PRECISIONS if (stage, precision) not in QUICK]
 PAIRS = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in REST)]
@@ -58,7 +57,7 @@ def assert_close(one: Path, other: Path, precision: str) -> None:
     assert len(losses(one)) == STEPS
     torch.testing.assert_close(losses(one), losses(other), rtol=tolerance, atol=0)
     torch.testing.assert_close(norms(one), norms(other), rtol=10 * tolerance, atol=0)
-    first, expected = weights(one, STEPS), weights(other, STEPS)
+    first, expected = weights(one), weights(other)
     for name in expected:
         assert torch.dist(first[name].float(), expected[name].float()) <= 10 * tolerance * expected[name].float().norm()
 
@@ -71,9 +70,9 @@ def test_straight_equals_resumed_bit_for_bit(trained: Callable[..., Path], stage
     assert "resumed from" in (resumed / "train.log").read_text()
     assert curve(straight) == curve(resumed)
     assert len(curve(straight)) == STEPS
-    assert_same(weights(straight, STEPS), weights(resumed, STEPS))
-    state = states(straight, STEPS)
-    assert_same(state, states(resumed, STEPS))
+    assert_same(weights(straight), weights(resumed))
+    state = states(straight)
+    assert_same(state, states(resumed))
     # sharded states are compared on both ranks
     large = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel() > 9]
     assert len({name.split("/")[1] for name in large}) == {"zero0": 1, "zero1": 3, "zero2": 3, "zero3": 2}[stage]
@@ -90,9 +89,8 @@ def test_two_ranks_equal_one_that_accumulates_two_batches(
     assert_close(two, one, precision)
 
 
-@pytest.mark.parametrize(
-    "stage", ["zero3", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero1", "zero2", "zero3_offload"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3", "zero3_offload"])
 def test_every_stage_on_two_ranks_gives_the_curve_of_stage_0(trained: Callable[..., Path], stage: str) -> None:
     assert_close(trained(stage, "fp32"), trained("zero0", "fp32"), "fp32")
 

@@ -1,5 +1,6 @@
 """Explain why overrides do not compose: all mistakes of a command line, each with the allowed values."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -58,18 +59,20 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
                 )
         else:
             values[text] = override
-    composed, failure = _try(compose, groups, config_dir)
+    # a single override alone is also everything
+    attempt = functools.cache(lambda *texts: _try(compose, texts, config_dir))
+    composed, failure = attempt(*groups)
     if composed is None:
         return [*errors, *failure]
     base = set(check_fields(composed))
     for text, override in values.items():
-        alone, failure = _try(compose, [*groups, text], config_dir)
+        alone, failure = attempt(*groups, text)
         if alone is None:
             errors.append(_explain_value(override, composed, available, failure, config_dir))
         else:
             errors.extend(error for error in check_fields(alone) if error not in base)
     # keys that a group leaves unset, such as data.source of data=local, unless an override sets them
-    everything, failure = _try(compose, [*groups, *values], config_dir)
+    everything, failure = attempt(*groups, *values)
     if everything is not None:
         errors.extend(check_fields(everything))
     elif not errors:
@@ -93,7 +96,9 @@ def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in sorted(options_by_group.items())}
 
 
-def _try(compose: Compose, overrides: list[str], config_dir: str | Path | None) -> tuple[DictConfig | None, list[str]]:
+def _try(
+    compose: Compose, overrides: Sequence[str], config_dir: str | Path | None
+) -> tuple[DictConfig | None, list[str]]:
     try:
         raw = compose(overrides, config_dir)
         check_fields(raw)

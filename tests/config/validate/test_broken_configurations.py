@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from depthlm.__main__ import main
 from depthlm.commands.command_line import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
@@ -14,48 +15,85 @@ from depthlm.sweeps import sweep_points
 
 from ...two_ranks import rank_variables
 
-# overrides, and parts of the expected error
-BROKEN = [
+# an override, and parts of the error that it alone causes
+BROKEN_OVERRIDES = [
     # groups
-    (["size=1.6b"], ["size=1.6b", "360m", "did you mean `1.5b`?"]),
-    (["size=huge"], ["size=huge", "allowed: 1.5b"]),
-    (["model=vanila"], ["model=vanila", "did you mean `vanilla`?"]),
-    (["backbone=qwen"], ["backbone=qwen", "did you mean `qwen3`?"]),
-    (["data=stdlb"], ["data=stdlb", "did you mean `stdlib`?"]),
-    (["optimizer=adam"], ["optimizer=adam", "did you mean `adamw`?"]),
-    (["schedule=cosin"], ["schedule=cosin", "did you mean `cosine`?"]),
-    (["deepspeed=zero9"], ["deepspeed=zero9", "zero0, zero1, zero2"]),
-    (["precision=fp8"], ["precision=fp8", "fp16"]),
-    (["tracker=tensorboard"], ["tracker=tensorboard", "wandb"]),
-    (["model/connection=residul"], ["no such model/connection", "did you mean `residual`?"]),
-    (["model/attention=flash"], ["no such model/attention", "self_attention"]),
-    (["experiment=table1"], ["experiment=table1", "no such experiment"]),
+    ("size=1.6b", ["size=1.6b", "360m", "did you mean `1.5b`?"]),
+    ("size=huge", ["size=huge", "allowed: 1.5b"]),
+    ("model=vanila", ["model=vanila", "did you mean `vanilla`?"]),
+    ("backbone=qwen", ["backbone=qwen", "did you mean `qwen3`?"]),
+    ("data=stdlb", ["data=stdlb", "did you mean `stdlib`?"]),
+    ("optimizer=adam", ["optimizer=adam", "did you mean `adamw`?"]),
+    ("schedule=cosin", ["schedule=cosin", "did you mean `cosine`?"]),
+    ("deepspeed=zero9", ["deepspeed=zero9", "zero0, zero1, zero2"]),
+    ("precision=fp8", ["precision=fp8", "fp16"]),
+    ("tracker=tensorboard", ["tracker=tensorboard", "wandb"]),
+    ("model/connection=residul", ["no such model/connection", "did you mean `residual`?"]),
+    ("model/attention=flash", ["no such model/attention", "self_attention"]),
+    ("experiment=table1", ["experiment=table1", "no such experiment"]),
     # keys
-    (["optimzer.lr=3"], ["optimzer.lr=3", "no such key", "did you mean `optimizer.lr`?"]),
-    (["size=null"], ["size=null", "no such size"]),
-    (["seed=18446744073709551616"], ["seed=", "at most"]),
-    (["output_dir="], ["output_dir=", "empty"]),
-    (["lr=3"], ["lr=3", "did you mean `optimizer.lr`"]),
-    (["training.max_stpes=3"], ["did you mean `training.max_steps`?"]),
-    (["seeds=1"], ["did you mean `seed`?"]),
-    (["foo=bar"], ["foo=bar", "no such key"]),
-    (["+foo=bar"], ["foo=bar", "no such key"]),
-    (["training=fast"], ["training=fast", "a group of keys", "training.max_steps"]),
-    (["model.connection.streams=4"], ["model.connection.streams=4", "no such key"]),
-    (["+model.connection.streams=4"], ["model.connection.streams", "no such setting"]),
-    (["size.hiden_size=4"], ["did you mean `size.hidden_size`?"]),
+    ("optimzer.lr=3", ["optimzer.lr=3", "no such key", "did you mean `optimizer.lr`?"]),
+    ("size=null", ["size=null", "no such size"]),
+    ("seed=18446744073709551616", ["seed=", "at most"]),
+    ("lr=3", ["lr=3", "did you mean `optimizer.lr`"]),
+    ("training.max_stpes=3", ["did you mean `training.max_steps`?"]),
+    ("seeds=1", ["did you mean `seed`?"]),
+    ("foo=bar", ["foo=bar", "no such key"]),
+    ("training=fast", ["training=fast", "a group of keys", "training.max_steps"]),
+    ("model.connection.streams=4", ["model.connection.streams=4", "no such key"]),
+    ("+model.connection.streams=4", ["model.connection.streams", "no such setting"]),
+    ("size.hiden_size=4", ["did you mean `size.hidden_size`?"]),
     # types and values
-    (["training.max_steps=many"], ["training.max_steps=many", "must be an integer, at least 1, or null"]),
-    (["training.max_steps=1.5"], ["training.max_steps=1.5", "an integer"]),
-    (["training.max_steps=0"], ["training.max_steps=0", "at least 1"]),
-    (["training.max_tokens=10X"], ["training.max_tokens=10X", "10B"]),
-    (["training.max_tokens=-5"], ["training.max_tokens=-5", "at least 1"]),
-    (["training.max_tokens=inf"], ["training.max_tokens=inf", "10B"]),
-    (["data.max_tokens={a:1}"], ["data.max_tokens", "10B"]),
-    (["optimizer.lr=fast"], ["optimizer.lr=fast", "a number, above 0"]),
-    (["optimizer.lr=0"], ["optimizer.lr=0", "above 0"]),
-    (["optimizer.lr=nan"], ["optimizer.lr=nan", "a number"]),
-    (["optimizer.betas=0.9"], ["optimizer.betas=0.9", "a list of numbers"]),
+    ("training.max_steps=many", ["training.max_steps=many", "must be an integer, at least 1, or null"]),
+    ("training.max_steps=1.5", ["training.max_steps=1.5", "an integer"]),
+    ("training.max_steps=0", ["training.max_steps=0", "at least 1"]),
+    ("training.max_tokens=10X", ["training.max_tokens=10X", "10B"]),
+    ("training.max_tokens=-5", ["training.max_tokens=-5", "at least 1"]),
+    ("training.max_tokens=inf", ["training.max_tokens=inf", "10B"]),
+    ("data.max_tokens={a:1}", ["data.max_tokens", "10B"]),
+    ("optimizer.lr=fast", ["optimizer.lr=fast", "a number, above 0"]),
+    ("optimizer.lr=0", ["optimizer.lr=0", "above 0"]),
+    ("optimizer.lr=nan", ["optimizer.lr=nan", "a number"]),
+    ("optimizer.betas=0.9", ["optimizer.betas=0.9", "a list of numbers"]),
+    ("seed=-1", ["seed=-1", "at least 0"]),
+    ("seed=null", ["seed=null", "an integer"]),
+    ("deepspeed.communication_data_type=int8", ["communication_data_type=int8", "one of auto, fp32, bf16, fp16"]),
+    ("deepspeed.reduce_bucket_size=0", ["reduce_bucket_size=0", "at least 1"]),
+    ("training.on_nonfinite=ignore", ["on_nonfinite=ignore", "one of skip, rewind, stop"]),
+    ("training.checkpoint_minutes=0", ["checkpoint_minutes=0", "above 0"]),
+    ("training.keep_every=0", ["keep_every=0", "at least 1"]),
+    ("precision.min_loss_scale=0.5", ["min_loss_scale=0.5", "an integer"]),
+    ("resume=maybe", ["resume=maybe", "one of auto, extend, retrain, never"]),
+    ("training.compile=perhaps", ["training.compile=perhaps", "true or false"]),
+    ("schedule.name=cosines", ["schedule.name=cosines", "did you mean `cosine`?"]),
+    ("schedule.warmup_ratio=2", ["schedule.warmup_ratio=2", "at most 1"]),
+    ("backbone.norm=batchnorm", ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),
+    ("backbone.qk_norm=heads", ["backbone.qk_norm=heads", "did you mean `head`?"]),
+    ("data.validation_fraction=0", ["data.validation_fraction=0", "above 0"]),
+    ("deepspeed.stage=7", ["deepspeed.stage=7", "at most 3"]),
+    ("model.loops=0", ["model.loops=0", "at least 1"]),
+    ("model.connection._target_=depthlm.model.connections.residual.Residul", ["has no Residul", "`Residual`"]),
+    ("model.connection._target_=nowhere.Mixer", ["cannot be imported", "PYTHONPATH"]),
+    ("model.attention._target_=math.pi", ["math.pi", "not a subclass of"]),
+    ("model.connection._target_=torch.nn.Linear", ["torch.nn.Linear", "connection.Connection"]),
+    ("model.attention._target_=depthlm.model.attention.Nothing", ["has no Nothing"]),
+    # overrides that Hydra would accept, or reject with an unclear message
+    ("+size.layers=3", ["size.layers=3: no such key", "size.num_layers"]),
+    ("~optimizer.lr", ["~optimizer.lr: a key cannot be removed"]),
+    ("~optimizer", ["~optimizer: every group has an option"]),
+    ("~foo", ["~foo: no such key"]),
+    ("hydra.foo=3", ["hydra.foo: no such key"]),
+    ("data.sources={}", ["data.sources={}: sets nothing"]),
+    ("model.connection={}", ["model.connection={}: sets nothing"]),
+    ("model.attention.stride=2", ["not a setting of this mechanism; model=depth_attention, model=uniform_mix have"]),
+    # syntax of overrides
+    ("seed", ["seed", "write key=value"]),
+    ("seed=1,2", ["seed=1,2", "add -m"]),
+    ("training.sample='unclosed", ["not an override"]),
+]
+# several overrides, or mistakes that are found only if every override is valid
+BROKEN = [
+    (["+foo=bar"], ["foo=bar", "no such key"]),
     (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),
     (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
     (["optimizer=muon", "optimizer.momentum=1.5"], ["optimizer.momentum=1.5: must be a number, at least 0"]),
@@ -67,26 +105,10 @@ BROKEN = [
     (["optimizer._target_=nonsense"], ["optimizer._target_=nonsense: not a class, as in torch.optim.AdamW"]),
     (["optimizer._target_=torch.optim.AdmW"], ["torch.optim has no AdmW", "did you mean `AdamW`?"]),
     (["optimizer._target_=torch.nn.Linear"], ["not a subclass of torch.optim.optimizer.Optimizer"]),
-    (["seed=-1"], ["seed=-1", "at least 0"]),
-    (["seed=null"], ["seed=null", "an integer"]),
-    (["deepspeed=zero2", "deepspeed.offload=cpu"], ["deepspeed.offload=cpu", "deepspeed=zero3_offload"]),
-    (["deepspeed.communication_data_type=int8"], ["communication_data_type=int8", "one of auto, fp32, bf16, fp16"]),
-    (["deepspeed.reduce_bucket_size=0"], ["reduce_bucket_size=0", "at least 1"]),
-    (["training.on_nonfinite=ignore"], ["on_nonfinite=ignore", "one of skip, rewind, stop"]),
-    (["training.checkpoint_minutes=0"], ["checkpoint_minutes=0", "above 0"]),
-    (["training.keep_every=0"], ["keep_every=0", "at least 1"]),
     (["training.keep_every=150"], ["keep_every=150", "training.checkpoint_every=100", "multiples of 100"]),
-    (["precision.min_loss_scale=0.5"], ["min_loss_scale=0.5", "an integer"]),
     (["fork_from=/nowhere"], ["fork_from=/nowhere: no checkpoint in it"]),
-    (["resume=maybe"], ["resume=maybe", "one of auto, extend, retrain, never"]),
-    (["training.compile=perhaps"], ["training.compile=perhaps", "true or false"]),
-    (["schedule.name=cosines"], ["schedule.name=cosines", "did you mean `cosine`?"]),
-    (["schedule.warmup_ratio=2"], ["schedule.warmup_ratio=2", "at most 1"]),
-    (["backbone.norm=batchnorm"], ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),
-    (["backbone.qk_norm=heads"], ["backbone.qk_norm=heads", "did you mean `head`?"]),
-    (["data.validation_fraction=0"], ["data.validation_fraction=0", "above 0"]),
-    (["deepspeed.stage=7"], ["deepspeed.stage=7", "at most 3"]),
-    (["model.loops=0"], ["model.loops=0", "at least 1"]),
+    (["output_dir="], ["output_dir=", "empty"]),
+    (["deepspeed=zero2", "deepspeed.offload=cpu"], ["deepspeed.offload=cpu", "deepspeed=zero3_offload"]),
     (["model=dca", "model.connection.gate=soft"], ["model.connection.gate=soft: must be one of relu_of_sum, printed"]),
     (["model=attention_residuals", "model.connection.block_size=0"], ["model.connection.block_size=0: must be"]),
     (["model=attention_residuals", "model.connection.key_norm=foo"], ["key_norm=foo: must be true or false"]),
@@ -99,28 +121,10 @@ BROKEN = [
     (["model=laurel", "model.connection.rank=null"], ["rank=null: must be a whole number"]),
     (["model=denseformer", "model.connection.period=99"], ["period=99: the 4 layers end before"]),
     (["model=hyper_connections", "model.connection.dynamic=1"], ["dynamic=1: must be true or false"]),
-    (["model.connection._target_=depthlm.model.connections.residual.Residul"], ["has no Residul", "`Residual`"]),
-    (["model.connection._target_=nowhere.Mixer"], ["cannot be imported", "PYTHONPATH"]),
-    (["model.attention._target_=math.pi"], ["math.pi", "not a subclass of"]),
-    (["model.connection._target_=torch.nn.Linear"], ["torch.nn.Linear", "connection.Connection"]),
-    (["model.attention._target_=depthlm.model.attention.Nothing"], ["has no Nothing"]),
     (["optimizer.lr=${size.lrr}"], ["optimizer.lr", "size.lrr"]),
-    # overrides that Hydra would accept, or reject with an unclear message
-    (["+size.layers=3"], ["size.layers=3: no such key", "size.num_layers"]),
-    (["~optimizer.lr"], ["~optimizer.lr: a key cannot be removed"]),
-    (["~optimizer"], ["~optimizer: every group has an option"]),
-    (["~foo"], ["~foo: no such key"]),
-    (["hydra.foo=3"], ["hydra.foo: no such key"]),
-    (["data.sources={}"], ["data.sources={}: sets nothing"]),
     (["data=olmo2_mix", "data.sources={}"], ["data.sources={}: sets nothing"]),
-    (["model.connection={}"], ["model.connection={}: sets nothing"]),
-    (["model.attention.stride=2"], ["not a setting of this mechanism; model=depth_attention, model=uniform_mix have"]),
     (["model=dca", "model.connection.period=2"], ["model=denseformer have `period`"]),
     (["model=denseformer", "model.connection.dilation=5"], ["dilation=5: no average of 4 layers"]),
-    # syntax of overrides
-    (["seed"], ["seed", "write key=value"]),
-    (["seed=1,2"], ["seed=1,2", "add -m"]),
-    (["training.sample='unclosed"], ["not an override"]),
     (["data=local"], ["data.source", "needs text"]),
     # across fields
     (["size.num_kv_heads=3"], ["size.num_kv_heads=3", "must divide", "size.num_heads"]),
@@ -145,6 +149,23 @@ BROKEN = [
     (["data.tokenizer=/nowhere/tokenizer.json"], ["data.tokenizer=/nowhere/tokenizer.json", "no such tokenizer.json"]),
     (["output_dir=/dev/null/run"], ["output_dir=/dev/null/run", "not a folder"]),
 ]
+
+
+# the mistakes in one override are reported together, so they are made together
+TOGETHER = 12
+
+
+@pytest.mark.parametrize("start", range(0, len(BROKEN_OVERRIDES), TOGETHER))
+def test_a_broken_override_is_explained_on_one_line(start: int) -> None:
+    cases = BROKEN_OVERRIDES[start : start + TOGETHER]
+    with pytest.raises(ConfigError) as caught:
+        compose([override for override, _ in cases])
+    errors = caught.value.errors
+    assert len(errors) == len(cases), errors
+    for override, words in cases:
+        explained = [error for error in errors if all(word in error for word in words)]
+        assert explained, (override, errors)
+        errors.remove(explained[0])
 
 
 @pytest.mark.parametrize(("overrides", "words"), BROKEN, ids=lambda value: " ".join(value)[:60])
@@ -245,19 +266,30 @@ def test_an_invalid_command_line_is_refused(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "arguments"),
     [
-        ["train.py", "size=1.6b", "optimzer.lr=1"],
-        ["-m", "depthlm", "summary", "size=1.6b"],
-        ["train.py", "size.num_kv_heads=3"],
-        ["train.py", "model=dca", "model.connection.version=9"],
+        ("train", ["size=1.6b", "optimzer.lr=1"]),
+        ("summary", ["size=1.6b"]),
+        ("train", ["size.num_kv_heads=3"]),
+        ("train", ["model=dca", "model.connection.version=9"]),
     ],
 )
-def test_commands_exit_with_2_without_a_traceback(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True)
+def test_commands_exit_with_2_and_the_mistakes(
+    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command, arguments)
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert "did you mean" in errors or "must " in errors
+
+
+def test_a_process_exits_with_2_without_a_traceback() -> None:
+    command = [sys.executable, "train.py", "size=1.6b", "optimzer.lr=1"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
-    assert "did you mean" in done.stderr or "must " in done.stderr
+    assert "did you mean" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A run initialized from another's weights computes the same as that run, and logs which weights it could not take."""
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,9 @@ Overrides = Callable[..., list[str]]
 
 
 @pytest.fixture
-def vanilla(small_run: Overrides, tmp_path: Path) -> Path:
+def vanilla(trained: Callable[..., Path]) -> Path:
     """The directory of a trained run."""
-    assert train(depthlm.compose(small_run("training.max_steps=8", name="vanilla"))) == 0
-    return tmp_path / "vanilla"
+    return trained("training.max_steps=8", name="vanilla")
 
 
 def losses(directory: Path) -> list[float]:
@@ -94,8 +94,8 @@ def test_weights_that_do_not_fit_are_listed_with_their_shapes_before_training(
 def test_every_mechanism_takes_vanillas_weights_and_its_own(small_run: Overrides) -> None:
     source = depthlm.build_model(depthlm.compose(small_run("seed=2"))).state_dict()
     for file in sorted((REPOSITORY / "conf/model").glob("*.yaml")):
-        config = depthlm.compose(small_run(f"model={file.stem}"))
-        model, same = depthlm.build_model(config), depthlm.build_model(config)
+        model = depthlm.build_model(depthlm.compose(small_run(f"model={file.stem}")))
+        same = copy.deepcopy(model)
         kept = copy_weights(source, model)
         for name, tensor in model.state_dict().items():
             # each of the three norms of an attention's inputs gets the weights of vanilla's single norm

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import depthlm
 from depthlm.run_directory import RunDirectory
@@ -22,8 +21,8 @@ from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.checkpoint.snapshot import Snapshot
 
 from ...two_ranks import TwoRanks, train_on_ranks
+from ..run_files import assert_same, curve, weights
 from ..spoiled import train_spoiled
-from ..test_resume import curve
 
 Overrides = Callable[..., list[str]]
 
@@ -60,18 +59,18 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 @pytest.mark.parametrize("kind", ["deepspeed=zero0", "training.async_checkpoint=true"])
 def test_a_failed_write_leaves_earlier_checkpoints_intact_and_the_run_alive(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    trained: Callable[..., Path], small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    overrides = small_run(kind, "training.checkpoint_every=4", "training.keep_last=9")
-    assert train(depthlm.compose([*overrides, f"output_dir={tmp_path}/undisturbed"])) == 0
-    fail_at(monkeypatch, 8, 12)
+    overrides = small_run(kind, "training.max_steps=10", "training.checkpoint_every=2", "training.keep_last=9")
+    trained("training.max_steps=10", name="undisturbed")
+    fail_at(monkeypatch, 4, 6)
     if kind.startswith("training.async"):
         # otherwise the limit ends before the other thread writes
         monkeypatch.setattr(Saver, "_start", _then_wait(Saver._start))
     assert train(depthlm.compose(overrides)) == 0
-    assert saved_steps(tmp_path / "run") == [4, 16, 20]
+    assert saved_steps(tmp_path / "run") == [2, 8, 10]
     log = (tmp_path / "run/train.log").read_text()
-    assert "step-00000008 was not saved: " in log
+    assert "step-00000004 was not saved: " in log
     assert "earlier checkpoints are intact" in log
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
@@ -88,25 +87,25 @@ def _then_wait(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_without_disk_space_nothing_is_written(
-    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., Path], small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = saving.shutil.disk_usage
     full = {"now": False}
     monkeypatch.setattr(
         saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=3000) if full["now"] else usage(path)
     )
-    assert train(depthlm.compose(small_run("training.stop_after=10", "training.checkpoint_every=5"))) == 0
+    overrides = small_run("training.max_steps=10", "training.checkpoint_every=3")
+    assert train(depthlm.compose([*overrides, "training.stop_after=6"])) == 0
     full["now"] = True
-    assert train(depthlm.compose(small_run("training.checkpoint_every=5"))) == 1
+    assert train(depthlm.compose(overrides)) == 1
     log = (tmp_path / "run/train.log").read_text()
-    assert "step-00000015 was not saved: 0.00 GiB are needed in" in log
+    assert "step-00000009 was not saved: 0.00 GiB are needed in" in log
     assert "the last checkpoint could not be written" in log
-    assert saved_steps(tmp_path / "run") == [5, 10]
+    assert saved_steps(tmp_path / "run") == [3, 6]
     assert not (tmp_path / "run/summary.json").exists()
     full["now"] = False
-    assert train(depthlm.compose(small_run("training.checkpoint_every=5"))) == 0
-    assert train(depthlm.compose(small_run(name="undisturbed"))) == 0
-    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+    assert train(depthlm.compose(overrides)) == 0
+    assert curve(tmp_path / "run") == curve(trained("training.max_steps=10", name="undisturbed"))
 
 
 def test_the_space_required_is_the_size_written(
@@ -125,19 +124,21 @@ def test_the_space_required_is_the_size_written(
 
 
 def train_with_a_failing_second_rank(overrides: list[str]) -> int | str:
-    """Train, with rank 1 failing to write its part of the checkpoint of step 10."""
+    """Train, with rank 1 failing to write its part of the checkpoint of step 4."""
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
-            fail_at(patch, 10)
+            fail_at(patch, 4)
         return train_on_ranks(overrides)
 
 
 def test_if_one_rank_cannot_write_no_checkpoint_is_saved(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
-    overrides = small_run("deepspeed=zero1", "training.checkpoint_every=5", "training.keep_last=9")
+    overrides = small_run(
+        "deepspeed=zero1", "training.max_steps=7", "training.checkpoint_every=2", "training.keep_last=9"
+    )
     assert two_ranks(train_with_a_failing_second_rank, overrides) == [0, 0]
-    assert saved_steps(tmp_path / "run") == [5, 15, 20]
+    assert saved_steps(tmp_path / "run") == [2, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_if_one_rank_cannot_write_no_checkpoint_is_saved(
 def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
 ) -> None:
-    overrides = small_run(*kind, "training.checkpoint_every=5", "training.keep_last=9")
+    overrides = small_run(*kind, "training.max_steps=12", "training.checkpoint_every=5", "training.keep_last=9")
     assert train(depthlm.compose([*overrides, f"output_dir={tmp_path}/at-once"])) == 0
     reached, write = threading.Event(), saving._write_state
     monkeypatch.setattr(saving, "_write_state", lambda *arguments: (reached.wait(60), write(*arguments))[1])
@@ -170,26 +171,22 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
     monkeypatch.setattr("depthlm.training.trainer.train_step", counted)
     assert train(depthlm.compose([*overrides, "training.async_checkpoint=true"])) == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "at-once")
-    assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "at-once") == [5, 10, 15, 20]
+    assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "at-once") == [5, 10, 12]
     for number in (5, 10):
-        one, other = (
-            load_file(tmp_path / name / f"checkpoints/step-{number:08d}/model.safetensors")
-            for name in ("run", "at-once")
-        )
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert_same(weights(tmp_path / "run", number), weights(tmp_path / "at-once", number))
     assert train(depthlm.compose([*overrides, f"fork_from={tmp_path}/run/checkpoints/step-00000005",
                                   f"output_dir={tmp_path}/forked"])) == 0  # fmt: skip
     assert curve(tmp_path / "forked") == curve(tmp_path / "at-once")[5:]
 
 
 def train_by_the_clock_of_the_second_rank(overrides: list[str]) -> int | str:
-    """Train, with a checkpoint due after every seventh step by the clock of rank 1 only."""
+    """Train, with a checkpoint due after every third step by the clock of rank 1 only."""
     with pytest.MonkeyPatch.context() as patch:
         calls = {"due": 0}
 
         def due(_: Saver) -> bool:
             calls["due"] += 1
-            return torch.distributed.get_rank() == 1 and calls["due"] % 7 == 0
+            return torch.distributed.get_rank() == 1 and calls["due"] % 3 == 0
 
         patch.setattr(Saver, "due", due)
         return train_on_ranks(overrides)
@@ -198,9 +195,10 @@ def train_by_the_clock_of_the_second_rank(overrides: list[str]) -> int | str:
 def test_all_ranks_save_when_a_checkpoint_is_due_on_one(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
-    overrides = small_run("training.checkpoint_every=100", "training.keep_last=9", "training.checkpoint_minutes=1")
+    overrides = small_run("training.max_steps=8", "training.checkpoint_every=100", "training.keep_last=9",
+                          "training.checkpoint_minutes=1")  # fmt: skip
     assert two_ranks(train_by_the_clock_of_the_second_rank, overrides) == [0, 0]
-    assert saved_steps(tmp_path / "run") == [7, 14, 20]
+    assert saved_steps(tmp_path / "run") == [3, 6, 8]
 
 
 def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(
@@ -255,9 +253,11 @@ def test_a_snapshot_does_not_change_with_the_state() -> None:
 
 
 def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(small_run: Overrides, tmp_path: Path) -> None:
-    overrides = small_run("training.checkpoint_every=2", "training.keep_last=1", "training.keep_every=8")
+    overrides = small_run(
+        "training.max_steps=10", "training.checkpoint_every=2", "training.keep_last=1", "training.keep_every=4"
+    )
     assert train(depthlm.compose(overrides)) == 0
-    assert saved_steps(tmp_path / "run") == [8, 16, 20]
+    assert saved_steps(tmp_path / "run") == [4, 8, 10]
     newest = newest_checkpoint(tmp_path / "run")
     assert newest is not None
-    assert json.loads((newest[0] / "manifest.json").read_text())["step"] == 20
+    assert json.loads((newest[0] / "manifest.json").read_text())["step"] == 10

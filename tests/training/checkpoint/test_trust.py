@@ -28,15 +28,14 @@ class Intruder:
 
 
 @pytest.fixture
-def run(small_run: Overrides, tmp_path: Path) -> Path:
-    """Train a run at ZeRO 1 with checkpoints of steps 2 and 4, and replace every pickle by an intruder."""
-    overrides = small_run("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
-    assert train(depthlm.compose(overrides)) == 0
-    pickles = list((tmp_path / "run/checkpoints").rglob("*.pt"))
+def run(trained: Callable[..., Path], tmp_path: Path) -> Path:
+    """A run at ZeRO 1 with checkpoints of steps 2 and 4, whose pickles are all replaced by an intruder."""
+    directory = trained("deepspeed=zero1", "training.max_steps=4", "training.checkpoint_every=2")
+    pickles = list((directory / "checkpoints").rglob("*.pt"))
     assert len(pickles) == 4
     for file in pickles:
         file.write_bytes(pickle.dumps(Intruder(tmp_path / "trace")))
-    return tmp_path / "run"
+    return directory
 
 
 def vouch(run: Path) -> None:

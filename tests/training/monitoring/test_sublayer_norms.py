@@ -21,9 +21,9 @@ from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
 from ...two_ranks import TwoRanks, train_on_ranks
+from ..run_files import curve
 from ..spoiled import train_spoiled
-from ..test_numbers import synthetic_tokens
-from ..test_resume import curve
+from ..synthetic import synthetic_tokens
 
 DEEP = "size.num_layers=3"
 

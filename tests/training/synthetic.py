@@ -1,0 +1,34 @@
+"""Updates on synthetic tokens, without a run directory."""
+
+import torch
+
+import depthlm
+from depthlm.config import Config
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
+from depthlm.training.engine import build_engine
+from depthlm.training.plan import make_plan
+from depthlm.training.schedules import learning_rate
+from depthlm.training.step import train_step
+
+
+def synthetic_tokens(config: Config, steps: int) -> torch.Tensor:
+    """Return learnable tokens [steps, batch, T + 1], the same on every machine."""
+    shape = (steps, config.training.batch_size, config.training.sequence_length + 1)
+    noise = torch.randint(7, shape, generator=torch.Generator().manual_seed(0))
+    return (torch.arange(shape[-1]) * 3 + noise) % config.size.vocab_size
+
+
+def losses(overrides: list[str], steps: int, z_loss: float = 0.0) -> list[float]:
+    """Return the losses of `steps` updates on synthetic tokens."""
+    torch.set_num_threads(1)
+    config = depthlm.compose(overrides)
+    start_distributed(ranks())
+    plan = make_plan(config, ranks())
+    engine = build_engine(config, plan, depthlm.build_model(config))
+    curve = []
+    for updates, tokens in enumerate(synthetic_tokens(config, steps)):
+        engine.set_learning_rate(learning_rate(config, plan, updates))
+        batch = tokens.view(plan.accumulation, plan.micro_batch_size, -1)
+        curve.append(float(train_step(engine, batch, plan, z_loss)) / plan.tokens_per_step)
+    return curve
