@@ -1,5 +1,6 @@
 """Settings and fixtures of all tests: one thread, no network, a small corpus, and short runs on it."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from .forks import Forks
 from .two_ranks import TwoRanks
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -20,6 +22,13 @@ TEXT = "the depth of a stream is read by every layer and written once more befor
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="regenerate the golden values instead of comparing")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_not_garbage() -> None:
+    """Exempt what has been imported so far from garbage collection, which each run does at its start."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +48,14 @@ def two_ranks() -> Iterator[TwoRanks]:
     ranks = TwoRanks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Starts commands in processes of their own, without the time that their imports take."""
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="session")

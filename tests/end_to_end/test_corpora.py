@@ -4,9 +4,9 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
 from ..data.corpora.fake_hub import FakeHub, fake_hub
+from ..forks import Forks
 from .corpora import Corpus, Mirrors, corpora, documents_of, kept
 
 CORPORA = corpora()
@@ -72,13 +73,14 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def command(hub: FakeHub, checkout: Path) -> Command:
-    """Run a shell command in an environment with this hub only."""
+def command(hub: FakeHub, checkout: Path, forks: Forks) -> Command:
+    """Run a line `python <script> ...` in an environment with this hub only."""
 
-    def run(line: str, **more: str) -> subprocess.CompletedProcess[str]:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = hub.environment(checkout / "home", PATH=path, **more)
-        done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120)
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        python, *words = shlex.split(line)
+        assert python == "python"
+        environment = hub.environment(checkout / "home", PATH=os.environ["PATH"])
+        done = forks.run(words, cwd=checkout, environment=environment, timeout=120)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
