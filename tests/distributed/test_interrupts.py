@@ -139,6 +139,7 @@ def test_no_command_imports_torch_before_it_handles_ctrl_c() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_tokenizer_is_trained_prints_one_line(tmp_path: Path, forks: Forks) -> None:
     process = forks.start(["data/prepare.py", "data=stdlib", f"data.path={tmp_path}/tokens"])
     assert process.stdout is not None

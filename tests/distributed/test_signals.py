@@ -63,7 +63,9 @@ def read_until(process: Forked, text: str) -> str:
     return output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)], ids=str
+)
 def test_a_signal_while_data_is_prepared_ends_the_process(
     small_run: Overrides, tmp_path: Path, start: Start, number: signal.Signals, code: int
 ) -> None:
@@ -84,7 +86,7 @@ def test_a_signal_while_data_is_prepared_ends_the_process(
 def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_start_again(
     small_run: Overrides, tmp_path: Path, start: Start
 ) -> None:
-    overrides = small_run("size.num_layers=40", "training.stop_after=1")
+    overrides = small_run("size.num_layers=12", "training.stop_after=1")
     process = start(overrides)
     wait_for((tmp_path / "run/config.yaml").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -118,6 +120,7 @@ def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path, sta
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_under_nohup_ignores_a_hangup(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
     run = small_run("training.max_steps=40", "training.checkpoint_every=40")
     process = forks.start(["-c", NOHUP, "train.py", *run])
@@ -141,7 +144,7 @@ def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Pa
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
-@pytest.mark.parametrize("checkpoint_every", [10, 4])
+@pytest.mark.parametrize("checkpoint_every", [10, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_validation_and_resuming_repeats_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
 ) -> None:

@@ -41,9 +41,9 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
 @pytest.mark.parametrize(
     ("stage", "rank", "number"),
     [
-        (3, 1, signal.SIGTERM),
+        pytest.param(3, 1, signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(0, 0, signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param(1, 1, signal.SIGINT, marks=pytest.mark.slow),
+        (1, 1, signal.SIGINT),
     ],
 )
 def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(

@@ -171,6 +171,7 @@ def test_two_ranks_with_zero_3_train_validate_sample_and_save_the_same_run_as_on
     assert "depth" in both.stdout.split("a sample:")[1]
 
 
+@pytest.mark.slow
 def test_wandb_offline_logs_the_run_and_the_run_id_is_in_the_checkpoint(
     small_run: Overrides, tmp_path: Path, forks: Forks
 ) -> None:

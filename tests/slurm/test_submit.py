@@ -49,17 +49,20 @@ def test_invalid_cluster_settings_are_explained(four_points: list[str], submit: 
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_in_one_point_prevents_submission(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
-    done = submit(*four_points, "size.num_kv_heads=2,3")
+def test_a_mistake_in_one_point_prevents_submission(
+    small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit
+) -> None:
+    kept = [text for text in small_run() if not text.startswith("output_dir=")]
+    done = submit(*kept, "size.num_kv_heads=2,3", f"output_dir={tmp_path}/runs/${{size.num_kv_heads}}")
     assert done.returncode == 2
     assert "size.num_kv_heads=3" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_missing_sbatch_is_reported(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
+def test_a_missing_sbatch_is_reported(small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/git").symlink_to(shutil.which("git") or "")
-    done = submit(*four_points, PATH=str(tmp_path / "bin"))
+    done = submit(*small_run(), PATH=str(tmp_path / "bin"))
     assert done.returncode == 2
     assert "sbatch: no such command" in done.stderr
 
