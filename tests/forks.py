@@ -52,7 +52,7 @@ class Forked:
         """Read both streams to their ends and wait; a stream that is no pipe gives "". Raises TimeoutExpired."""
         read: dict[int, str] = {}
         readers = [
-            threading.Thread(target=lambda n=number, s=stream: read.update({n: s.read()}), daemon=True)  # type: ignore[misc]
+            threading.Thread(target=lambda n=number, s=stream: read.update({n: s.read()}), daemon=True)
             for number, stream in enumerate((self.stdout, self.stderr))
             if stream is not None
         ]
