@@ -230,6 +230,7 @@ def trained(overrides: list[str], name: str, **changes: str) -> list[dict[str, A
     return rows(Path(name))
 
 
+@pytest.mark.slow
 def test_the_document_mask_and_the_shuffle_seed_change_the_run(mirrors: Mirrors, checkout: Path) -> None:
     overrides = [*mirrors.overrides("lm1b"), "training.stop_after=1"]
     plain = trained(overrides, "plain")

@@ -42,8 +42,8 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
     ("stage", "rank", "number"),
     [
         pytest.param(3, 1, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(0, 0, signal.SIGUSR1, marks=pytest.mark.slow),
-        (1, 1, signal.SIGINT),
+        (0, 0, signal.SIGUSR1),
+        pytest.param(1, 1, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
