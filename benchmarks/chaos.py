@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200
        "deepspeed=zero1", "training.sequence_length=64", "training.batch_size=4", "training.checkpoint_every=3",
        "training.validate_every=10", "training.validation_tokens=2K", "training.log_every=1", "training.sample=null",
        "training.num_threads=1", "training.rank_timeout=5"]  # fmt: skip
+
+
+# starts both ranks of a run
+Start = Callable[[Sequence[str]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -64,17 +68,19 @@ def start(overrides: Sequence[str]) -> list[subprocess.Popen[str]]:
     ]
 
 
-def finish(overrides: Sequence[str]) -> None:
+def finish(overrides: Sequence[str], begin: Start = start) -> None:
     """Train a run to its end. Raises RuntimeError with the output of its ranks if it fails."""
-    ranks = start(overrides)
+    ranks = begin(overrides)
     outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("\n".join(outputs))
 
 
-def life(overrides: Sequence[str], directory: Path, chance: random.Random, while_saving: bool) -> Kill | None:
+def life(
+    overrides: Sequence[str], directory: Path, chance: random.Random, while_saving: bool, begin: Start
+) -> Kill | None:
     """Start a run and kill it; None if it was complete before. Raises RuntimeError if it did not resume."""
-    before, ranks = newest_step(directory), start(overrides)
+    before, ranks = newest_step(directory), begin(overrides)
     try:
         while newest_step(directory) <= before:
             if any(rank.poll() for rank in ranks):
@@ -102,11 +108,11 @@ def life(overrides: Sequence[str], directory: Path, chance: random.Random, while
             rank.communicate()
 
 
-def disturb(overrides: Sequence[str], directory: Path, kills: int, seed: int) -> list[Kill]:
+def disturb(overrides: Sequence[str], directory: Path, kills: int, seed: int, begin: Start = start) -> list[Kill]:
     """Start and kill a run this many times."""
     chance, done = random.Random(seed), []
     for number in track(range(kills), "killing"):
-        kill = life(overrides, directory, chance, while_saving=number % 2 == 1)
+        kill = life(overrides, directory, chance, number % 2 == 1, begin)
         if kill is None:
             break
         done.append(kill)

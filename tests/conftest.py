@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from .forks import Forks
 from .two_ranks import TwoRanks
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -47,6 +48,14 @@ def two_ranks() -> Iterator[TwoRanks]:
     ranks = TwoRanks()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Starts commands in processes of their own, without the time that their imports take."""
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="session")

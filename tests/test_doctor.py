@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,10 @@ import pytest
 from depthlm.doctor import machine, software
 from depthlm.doctor.command import doctor, examine, look_at
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
-from depthlm.locations import REPOSITORY
 from depthlm.machine import environment
 from depthlm.machine.gpu import Gpu
+
+from .forks import Forks
 
 OLD = Gpu(("/dev/nvidia0",), "470.57.02", (11, 4), "2.13.0", "13.0", "The NVIDIA driver on your system is too old")
 Usage = namedtuple("Usage", "total used free")
@@ -25,9 +24,8 @@ def by_name(overrides: list[str]) -> dict[str, Item]:
     return {item.name: item for item in examine(overrides, None)}
 
 
-def test_a_run_would_start_here(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "depthlm", "doctor", "device=cpu", f"output_dir={tmp_path}/run"]
-    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True)
+def test_a_run_would_start_here(tmp_path: Path, forks: Forks) -> None:
+    done = forks.run(["-m", "depthlm", "doctor", "device=cpu", f"output_dir={tmp_path}/run"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "A run would start here" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120

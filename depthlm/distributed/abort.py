@@ -42,7 +42,7 @@ def last_words(error: BaseException, rank: int, names: dict[int, str]) -> Failur
 
 
 def line_of(frame: FrameType | None) -> str:
-    """Name the innermost call and this package's: `all_reduce (distributed_c10d.py:2987) of train_step (step.py:38)`."""
+    """Name the innermost call and ours: `all_reduce (distributed_c10d.py:2987) of train_step (step.py:38)`."""
     if frame is None:
         return ""
     own: FrameType | None = frame

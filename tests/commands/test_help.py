@@ -1,6 +1,5 @@
 """Help on everything, a group, an option or a key; the version; shell completion."""
 
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,8 @@ from depthlm.commands.help import print_help, setting_meanings
 from depthlm.config import mechanisms
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
+
+from ..forks import Forks, environment_with
 
 
 def printed(capsys: pytest.CaptureFixture[str], *topics: str) -> str:
@@ -79,22 +80,16 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.strip() == f"depthlm {depthlm.__version__}"
 
 
-def complete(line: str, *command: str) -> list[str]:
-    environment = {**os.environ, "COMP_LINE": line}
-    done = subprocess.run(
-        [sys.executable, *command, "-sc", "query=bash"], cwd=REPOSITORY, capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def test_the_shell_completes_groups_and_options(forks: Forks) -> None:
+    def complete(line: str, *command: str) -> list[str]:
+        done = forks.run([*command, "-sc", "query=bash"], environment=environment_with(COMP_LINE=line))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
 
-
-def test_the_shell_completes_groups_and_options() -> None:
     assert complete("python train.py model=dep", "train.py") == ["model=depth_attention"]
     assert complete("depthlm train optimizer=", "-m", "depthlm") == ["optimizer=adamw", "optimizer=muon"]
     assert "summary" in complete("depthlm su", "-m", "depthlm")
-    done = subprocess.run(
-        [sys.executable, "train.py", "-sc", "install=bash"], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = forks.run(["train.py", "-sc", "install=bash"])
     assert done.returncode == 0, done.stderr
     # the script is valid bash
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0

@@ -87,9 +87,9 @@ def test_the_order_is_the_same_for_any_number_of_ranks_and_workers_and_from_any_
     sources: dict[str, TokenFiles],
 ) -> None:
     whole = [Batches(sources, **SETTINGS)[step].flatten(0, 1) for step in range(20)]
-    for ranks in (1, 2, 4):
+    for ranks in (1, 4):
         shares_of = [Batches(sources, **SETTINGS, micro_batch=3, rank=rank, ranks=ranks) for rank in range(ranks)]
-        for workers in (0, 4):
+        for workers in (0, 2):
             for first in (0, 7):
                 loaders = [loader(batches, first, 20, num_workers=workers) for batches in shares_of]
                 for step, parts in enumerate(zip(*loaders, strict=True), first):

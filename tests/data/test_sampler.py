@@ -38,7 +38,7 @@ def test_the_permutation_of_a_large_range_is_injective_and_independent_of_the_ot
 
 
 def test_every_position_is_about_equally_likely_for_every_value() -> None:
-    n, trials = 10, 4000
+    n, trials = 10, 1000
     counts = np.zeros((n, n))
     for seed in range(trials):
         counts[np.arange(n), permute(np.arange(n), n, key_of(seed, 0))] += 1
@@ -47,6 +47,7 @@ def test_every_position_is_about_equally_likely_for_every_value() -> None:
     assert chi_squared < 81 + 5 * 12.7
 
 
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), first=st.integers(0, 10**9), count=st.integers(1, 64), n=st.integers(1, 10**6))
 def test_a_sample_is_a_pure_function_of_seed_and_number(seed: int, first: int, count: int, n: int) -> None:
     numbers = first + np.arange(count)

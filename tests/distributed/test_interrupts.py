@@ -13,6 +13,8 @@ import pytest
 from depthlm.distributed.interrupts import on_signals
 from depthlm.locations import REPOSITORY
 
+from ..forks import Forks
+
 BUSY = """
 import hashlib, signal
 from depthlm.distributed.interrupts import end_process, on_signals, say
@@ -91,36 +93,44 @@ def test_a_signal_to_a_forked_child_ends_the_child_and_not_the_parent() -> None:
             received.get(timeout=0.2)
 
 
+COMMANDS = {
+    "train": ["train.py", "size=micro", "tracker=none", "data.path={folder}/tokens", "output_dir={folder}/train"],
+    "evaluate": ["-m", "depthlm", "evaluate", "run=/nowhere"],
+    "report": ["-m", "depthlm", "report", "runs={folder}/waits"],
+    "prepare": ["data/prepare.py", "data=stdlib", "data.path={folder}/tokens"],
+    "submit": ["slurm/submit.py", "experiment=moda/variants", "--dry-run"],
+}
+# seconds from the first line of the package's code
+DELAYS = (0.0, 0.1, 0.3, 0.6, 1.0)
+DEFAULT = {("train", delay) for delay in DELAYS} | {("report", 0.0), ("prepare", 0.6)}
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("name", "delay"),
     [
-        ["train.py", "size=micro", "tracker=none", "data.path={folder}/tokens", "output_dir={folder}/train"],
-        ["-m", "depthlm", "evaluate", "run=/nowhere"],
-        ["-m", "depthlm", "report", "runs={folder}/waits"],
-        ["data/prepare.py", "data=stdlib", "data.path={folder}/tokens"],
-        ["slurm/submit.py", "experiment=moda/variants", "--dry-run"],
+        pytest.param(name, delay, marks=[] if (name, delay) in DEFAULT else pytest.mark.slow)
+        for name in COMMANDS
+        for delay in DELAYS
     ],
-    ids=["train", "evaluate", "report", "prepare", "submit"],
 )
-def test_ctrl_c_in_the_first_seconds_prints_one_line(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_in_the_first_seconds_prints_one_line(name: str, delay: float, tmp_path: Path) -> None:
     # a report takes no time, so the summary of its run is a pipe, whose reader blocks
     (tmp_path / "waits").mkdir()
     (tmp_path / "waits" / "metrics.jsonl").touch()
     os.mkfifo(tmp_path / "waits" / "summary.json")
-    command = [word.format(folder=tmp_path) for word in command]
-    for delay in (0.0, 0.1, 0.3, 0.6, 1.0):
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        # before that Python itself is starting, and no code of this package runs
-        while process.poll() is None and len(os.listdir(f"/proc/{process.pid}/task")) < 2:
-            time.sleep(0.001)
-        time.sleep(delay)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=10)
-        assert process.returncode == 130, (delay, output, errors)
-        assert len(errors.splitlines()) == 1
-        assert "interrupted" in errors
+    command = [word.format(folder=tmp_path) for word in COMMANDS[name]]
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    # before that Python itself is starting, and no code of this package runs
+    while process.poll() is None and len(os.listdir(f"/proc/{process.pid}/task")) < 2:
+        time.sleep(0.001)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=10)
+    assert process.returncode == 130, (output, errors)
+    assert len(errors.splitlines()) == 1
+    assert "interrupted" in errors
 
 
 def test_no_command_imports_torch_before_it_handles_ctrl_c() -> None:
@@ -129,15 +139,15 @@ def test_no_command_imports_torch_before_it_handles_ctrl_c() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_ctrl_c_while_a_tokenizer_is_trained_prints_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "data/prepare.py", "data=stdlib", f"data.path={tmp_path}/tokens"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    while "training a tokenizer" not in process.stderr.readline():
+@pytest.mark.slow
+def test_ctrl_c_while_a_tokenizer_is_trained_prints_one_line(tmp_path: Path, forks: Forks) -> None:
+    process = forks.start(["data/prepare.py", "data=stdlib", f"data.path={tmp_path}/tokens"])
+    assert process.stdout is not None
+    while "training a tokenizer" not in process.stdout.readline():
         assert process.poll() is None
-    time.sleep(1.0)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=5)
+    errors, _ = process.communicate(timeout=5)
     assert (process.returncode, errors) == (
         130,
         "prepare.py: interrupted; the same command resumes from the last complete file\n",

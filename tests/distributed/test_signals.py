@@ -3,8 +3,6 @@
 import os
 import pty
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,22 +11,37 @@ from typing import Any
 import pytest
 
 from depthlm.config import compose
-from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 from depthlm.training import train, validation
 
+from ..forks import Forked, Forks
+
 Overrides = Callable[..., list[str]]
+Start = Callable[..., Forked]
+# what nohup does before it executes its command
+NOHUP = """
+import runpy, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def start(overrides: list[str], *, nohup: bool = False) -> subprocess.Popen[str]:
-    prefix = ["nohup"] if nohup else []
-    command = [*prefix, sys.executable, "train.py", *overrides]
-    return subprocess.Popen(
-        command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+@pytest.fixture
+def start(forks: Forks) -> Iterator[Start]:
+    """Start a run, which ends with the test."""
+    processes: list[Forked] = []
+
+    def begin(overrides: list[str], **settings: Any) -> Forked:
+        processes.append(forks.start(["train.py", *overrides], **settings))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.kill()
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], object], process: Forked) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.stdout and process.stdout.read()
@@ -40,7 +53,7 @@ def steps(directory: Path) -> list[int]:
     return [row["step"] for row in read_metrics(directory / "metrics.jsonl")]
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
+def read_until(process: Forked, text: str) -> str:
     assert process.stdout is not None
     output = ""
     while text not in output:
@@ -50,9 +63,11 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
     return output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)], ids=str
+)
 def test_a_signal_while_data_is_prepared_ends_the_process(
-    small_run: Overrides, tmp_path: Path, number: signal.Signals, code: int
+    small_run: Overrides, tmp_path: Path, start: Start, number: signal.Signals, code: int
 ) -> None:
     standard_library = (
         f"data.source={os.path.dirname(os.__file__)}",
@@ -69,9 +84,9 @@ def test_a_signal_while_data_is_prepared_ends_the_process(
 
 
 def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_start_again(
-    small_run: Overrides, tmp_path: Path
+    small_run: Overrides, tmp_path: Path, start: Start
 ) -> None:
-    overrides = small_run("size.num_layers=40", "training.stop_after=1")
+    overrides = small_run("size.num_layers=12", "training.stop_after=1")
     process = start(overrides)
     wait_for((tmp_path / "run/config.yaml").exists, process)
     process.send_signal(signal.SIGTERM)
@@ -79,12 +94,10 @@ def test_a_signal_while_the_model_is_built_ends_the_process_and_the_run_can_star
     assert process.returncode == 75, output
     assert "SIGTERM: stopped before the first step; the same command starts again" in output
     assert not (tmp_path / "run/checkpoints").exists()
-    again = start(overrides)
-    output, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, output
+    assert train(compose(overrides)) == 0
 
 
-def test_signals_act_during_one_long_step(small_run: Overrides) -> None:
+def test_signals_act_during_one_long_step(small_run: Overrides, start: Start) -> None:
     process = start(small_run("training.sequence_length=16000", "training.batch_size=1", "training.num_threads=2"))
     read_until(process, "run directory")
     time.sleep(1.5)
@@ -95,7 +108,7 @@ def test_signals_act_during_one_long_step(small_run: Overrides) -> None:
     assert (process.returncode, output) == (1, "")
 
 
-def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path) -> None:
+def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path, start: Start) -> None:
     process = start(small_run("training.max_steps=100000", "data.num_workers=1"))
     wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
     for _ in range(3):
@@ -107,32 +120,31 @@ def test_repeated_hangups_save_the_run(small_run: Overrides, tmp_path: Path) -> 
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
-def test_a_run_under_nohup_ignores_a_hangup(small_run: Overrides, tmp_path: Path) -> None:
-    process = start(small_run("training.max_steps=40", "training.checkpoint_every=40"), nohup=True)
+@pytest.mark.slow
+def test_a_run_under_nohup_ignores_a_hangup(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
+    run = small_run("training.max_steps=40", "training.checkpoint_every=40")
+    process = forks.start(["-c", NOHUP, "train.py", *run])
     wait_for(lambda: len(steps(tmp_path / "run")) >= 3, process)
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
 
 
-def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Path) -> None:
-    command = [sys.executable, "train.py", *small_run("training.max_steps=100000")]
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(REPOSITORY)
-        os.execv(command[0], command)
+def test_a_run_whose_terminal_closes_is_saved(small_run: Overrides, tmp_path: Path, start: Start) -> None:
+    terminal, inside = pty.openpty()
+    process = start(small_run("training.max_steps=100000"), stdout=inside, terminal=True)
+    os.close(inside)
     deadline = time.monotonic() + 120
     while len(steps(tmp_path / "run")) < 3:
         assert time.monotonic() < deadline
         os.read(terminal, 65536)
     os.close(terminal)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 75
+    assert process.wait(60) == 75
     (stopped_at,) = steps(tmp_path / "run")[-1:]
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
 
 
-@pytest.mark.parametrize("checkpoint_every", [10, 4])
+@pytest.mark.parametrize("checkpoint_every", [10, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_validation_and_resuming_repeats_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
 ) -> None:

@@ -4,10 +4,10 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
 from ..data.corpora.fake_hub import FakeHub, fake_hub
+from ..forks import Forks
 from .corpora import Corpus, Mirrors, corpora, documents_of, kept
 
 CORPORA = corpora()
@@ -45,6 +46,11 @@ RUN = {
 def run_settings(**changes: str) -> list[str]:
     changed = RUN | {name.replace("__", "."): value for name, value in changes.items()}
     return [f"{name}={value}" for name, value in changed.items()]
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Return the names as parameters, of which only the Pile is in the default suite."""
+    return [pytest.param(name, marks=[] if name == "pile" else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +78,14 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def command(hub: FakeHub, checkout: Path) -> Command:
-    """Run a shell command in an environment with this hub only."""
+def command(hub: FakeHub, checkout: Path, forks: Forks) -> Command:
+    """Run a line `python <script> ...` in an environment with this hub only."""
 
-    def run(line: str, **more: str) -> subprocess.CompletedProcess[str]:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = hub.environment(checkout / "home", PATH=path, **more)
-        done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=120)
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        python, *words = shlex.split(line)
+        assert python == "python"
+        environment = hub.environment(checkout / "home", PATH=os.environ["PATH"])
+        done = forks.run(words, cwd=checkout, environment=environment, timeout=120)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -125,9 +132,7 @@ def check_run(directory: Path, sources: list[str], weights: Mapping[str, float])
             assert all(abs(shares[name] - weights[name] / sum(weights.values())) < 1 / samples for name in sources)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "pile" else pytest.mark.slow) for name in CORPORA]
-)
+@pytest.mark.parametrize("name", marked(CORPORA))
 def test_a_corpus_is_prepared_from_the_hub_and_trained_on_and_its_mirror_gives_the_same_bytes(
     name: str, hub: FakeHub, mirrors: Mirrors, command: Command
 ) -> None:
@@ -175,7 +180,7 @@ def test_training_on_an_unprepared_corpus_prints_the_command_and_downloads_nothi
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize("name", marked(CORPORA))
 def test_without_the_hub_the_command_that_prepares_is_still_printed(name: str, checkout: Path) -> None:
     config = compose([f"data={name}"])
     with pytest.raises(DataError, match=r"takes about .* of disk") as unprepared:
@@ -225,13 +230,20 @@ def trained(overrides: list[str], name: str, **changes: str) -> list[dict[str, A
     return rows(Path(name))
 
 
-def test_data_settings_change_the_run(mirrors: Mirrors, checkout: Path) -> None:
-    overrides = mirrors.overrides("lm1b")
+@pytest.mark.slow
+def test_the_document_mask_and_the_shuffle_seed_change_the_run(mirrors: Mirrors, checkout: Path) -> None:
+    overrides = [*mirrors.overrides("lm1b"), "training.stop_after=1"]
     plain = trained(overrides, "plain")
     masked = trained([*overrides, "data.document_mask=true"], "masked")
     assert 0 < abs(masked[0]["loss"] - plain[0]["loss"]) < 0.2
     shuffled = [trained([*overrides, f"data.shuffle_seed={seed}"], f"shuffled-{seed}") for seed in (1, 2)]
     assert [run[0]["loss"] == plain[0]["loss"] for run in shuffled] == [True, False]
+
+
+@pytest.mark.slow
+def test_a_fraction_of_the_data_is_read_in_several_epochs(mirrors: Mirrors, checkout: Path) -> None:
+    overrides = mirrors.overrides("lm1b")
+    plain = trained([*overrides, "training.stop_after=1"], "plain")
     changes = ["data.fraction=0.25", "training.max_epochs=2"]
     twice = trained([*overrides, *changes], "twice", training__max_steps="null")
     tokens = Manifest.read(token_folders(compose(overrides).data)["lm1b"]).train.tokens
@@ -243,24 +255,26 @@ def test_data_settings_change_the_run(mirrors: Mirrors, checkout: Path) -> None:
 SETS = ["wikitext", "ptb", "c4_en", "books", "code", "math", "news", "forum", "law", "patents"]
 
 
-def test_ten_validation_sets_each_have_a_loss_and_a_perplexity(mirrors: Mirrors, checkout: Path) -> None:
-    for number, name in enumerate(SETS):
+@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_each_validation_set_has_a_loss_and_a_perplexity(mirrors: Mirrors, checkout: Path, count: int) -> None:
+    names = SETS[:count]
+    for number, name in enumerate(names):
         text = " ".join(CORPORA["pile"].documents("pile", FRACTION)[0][number : number + 2])
         (checkout / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     (checkout / "mine/data").mkdir(parents=True)
-    sources = [f"  {name}: {{source: {checkout}/{name}.jsonl}}\n" for name in SETS]
+    sources = [f"  {name}: {{source: {checkout}/{name}.jsonl}}\n" for name in names]
     (checkout / "mine/data/mine.yaml").write_text(f"defaults: [lm1b]\nvalidation:\n{''.join(sources)}")
     overrides = [*mirrors.overrides("lm1b")[1:], *run_settings()]
     config = compose(["data=mine", *overrides], config_dir="mine")
-    one_by_one = [f"data.validation.{name}.source={checkout}/{name}.jsonl" for name in SETS]
-    at_once = ",".join(f"{name}:{{source:{checkout}/{name}.jsonl}}" for name in SETS)
+    one_by_one = [f"data.validation.{name}.source={checkout}/{name}.jsonl" for name in names]
+    at_once = ",".join(f"{name}:{{source:{checkout}/{name}.jsonl}}" for name in names)
     for typed in (one_by_one, [f"data.validation={{{at_once}}}"]):
         assert compose(["data=lm1b", *typed, *overrides]).data == config.data
     assert train(config) == 0
     measured = rows(Path("run"))[-1]
     summary = json.loads(Path("run/summary.json").read_text())
-    losses = {name: measured[f"validation/{name}/loss"] for name in ["lm1b", *SETS]}
-    assert len(set(losses.values())) == 11
+    losses = {name: measured[f"validation/{name}/loss"] for name in ["lm1b", *names]}
+    assert len(set(losses.values())) == count + 1
     for name, loss in losses.items():
         assert measured[f"validation/{name}/perplexity"] == pytest.approx(math.exp(loss))
         for what in ("loss", "perplexity"):

@@ -1,18 +1,14 @@
 """`train.py run=<directory>`: a run resumed, extended and varied from the command line."""
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from depthlm.locations import REPOSITORY
 from depthlm.runs.records import COMPLETE, read_run
 
-
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "train.py", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+from ..forks import Forks
 
 
 def losses(directory: Path) -> list[float]:
@@ -21,8 +17,11 @@ def losses(directory: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_a_run_is_recognised_as_complete_then_extended_and_varied(
-    small_run: Callable[..., list[str]], tmp_path: Path
+    small_run: Callable[..., list[str]], tmp_path: Path, forks: Forks
 ) -> None:
+    def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return forks.run(["train.py", *arguments])
+
     base, six = tmp_path / "mine", "training.max_steps=6"
     assert train(*small_run(six, name="mine")).returncode == 0
     before = losses(base)

@@ -11,14 +11,10 @@ import pytest
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 
-from ..two_ranks import free_port, rank_variables
+from ..forks import Forks, environment_with
+from ..two_ranks import free_port
 
 DEEPSPEED = str(Path(sys.executable).parent / "deepspeed")
-
-
-def without_ranks(**more: str) -> dict[str, str]:
-    """Return the environment without any launcher's variables."""
-    return {name: value for name, value in os.environ.items() if name not in rank_variables(0, 0)} | more
 
 
 def rows(directory: Path) -> dict[int, float]:
@@ -30,26 +26,27 @@ def test_deepspeeds_launcher_starts_two_ranks(small_run: Callable[..., list[str]
     command = [DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "train.py"]
     done = subprocess.run(
         [*command, *small_run("training.max_steps=2")],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=200, env=without_ranks(),
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=200, env=environment_with(),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("started by deepspeed: 2 ranks on one node, rank 0 on cpu") == 1
     assert rows(tmp_path / "run").keys() == {1, 2}
 
 
-def test_srun_starts_two_ranks_that_find_each_other(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_srun_starts_two_ranks_that_find_each_other(
+    small_run: Callable[..., list[str]], tmp_path: Path, forks: Forks
+) -> None:
     job = {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
         "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost",
     }  # fmt: skip
     tasks = [
-        subprocess.Popen(
-            [sys.executable, "train.py", *small_run("training.max_steps=2")],
-            cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=without_ranks(**job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+        forks.start(
+            ["train.py", *small_run("training.max_steps=2")],
+            environment=environment_with(**job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     outputs = [task.communicate(timeout=200)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert "started by srun: 2 ranks on one node, rank 0 on cpu" in outputs[0]

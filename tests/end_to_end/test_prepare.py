@@ -1,28 +1,23 @@
 """The command that prepares a corpus."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-from depthlm.locations import REPOSITORY
+from ..forks import Forks
+
+PREPARE = "data/prepare.py"
 
 
-def prepare(*overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "data/prepare.py", *overrides]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-
-
-def test_a_corpus_is_prepared_once_and_summarised(corpus_folder: Path, tmp_path: Path) -> None:
+def test_a_corpus_is_prepared_once_and_summarised(corpus_folder: Path, tmp_path: Path, forks: Forks) -> None:
     overrides = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", f"data.path={tmp_path}/tokens"]
     for _ in range(2):
-        done = prepare(*overrides)
+        done = forks.run([PREPARE, *overrides])
         assert done.returncode == 0, done.stderr
         assert "21,012" in done.stdout
     assert (tmp_path / "tokens/manifest.json").exists()
 
 
-def test_a_user_error_exits_with_2_and_without_a_traceback(tmp_path: Path) -> None:
+def test_a_user_error_exits_with_2_and_without_a_traceback(tmp_path: Path, forks: Forks) -> None:
     for overrides in (["data=local"], ["data=local", f"data.source={tmp_path}"], ["data=locl"]):
-        done = prepare(*overrides)
+        done = forks.run([PREPARE, *overrides])
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr

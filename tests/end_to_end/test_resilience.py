@@ -2,24 +2,31 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks import chaos
 
+from ..forks import Forked, Forks
+
 Overrides = Callable[..., list[str]]
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(small_run: Overrides, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
+    small_run: Overrides, tmp_path: Path, forks: Forks
+) -> None:
+    def begin(overrides: Sequence[str]) -> list[Forked]:
+        return forks.start_ranks(["train.py", *overrides])
+
     shared = ("deepspeed=zero1", "training.max_steps=250", "training.checkpoint_every=3", "training.validate_every=10",
               "training.validation_tokens=500", "training.rank_timeout=5")  # fmt: skip
     overrides = small_run(*shared, name="killed")
-    kills = chaos.disturb(overrides, tmp_path / "killed", kills=5, seed=0)
-    chaos.finish(overrides)
-    chaos.finish(small_run(*shared, name="undisturbed"))
+    kills = chaos.disturb(overrides, tmp_path / "killed", kills=5, seed=0, begin=begin)
+    chaos.finish(overrides, begin)
+    chaos.finish(small_run(*shared, name="undisturbed"), begin)
     killed, undisturbed = (chaos.outcome(tmp_path / name) for name in ("killed", "undisturbed"))
     assert len(kills) == 5
     assert any(kill.saving for kill in kills)
@@ -34,16 +41,16 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(small_run: 
 @pytest.mark.parametrize(
     ("stage", "rank", "number"),
     [
-        (3, 1, signal.SIGTERM),
-        pytest.param(0, 0, signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(3, 1, signal.SIGTERM, marks=pytest.mark.slow),
+        (0, 0, signal.SIGUSR1),
         pytest.param(1, 1, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
-    small_run: Overrides, tmp_path: Path, stage: int, rank: int, number: signal.Signals
+    small_run: Overrides, tmp_path: Path, forks: Forks, stage: int, rank: int, number: signal.Signals
 ) -> None:
     overrides = small_run(f"deepspeed=zero{stage}", "training.max_steps=100000", "training.checkpoint_every=100000")
-    ranks = chaos.start(overrides)
+    ranks = forks.start_ranks(["train.py", *overrides])
     while chaos.newest_step(tmp_path / "run") < 3:
         assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
         time.sleep(0.02)
@@ -53,14 +60,16 @@ def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
     stopped_at = chaos.newest_step(tmp_path / "run")
     assert f"stopped by a signal after step {stopped_at}; run the same command again to resume" in outputs[0]
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
-    chaos.finish([*overrides, f"training.stop_after={stopped_at + 2}"])
+    forks.run_ranks(["train.py", *overrides, f"training.stop_after={stopped_at + 2}"])
     assert chaos.newest_step(tmp_path / "run") == stopped_at + 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_before_the_first_step_ends_both(small_run: Overrides, tmp_path: Path, rank: int) -> None:
-    ranks = chaos.start(small_run("size.num_layers=100"))
+def test_a_signal_to_one_rank_before_the_first_step_ends_both(
+    small_run: Overrides, tmp_path: Path, forks: Forks, rank: int
+) -> None:
+    ranks = forks.start_ranks(["train.py", *small_run("size.num_layers=100")])
     while not (tmp_path / "run/config.yaml").exists():
         assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
         time.sleep(0.005)

@@ -3,18 +3,15 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 
-from ..two_ranks import free_port, rank_variables
+from ..forks import Forked, Forks
 
 TIMEOUT = 3.0
 MISCHIEF = """
@@ -35,22 +32,19 @@ class Mischief(Residual):
 Overrides = Callable[..., list[str]]
 
 
-@pytest.fixture
-def two(small_run: Overrides, tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
-    """Start two ranks of an endless run, each with its output in `rank<n>`. variables: of the environment."""
-    processes: list[subprocess.Popen[str]] = []
+Start = Callable[..., list[Forked]]
 
-    def start(*overrides: str, **variables: str) -> list[subprocess.Popen[str]]:
+
+@pytest.fixture
+def two(small_run: Overrides, forks: Forks) -> Iterator[Start]:
+    """Start two ranks of an endless run. variables: of the environment."""
+    processes: list[Forked] = []
+
+    def start(*overrides: str, **variables: str) -> list[Forked]:
         settings = small_run(
             "training.max_steps=1000000", "training.checkpoint_every=1000", f"training.rank_timeout={TIMEOUT}"
         )
-        port = free_port()
-        for rank in range(2):
-            with (tmp_path / f"rank{rank}").open("w") as output:
-                processes.append(subprocess.Popen(
-                    [sys.executable, "train.py", *settings, *overrides], cwd=REPOSITORY, stdout=output,
-                    stderr=subprocess.STDOUT, text=True, env={**os.environ, **rank_variables(rank, port), **variables},
-                ))  # fmt: skip
+        processes.extend(forks.start_ranks(["train.py", *settings, *overrides], **variables))
         return processes
 
     yield start
@@ -66,12 +60,11 @@ def wait_for_step(directory: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def ends(process: subprocess.Popen[str], output: Path) -> tuple[float, str]:
+def ends(process: Forked) -> tuple[float, str]:
     """Wait until this rank exits with 1; return the seconds it took and its output."""
     started = time.monotonic()
-    code = process.wait(60)
-    log = output.read_text()
-    assert code == 1, log
+    log, _ = process.communicate(60)
+    assert process.returncode == 1, log
     return time.monotonic() - started, log
 
 
@@ -84,46 +77,40 @@ def ends(process: subprocess.Popen[str], output: Path) -> tuple[float, str]:
     ],
     ids=["killed", "stopped", "first"],
 )
-def test_a_dead_or_stopped_rank_ends_the_other(
-    two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path, how: signal.Signals, victim: int
-) -> None:
+def test_a_dead_or_stopped_rank_ends_the_other(two: Start, tmp_path: Path, how: signal.Signals, victim: int) -> None:
     ranks = two()
     wait_for_step(tmp_path / "run", 3)
     ranks[victim].send_signal(how)
-    seconds, log = ends(ranks[1 - victim], tmp_path / f"rank{1 - victim}")
+    seconds, log = ends(ranks[1 - victim])
     assert seconds < TIMEOUT + 4
     assert f"rank {victim} (host " in log
     assert f"pid {ranks[victim].pid}) has sent no heartbeat for 3 s, the last one in step" in log
     assert "Traceback" not in log
 
 
-def test_an_exception_on_one_rank_ends_the_other_with_its_message(
-    two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
+def test_an_exception_on_one_rank_ends_the_other_with_its_message(two: Start, tmp_path: Path) -> None:
     (tmp_path / "mischief.py").write_text(MISCHIEF)
     ranks = two(
         "model.connection._target_=mischief.Mischief", "training.rank_timeout=60",
         PYTHONPATH=str(tmp_path), MISCHIEF="raise",
     )  # fmt: skip
-    _, other = ends(ranks[1], tmp_path / "rank1")
+    _, other = ends(ranks[1])
     assert "ZeroDivisionError: on purpose" in other
-    seconds, log = ends(ranks[0], tmp_path / "rank0")
+    seconds, log = ends(ranks[0])
     assert seconds < 8
     assert f"pid {ranks[1].pid}) failed: ZeroDivisionError: on purpose; rank 0 ends" in log
     assert "Traceback" not in log
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_in_a_step_ends_both_with_its_name_and_line(
-    two: Callable[..., list[subprocess.Popen[str]]], tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_in_a_step_ends_both_with_its_name_and_line(two: Start, tmp_path: Path) -> None:
     (tmp_path / "mischief.py").write_text(MISCHIEF)
     ranks = two(
         "model.connection._target_=mischief.Mischief", "training.stall_timeout=0.1",
         PYTHONPATH=str(tmp_path), MISCHIEF="sleep",
     )  # fmt: skip
     for rank in range(2):
-        _, log = ends(ranks[rank], tmp_path / f"rank{rank}")
+        _, log = ends(ranks[rank])
         name = rf"rank 1 \(host {os.uname().nodename}, pid {ranks[1].pid}\)"
         assert re.search(rf"{name} has made no progress for \d+ s, in step", log), log
         assert "forward, at read (mischief.py:" in log

@@ -1,8 +1,6 @@
 """Sweeps from the command line: finished points are skipped, interrupted ones resume, failed ones run again."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,9 @@ import yaml
 from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 
-TRAIN = [sys.executable, str(REPOSITORY / "train.py")]
+from ..forks import Forks, environment_with
+
+TRAIN = [str(REPOSITORY / "train.py")]
 FRAGILE = """from pathlib import Path
 from depthlm.model.connections.residual import Residual
 
@@ -27,24 +27,29 @@ class Plain(Residual):
 """
 
 
-def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, forks: Forks) -> Run:
+    """Run a command in the test's folder, whose modules it can import."""
+    environment = environment_with(PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    return lambda *command: forks.run(command, cwd=tmp_path, timeout=600, environment=environment)
 
 
 @pytest.mark.slow
 def test_repeating_a_sweep_skips_resumes_and_repeats_points(
-    small_run: Callable[..., list[str]], tmp_path: Path
+    small_run: Callable[..., list[str]], tmp_path: Path, run: Run
 ) -> None:
     (tmp_path / "fragile.py").write_text(FRAGILE)
     kept = [text for text in small_run() if not text.startswith("output_dir=")]
     place = f"output_dir={tmp_path}/runs/${{model.connection._target_}}"
     names = ["fragile.Plain", "fragile.Fragile", "depthlm.model.connections.residual.Residual"]
     # one point is stopped between two checkpoints, by a separate command
-    part = run(tmp_path, *TRAIN, *kept, place, f"model.connection._target_={names[2]}", "training.stop_after=10")
+    part = run(*TRAIN, *kept, place, f"model.connection._target_={names[2]}", "training.stop_after=10")
     assert part.returncode == 0, part.stderr
     sweep = [*TRAIN, "-m", *kept, place, f"model.connection._target_={','.join(names)}"]
-    first = run(tmp_path, *sweep)
+    first = run(*sweep)
     assert first.returncode == 1
     assert "ZeroDivisionError: on purpose" in first.stdout
     assert "3 points: 2 complete, 1 failed" in first.stdout
@@ -56,7 +61,7 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(
     )
     assert resumed == whole
     (tmp_path / "fixed").touch()
-    second = run(tmp_path, *sweep)
+    second = run(*sweep)
     assert second.returncode == 0, second.stderr
     assert "3 points: 3 complete" in second.stdout
     assert not (tmp_path / "runs" / names[1] / "failure.json").exists()
@@ -65,13 +70,13 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(
 
 @pytest.mark.slow
 def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
-    small_run: Callable[..., list[str]], tmp_path: Path
+    small_run: Callable[..., list[str]], tmp_path: Path, run: Run
 ) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     kept = [text for text in small_run("training.max_steps=4") if not text.startswith("output_dir=")]
     command = [*TRAIN, "-m", "hydra/sweeper=learning_rate", "model=mhc", "hydra.sweeper.n_trials=2", *kept]
     for trials in (2, 4):
-        done = run(tmp_path, *command)
+        done = run(*command)
         assert done.returncode == 0, done.stderr
         runs = list((tmp_path / "outputs/default").glob("*/summary.json"))
         assert len(runs) == trials
@@ -82,12 +87,12 @@ def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
 
 
 @pytest.mark.slow
-def test_an_experiment_with_the_smoke_budget_gives_the_papers_table(tmp_path: Path) -> None:
+def test_an_experiment_with_the_smoke_budget_gives_the_papers_table(tmp_path: Path, run: Run) -> None:
     line = ["experiment=depth_attention/stride", "budget=smoke", "tracker=none"]
-    done = run(tmp_path, *TRAIN, "-m", *line)
+    done = run(*TRAIN, "-m", *line)
     assert done.returncode == 0, done.stderr
     assert "5 points: 5 complete" in done.stdout
-    reported = run(tmp_path, sys.executable, "-m", "depthlm", "report", *line)
+    reported = run("-m", "depthlm", "report", *line)
     assert reported.returncode == 0, reported.stderr
     (path,) = (tmp_path / "outputs/depth_attention/stride").glob("report-*/report.md")
     report = path.read_text()

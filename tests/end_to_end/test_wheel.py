@@ -142,7 +142,7 @@ def test_the_version_and_the_help_list_every_command(reader: Reader) -> None:
 
 
 def test_a_configuration_composes(reader: Reader) -> None:
-    assert '"parameters"' in reader.depthlm("summary", "model=moda", "size=1.5b", "--json")
+    assert '"parameters"' in reader.depthlm("summary", "model=moda", "size=micro", "--json")
     message = reader.depthlm("summary", "model=mado", status=2)
     assert "no such model; allowed:" in message
     assert "Traceback" not in message

@@ -31,7 +31,7 @@ def test_a_mechanism_without_diagnostics_needs_no_forward_pass(monkeypatch: pyte
     assert diagnose(model, torch.zeros(1, 4, dtype=torch.long)) == {}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_every_validation_logs_diagnostics(small_run: Callable[..., list[str]], tmp_path: Path, stage: int) -> None:
     overrides = ["model=mhc", f"deepspeed=zero{stage}", "training.max_steps=2", "training.validate_every=1"]
     assert train(depthlm.compose(small_run(*overrides))) == 0

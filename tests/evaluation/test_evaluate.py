@@ -41,7 +41,7 @@ def direct(directory: Path, folder: Path, length: int = 48) -> tuple[float, int,
     return nats, targets, len(text.encode())
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16, 1000])
+@pytest.mark.parametrize("batch_size", [3, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 16))])
 def test_every_target_counts_once_for_any_batch_size(trained: Path, token_folder: Path, batch_size: int) -> None:
     nats, targets, text_bytes = direct(trained, token_folder)
     found = run(f"run={trained}", f"batch_size={batch_size}")

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,16 @@ def awaken(model: Decoder, config: Config) -> Decoder:
     return model
 
 
+@cache
+def composed(overrides: tuple[str, ...], config_dir: str | None) -> Config:
+    """Return the configuration of a small decoder with these overrides, composed once for all tests."""
+    settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
+    return depthlm.compose(settings, config_dir, here=False)
+
+
 def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:
     """Write a run directory with one checkpoint of a small decoder, as training would, without training."""
-    settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
-    config = depthlm.compose([*settings, f"output_dir={directory}"], config_dir, here=False)
+    config = dataclasses.replace(composed(overrides, config_dir), output_dir=str(directory))
     checkpoint = RunDirectory(directory).checkpoint(1)
     checkpoint.mkdir(parents=True)
     model = awaken(depthlm.build_model(config), config)

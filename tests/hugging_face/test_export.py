@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,8 @@ OTHERS = {
 }
 CASES = {name: [f"model={name}"] for name in PRESETS if name != "vanilla"} | NATIVE | OTHERS
 OWN = "of a reader"
+# in the default suite: both native types, and one mechanism of each kind of code; `make test-slow` has the others
+DEFAULT = {"vanilla", "vanilla, olmo2", "dca, documents", "moda, loops", "mhc", OWN}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""
@@ -78,9 +81,16 @@ class Case(NamedTuple):
     tokens: torch.Tensor
 
 
+def marked(names: Iterable[str]) -> list[Any]:
+    """Return the names as parameters, of which only those in DEFAULT are in the default suite."""
+    return [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """Export every case, and load all of them in one separate process."""
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Export every case that a selected test needs, and load all of them in one separate process."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
+    wanted = {item.callspec.params["case"] for item in items if item.path == request.path}
     root = tmp_path_factory.mktemp("exports")
     own, conf = root / "own_mechanism", root / "conf/model/connection"
     own.mkdir()
@@ -91,8 +101,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     (conf / "own.yaml").write_text(yaml.dump({"_target_": "own_mechanism.own_connection.OwnConnection", "factor": 2.0}))
     sys.path.insert(0, str(root))
     try:
-        runs = {name: write_run(root / f"run-{i}", *CASES[name]) for i, name in enumerate(CASES)}
-        runs[OWN] = write_run(root / "own", "model/connection=own", config_dir=str(root / "conf"))
+        runs = {name: write_run(root / f"run-{i}", *CASES[name]) for i, name in enumerate(CASES) if name in wanted}
+        if OWN in wanted:
+            runs[OWN] = write_run(root / "own", "model/connection=own", config_dir=str(root / "conf"))
         models, requests = {}, {}
         tokens = torch.randint(0, 256, (3, 14), generator=torch.Generator().manual_seed(0))
         tokens[:, 4], tokens[0, 9] = 256, 256
@@ -117,7 +128,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     return {name: Case(models[name], Path(requests[name]["folder"]), answers[name], tokens) for name in runs}
 
 
-@pytest.fixture(params=[*CASES, OWN])
+@pytest.fixture(params=marked([*CASES, OWN]))
 def case(cases: dict[str, Case], request: pytest.FixtureRequest) -> Case:
     return cases[request.param]
 
@@ -159,17 +170,28 @@ def test_an_export_can_be_read_back_unchanged(case: Case) -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("name", NATIVE)
-def test_vanilla_is_exported_as_a_transformers_model(cases: dict[str, Case], name: str) -> None:
-    kind = "olmo2" if "olmo2" in name else "qwen3"
-    assert (cases[name].answer["model_type"], cases[name].answer["class"]) == (kind, f"{kind.capitalize()}ForCausalLM")
-    assert not [*cases[name].folder.glob("*.py")]
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        pytest.param("vanilla", "qwen3"),
+        pytest.param("vanilla, olmo2", "olmo2"),
+        pytest.param("vanilla, tied", "qwen3", marks=pytest.mark.slow),
+    ],
+    indirect=["case"],
+)
+def test_vanilla_is_exported_as_a_transformers_model(case: Case, kind: str) -> None:
+    assert (case.answer["model_type"], case.answer["class"]) == (kind, f"{kind.capitalize()}ForCausalLM")
+    assert not [*case.folder.glob("*.py")]
 
 
-def test_other_models_are_exported_with_their_code(cases: dict[str, Case]) -> None:
-    for name in OTHERS:
-        assert cases[name].answer["class"] == "DepthLMForCausalLM"
-    files = {file.name for file in cases[OWN].folder.glob("*.py")}
+@pytest.mark.parametrize("case", marked(OTHERS), indirect=True)
+def test_other_models_are_exported_with_their_code(case: Case) -> None:
+    assert case.answer["class"] == "DepthLMForCausalLM"
+    assert [*case.folder.glob("modeling_*.py")]
+
+
+@pytest.mark.parametrize("case", [OWN], indirect=True)
+def test_only_the_code_that_a_mechanism_needs_is_exported(case: Case) -> None:
+    files = {file.name for file in case.folder.glob("*.py")}
     assert {"own_mechanism_own_connection.py", "own_mechanism_own_scale.py"} <= files
-    # modules that this mechanism does not need are not exported
     assert not any("moda" in file or "config" in file.removesuffix("configuration.py") for file in files)

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.config import Config
 from depthlm.inspect import collect
 from depthlm.model import Decoder, initialize
 
@@ -26,12 +28,18 @@ TOKENS = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+@cache
+def composed(*overrides: str) -> Config:
+    """Return the configuration of a small decoder with these overrides, composed once for all tests."""
+    return depthlm.compose([*SHAPE, *overrides])
+
+
 @pytest.fixture
 def build() -> Callable[..., Decoder]:
     """A small decoder with overrides, and weights large enough to affect the pictures."""
 
     def make(*overrides: str) -> Decoder:
-        model = depthlm.build_model(depthlm.compose([*SHAPE, *overrides]))
+        model = depthlm.build_model(composed(*overrides))
         initialize(model, seed=0, std=0.2)
         return model.eval().requires_grad_(False)
 

@@ -2,8 +2,9 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,28 +23,35 @@ from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
 
 
-@pytest.fixture
-def config(small_run: Callable[..., list[str]]) -> Config:
-    """The configuration of a model with tied embeddings, with the test's folder as run directory."""
-    return depthlm.compose(small_run("backbone.tie_embeddings=true", "training.keep_last=3"))
+@pytest.fixture(scope="module")
+def config(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The configuration of a run of a model with tied embeddings."""
+    overrides = [
+        "size=micro", "data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", "tracker=none",
+        "precision=fp32", "training.batch_size=4", "training.sequence_length=32", "training.max_steps=20",
+        "backbone.tie_embeddings=true", "training.keep_last=3", f"output_dir={tmp_path_factory.mktemp('written')}",
+    ]  # fmt: skip
+    return depthlm.compose(overrides)
 
 
-@pytest.fixture
-def saver(config: Config, tmp_path: Path) -> Saver:
-    """The saver of a new engine."""
+@pytest.fixture(scope="module")
+def written(config: Config) -> Path:
+    """A run directory with checkpoints of steps 1 and 2, which no test may change."""
     start_distributed(ranks())
     engine = build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
-    OmegaConf.save(OmegaConf.structured(config), tmp_path / "config.yaml")
+    directory = Path(config.output_dir or "")
+    OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
     about = {"corpus": "c", "world_size": 1, "stage": 0, "config": asdict(config)}
-    return Saver(engine, tmp_path, config.training, about)
+    saver = Saver(engine, directory, config.training, about)
+    for step in (1, 2):
+        saver.save({"step": step, "skipped": [7]}, last=False)
+    return directory
 
 
 @pytest.fixture
-def saved(saver: Saver, tmp_path: Path) -> Path:
-    """A run directory with checkpoints of steps 1 and 2."""
-    for step in (1, 2):
-        saver.save({"step": step, "skipped": [7]}, last=False)
-    return tmp_path
+def saved(written: Path, tmp_path: Path) -> Path:
+    """A copy of that run directory."""
+    return shutil.copytree(written, tmp_path / "run")
 
 
 def newest(directory: Path) -> str:
@@ -120,8 +128,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
 
 
 def test_a_checkpoint_may_differ_from_the_run_in_changeable_settings(saved: Path, config: Config) -> None:
-    config.training.max_steps, config.training.micro_batch_size, config.training.log_every = 77, 1, 3
-    OmegaConf.save(OmegaConf.structured(config), saved / "config.yaml")
+    others = replace(config.training, max_steps=77, micro_batch_size=1, log_every=3)
+    OmegaConf.save(OmegaConf.structured(replace(config, training=others)), saved / "config.yaml")
     assert newest(saved) == "step-00000002"
 
 

@@ -1,26 +1,32 @@
 """slurm/submit.py without a cluster."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from depthlm.locations import REPOSITORY
+from depthlm.slurm.snapshot import next_snapshot, take_snapshot
 from depthlm.sweeps import sweep_points
 
-SUBMIT = [sys.executable, str(REPOSITORY / "slurm/submit.py")]
+from ..forks import Forks, environment_with
+
+Submit = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def submit(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({} if path is None else {"PATH": path})
-    return subprocess.run([*SUBMIT, *arguments], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+@pytest.fixture
+def submit(forks: Forks) -> Submit:
+    """Run slurm/submit.py, with these variables of the environment."""
+    return lambda *arguments, **more: forks.run(["slurm/submit.py", *arguments], environment=environment_with(**more))
 
 
-def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_points: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
+    four_points: list[str], tmp_path: Path, submit: Submit
+) -> None:
     done = submit("--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G", "slurm.time=12:00:00")
     assert done.returncode == 0, done.stderr
     printed = [shlex.split(line)[3:] for line in done.stdout.splitlines() if "--config-dir" in line]
@@ -35,7 +41,7 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(four_point
     assert not (tmp_path / "runs").exists()
 
 
-def test_invalid_cluster_settings_are_explained(four_points: list[str]) -> None:
+def test_invalid_cluster_settings_are_explained(four_points: list[str], submit: Submit) -> None:
     done = submit("--dry-run", *four_points, "slurm.node=2")
     assert done.returncode == 2
     assert "slurm.node" in done.stderr
@@ -43,22 +49,27 @@ def test_invalid_cluster_settings_are_explained(four_points: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_mistake_in_one_point_prevents_submission(four_points: list[str], tmp_path: Path) -> None:
-    done = submit(*four_points, "size.num_kv_heads=2,3")
+def test_a_mistake_in_one_point_prevents_submission(
+    small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit
+) -> None:
+    kept = [text for text in small_run() if not text.startswith("output_dir=")]
+    done = submit(*kept, "size.num_kv_heads=2,3", f"output_dir={tmp_path}/runs/${{size.num_kv_heads}}")
     assert done.returncode == 2
     assert "size.num_kv_heads=3" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_missing_sbatch_is_reported(four_points: list[str], tmp_path: Path) -> None:
+def test_a_missing_sbatch_is_reported(small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/git").symlink_to(shutil.which("git") or "")
-    done = submit(*four_points, path=str(tmp_path / "bin"))
+    done = submit(*small_run(), PATH=str(tmp_path / "bin"))
     assert done.returncode == 2
     assert "sbatch: no such command" in done.stderr
 
 
-def test_points_that_start_from_another_form_a_later_array(small_run: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_points_that_start_from_another_form_a_later_array(
+    small_run: Callable[..., list[str]], tmp_path: Path, submit: Submit
+) -> None:
     folder = tmp_path / "conf/experiment/mine"
     folder.mkdir(parents=True)
     (folder / "retrofit.yaml").write_text(
@@ -80,14 +91,10 @@ experiment:
     assert "DEPTHLM_OFFSET=1" in commands[1]
 
 
-def test_a_snapshot_copies_the_checkout(tmp_path: Path) -> None:
-    script = (
-        "from pathlib import Path; from depthlm.slurm.snapshot import *; "
-        "take_snapshot(next_snapshot(Path('there')), ['a', 'b'])"
-    )
+def test_a_snapshot_copies_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for number in (1, 2):
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=environment)
+        take_snapshot(next_snapshot(Path("there")), ["a", "b"])
         folder = tmp_path / "there" / f"{number:04d}"
         assert (folder / "points").read_text() == "a\nb\n"
         for name in ("train.py", "conf/config.yaml", "depthlm/config/schema/config.py", "depthlm/slurm/train.sbatch"):

@@ -83,13 +83,17 @@ def test_too_little_disk_space_is_an_error(local: Local, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["data=pile"],
         ["data=fineweb_edu", "data.max_tokens=10B", "data.subset=null"],
-        ["data=olmo2_mix", "data.sources.arxiv.weight=40", "data.path=some/folder"],
         ["data=olmo2_mix", "data.max_tokens=1.5M", "data.source=.", "data.sources.wiki.files='*a b*'"],
+        pytest.param(["data=pile"], marks=pytest.mark.slow),
+        pytest.param(
+            ["data=olmo2_mix", "data.sources.arxiv.weight=40", "data.path=some/folder"], marks=pytest.mark.slow
+        ),
         ["data=local", "data.source=.", "data.tokenizer=bytes", "data.suffixes=[.txt,.rst]"],
         ["data=local", "data.source=.", "data.validation={one: {source: ., files: '1*'}}", "data.shard_tokens=5000"],
-        ["data=olmo2_mix", "data.max_tokens=1B", "~data.sources.wiki", "~data.sources.dclm"],
+        pytest.param(
+            ["data=olmo2_mix", "data.max_tokens=1B", "~data.sources.wiki", "~data.sources.dclm"], marks=pytest.mark.slow
+        ),
         ["data.max_tokens=12345"],
     ],
 )

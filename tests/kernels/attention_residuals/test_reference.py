@@ -11,10 +11,7 @@ from torch import Tensor
 from depthlm.kernels.attention_residuals import reference as module
 from depthlm.kernels.attention_residuals.reference import Start, depth_attend
 
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+from ..inputs import normal
 
 
 def formula(q: Tensor, xs: list[Tensor], eps: float | None, bias: Tensor | None, start: Start | None) -> Start:

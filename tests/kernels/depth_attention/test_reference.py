@@ -7,10 +7,7 @@ from hypothesis import strategies as st
 
 from depthlm.kernels.depth_attention.reference import check_entries, depth_value_mix, depth_weights
 
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+from ..inputs import normal
 
 
 def mixed(q: torch.Tensor, *entries: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from depthlm.kernels.attention_residuals import reference as depth_attend
 from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
 
-from ..attention_residuals.test_reference import normal
+from ..inputs import normal
 
 
 def weighted(weights: Tensor, xs: list[Tensor], start: Tensor | None) -> Tensor:

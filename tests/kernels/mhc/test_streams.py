@@ -6,10 +6,7 @@ from hypothesis import strategies as st
 
 from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams, sinkhorn
 
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+from ..inputs import normal
 
 
 @settings(max_examples=10, deadline=None)
