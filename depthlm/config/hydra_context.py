@@ -1,5 +1,7 @@
 """Access to Hydra's compose API over conf/, and values in the syntax of its overrides."""
 
+import copy
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from omegaconf import DictConfig
 
@@ -33,9 +38,39 @@ def hydra_at_conf() -> Iterator[None]:
 
 
 def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    """Return the configuration that Hydra composes, unchecked. Call it only inside `hydra_at_conf`."""
-    search = [] if config_dir is None else [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"]
-    return hydra.compose("config", [*open_names(overrides), *search])
+    """Return the configuration that Hydra composes, unchecked. Call it only inside `hydra_at_conf`.
+
+    Each choice of groups is composed once per process: a sweep may have hundreds of points that differ in keys alone.
+    Raises HydraException or OmegaConfBaseException.
+    """
+    opened = open_names(overrides)
+    if config_dir is not None:
+        return hydra.compose("config", [*opened, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"])
+    groups: list[Override] = []
+    keys: list[Override] = []
+    for override in OverridesParser.create().parse_overrides(opened):
+        (groups if _is_composed(override) else keys).append(override)
+    raw = copy.deepcopy(_composed_groups(tuple(str(override.input_line) for override in groups)))
+    ConfigLoaderImpl._apply_overrides_to_config(keys, raw)
+    return raw
+
+
+def _is_composed(override: Override) -> bool:
+    """Return whether Hydra must see an override while it composes: it chooses an option, or Hydra refuses it."""
+    name, groups = override.key_or_group, _groups()
+    if "/" in name or override.package is not None or override.is_sweep_override() or override.is_hydra_override():
+        return True
+    return name in groups and not isinstance(override.value(), dict)
+
+
+@functools.cache
+def _groups() -> set[str]:
+    return {str(group) for file in CONF.rglob("*.yaml") for group in file.relative_to(CONF).parents}
+
+
+@functools.cache
+def _composed_groups(overrides: tuple[str, ...]) -> DictConfig:
+    return hydra.compose("config", list(overrides))
 
 
 def override_text(value: Any) -> str:

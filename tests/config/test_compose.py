@@ -5,12 +5,16 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 import depthlm
 from depthlm.commands.command_line import read_command_line
 from depthlm.config import run_steps, warmup_steps
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.resolve import run_name
 from depthlm.config.schema.keys import keys
+from depthlm.config.schema.sources import open_names
 from depthlm.counts import parse_count
 from depthlm.locations import REPOSITORY
 
@@ -158,3 +162,42 @@ def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -> None:
     assert depthlm.compose(overrides, here=False).model.name == name
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["seed=3", "+model.connection.x=[1,{a: b}]", "training.max_tokens=10B"],
+        [
+            "model=dca",
+            "size=360m",
+            "model.connection.gate=printed",
+            "optimizer.betas=[1,2]",
+            "seed=${size.lr}",
+        ],
+        ["model/connection=dca", "deepspeed=zero2", "optimizer={lr: 0.1}", "++data.new.key=null"],
+        ["data=olmo2_mix", "~data.sources.dclm", "data.sources.wiki.weight=2", "tracker.mode=offline"],
+        ["experiment=depth_attention/stride", "budget=smoke", "training.max_steps=7"],
+    ],
+)
+def test_composing_the_groups_once_gives_what_hydra_gives(overrides: list[str]) -> None:
+    with hydra_at_conf():
+        expected = hydra.compose("config", [*open_names(overrides)])
+        for _ in range(2):
+            raw = compose_raw(overrides, None)
+            assert OmegaConf.to_container(raw) == OmegaConf.to_container(expected)
+            assert OmegaConf.is_struct(raw)
+            OmegaConf.update(raw, "seed", 9)
+
+
+@pytest.mark.parametrize(
+    "override", ["seeds=3", "size=none", "model/none=x", "seed=1,2", "~seeds", "size@x=tiny", "+seed=1"]
+)
+def test_what_hydra_refuses_is_refused_when_the_groups_are_composed_once(override: str) -> None:
+    with hydra_at_conf():
+        with pytest.raises(HydraException) as expected:
+            hydra.compose("config", [override])
+        with pytest.raises(HydraException) as raised:
+            compose_raw([override], None)
+    assert str(raised.value) == str(expected.value)
