@@ -36,10 +36,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
         raise ConfigError([f"config_dir={config_dir}: no such folder"])
     run = run_of(overrides)
     if run is not None:
-        raw = raw_from_run(run, overrides, config_dir)
+        saved = load_config(run)
+        raw = raw_from_run(run, saved, overrides, config_dir)
         if errors := check_fields(raw):
             raise ConfigError(errors)
-        return resolve_and_check(raw, overrides, here)
+        return resolve_and_check(raw, overrides, here, saved)
     with hydra_at_conf():
         try:
             raw = compose_raw(overrides, config_dir)
@@ -57,8 +58,13 @@ def mechanisms(config_dir: str | Path | None = None) -> list[str]:
     return sorted({path.stem for folder in folders for path in (folder / "model").glob("*.yaml")})
 
 
-def resolve_and_check(raw: DictConfig, overrides: Sequence[str], here: bool = True) -> Config:
-    """Return the composed configuration, typed, resolved and checked across fields. Raises ConfigError."""
+def resolve_and_check(
+    raw: DictConfig, overrides: Sequence[str], here: bool = True, saved: Config | None = None
+) -> Config:
+    """Return the composed configuration, typed, resolved and checked across fields. Raises ConfigError.
+
+    saved: the configuration of the run that `run=` names.
+    """
     run, own = run_of(overrides), own_overrides(overrides)
     given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own)}
     config = OmegaConf.to_object(raw)
@@ -68,7 +74,6 @@ def resolve_and_check(raw: DictConfig, overrides: Sequence[str], here: bool = Tr
     starts = {
         KEYS.get(str(key), str(key)) for line in lines for key, value in line.items() if str(value).startswith("@")
     }
-    saved = None if run is None else load_config(run)
     if saved is not None and keeps_mechanism(saved, config):
         # only another mechanism needs a new name
         given.add("model.name")

@@ -40,12 +40,12 @@ def own_overrides(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if not text.startswith((RUN, TRUST))]
 
 
-def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
-    """Return the saved configuration of a run with overrides on top, unchecked.
+def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+    """Return the configuration `saved` of a run with overrides on top, unchecked.
 
     A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
 
-    Raises UserError if there is no run, or if one of its classes is from a module that `trust=` does not name. Raises
+    Raises UserError if one of its classes is from a module that `trust=` does not name. Raises
     ConfigError with all invalid overrides.
     """
     trust = [
@@ -54,7 +54,6 @@ def raw_from_run(run: Path, overrides: Sequence[str], config_dir: str | Path | N
         if text.startswith(TRUST)
         for name in text.removeprefix(TRUST).strip("[]").split(",")
     ]
-    saved = load_config(run)
     groups, values, errors = _parsed(own_overrides(overrides), config_dir)
     raw = OmegaConf.structured(saved)
     OmegaConf.set_struct(raw, True)

@@ -13,7 +13,7 @@ from depthlm.accounting.tracing import trace
 from depthlm.config import mechanisms
 from depthlm.data import prepare
 
-FAST = ["dca", "moda", "attention_residuals_full", "hyper_connections"]
+FAST = ["dca", "moda"]
 PRESETS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in mechanisms()]
 
 

@@ -148,6 +148,7 @@ def test_a_configuration_composes(reader: Reader) -> None:
     assert "Traceback" not in message
 
 
+@pytest.mark.slow
 def test_a_sweep_is_shown_without_being_submitted(reader: Reader) -> None:
     printed = reader.depthlm("submit", "--dry-run", "experiment=depth_attention/stride", "budget=smoke")
     assert "points to train" in printed

@@ -39,8 +39,8 @@ OTHERS = {
 }
 CASES = {name: [f"model={name}"] for name in PRESETS if name != "vanilla"} | NATIVE | OTHERS
 OWN = "of a reader"
-# in the default suite: both native types, and one mechanism of each kind of code; `make test-slow` has the others
-DEFAULT = {"vanilla", "vanilla, olmo2", "dca, documents", "moda, loops", "mhc", OWN}
+# in the default suite: a native type, a connection, an attention, and a mechanism of a reader
+DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", OWN}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""

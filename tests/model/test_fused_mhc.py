@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(
     ("streams", "checkpointing"),
-    [(2, True), (4, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, False), (4, True)))],
 )
 def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, checkpointing: bool) -> None:
     model = build("model=mhc", f"model.connection.num_streams={streams}", "size.num_layers=2")
@@ -23,6 +23,7 @@ def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, check
     compare(model, copy.deepcopy(model))
 
 
+@pytest.mark.slow
 def test_compiled_mhc_with_triton_equals_pytorch(build: Any) -> None:
     torch.compiler.reset()
     model = build("model=mhc", "size.num_layers=2")

@@ -203,7 +203,7 @@ def test_activation_checkpointing_changes_nothing(build: Any, preset: str) -> No
     assert_same(model, other, 0)
 
 
-@pytest.mark.parametrize("preset", quick_first(PRESETS, ["attention_residuals", "dca", "mhc", "moda"]))
+@pytest.mark.parametrize("preset", quick_first(PRESETS, ["mhc", "moda"]))
 def test_compile_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}")
@@ -212,7 +212,7 @@ def test_compile_changes_nothing(build: Any, preset: str) -> None:
     assert_same(model, other, 1e-3)
 
 
-@pytest.mark.parametrize("preset", quick_first(["mhc", "dca", "moda"], ["moda"]))
+@pytest.mark.parametrize("preset", quick_first(["mhc", "dca", "moda"], []))
 def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}")
@@ -294,7 +294,7 @@ def test_every_pair_has_gradients_on_every_backbone_with_loops(
 PAIRS = ["mhc depth_attention", "dca moda", "attention_residuals moda", "hyper_connections depth_attention"]
 
 
-@pytest.mark.parametrize("pair", quick_first(PAIRS, PAIRS[:2]))
+@pytest.mark.parametrize("pair", quick_first(PAIRS, PAIRS[:1]))
 def test_pairs_generate_with_a_cache_and_compile(build: Any, pair: str) -> None:
     connection, attention = pair.split()
     model = build(f"model/connection={connection}", f"model/attention={attention}", "backbone=olmo2", "model.loops=2")

@@ -27,6 +27,13 @@ def no_loss_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.training.trainer.plot_loss", lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def no_memory_estimate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start without an estimate of the memory, which takes a third of a short run; its own tests make it."""
+    if "memory" not in request.module.__name__:
+        monkeypatch.setattr("depthlm.training.setup.check_memory", lambda *_: None)
+
+
 @pytest.fixture
 def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow fp16 on the CPU, which can compute it slowly, but which the configuration and DeepSpeed refuse."""

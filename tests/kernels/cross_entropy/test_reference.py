@@ -156,6 +156,7 @@ def test_small_logits_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     results(linear_cross_entropy, inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_operators_pass_opcheck(bias: bool, kind: torch.dtype) -> None:

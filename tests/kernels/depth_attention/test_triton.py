@@ -101,6 +101,7 @@ def test_results_are_bitwise_reproducible() -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.slow
 def test_operators_pass_opcheck() -> None:
     q, *entries = (x.detach().requires_grad_() for x in tensors(2, 1, 2, 3, 4, b=1))
     torch.library.opcheck(triton_ops.forward, (q, entries[:2], entries[2:]))

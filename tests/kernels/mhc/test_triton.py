@@ -146,6 +146,7 @@ def test_results_are_bitwise_reproducible() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pending", [False, True])
 def test_operators_pass_opcheck(pending: bool) -> None:
     x, phi, alpha, bias, *written = [x.float().requires_grad_() for x in arguments(2, 8, 3, b=1)]

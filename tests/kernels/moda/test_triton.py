@@ -122,6 +122,7 @@ def test_attention_over_sequence_and_depth() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_operators_pass_opcheck() -> None:
     grad, q, out, lse, *entries = tensors(2, 1, 2, 3, 4, b=1)
     torch.library.opcheck(triton_ops.forward, (q, out, lse, entries[:2], entries[2:]))
