@@ -83,6 +83,7 @@ def small_run(corpus_folder: Path, token_folder: Path, tmp_path: Path) -> Callab
             "training.max_steps": "20",
             "training.log_every": "1",
             "training.validate_every": "null",
+            "training.validation_tokens": "256",
             "training.checkpoint_every": "10",
             "training.num_threads": "1",
             "training.sample": "null",

@@ -102,7 +102,14 @@ def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) 
         MemoryEstimator(config, "cuda").states(0, 1)
 
 
-@pytest.mark.parametrize("overrides", [("optimizer=sgd",), ("optimizer=sign",), ("optimizer=sgd", "deepspeed=zero1")])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer=sign",),
+        pytest.param(("optimizer=sgd",), marks=pytest.mark.slow),
+        pytest.param(("optimizer=sgd", "deepspeed=zero1"), marks=pytest.mark.slow),
+    ],
+)
 def test_an_optimizer_of_the_user_trains_and_resumes(
     mine: Path, small_run: Overrides, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

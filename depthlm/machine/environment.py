@@ -1,5 +1,6 @@
 """The device, CPU cores and software versions of this process."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -108,6 +109,7 @@ def describe(here: "Ranks", device: str) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def git_state() -> dict[str, Any] | None:
     """Return the commit of this checkout and whether files differ from it; None outside a checkout.
 

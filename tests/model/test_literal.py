@@ -152,6 +152,12 @@ def case(connection=PLAIN, attention=SELF, backbone="qwen3", loops=1, num_layers
 CASES = [
     *(case(connection) for connection in CONNECTION_SETTINGS),
     *(case(attention=attention) for attention in ATTENTION_SETTINGS),
+    *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
+    *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH),
+    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH),
+]
+# on other backbones and heads, and in more loops
+FURTHER_CASES = [
     # reordered norm, full-width QK-norm, tied head
     *(case(connection, backbone="olmo2", num_layers=3) for connection in CONNECTION_OF_EACH),
     *(case(attention=attention, backbone="olmo2", num_layers=3) for attention in ATTENTION_OF_EACH),
@@ -163,8 +169,6 @@ CASES = [
     *(case(attention=attention, backbone="moda_layers", num_layers=2) for attention in ATTENTION_OF_EACH),
     case(attention=("moda", {"last_layer_kv": True, "attn_kv": True}), backbone="moda_layers", num_layers=2),
     # loops
-    *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH),
-    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH),
     case(("denseformer", {"period": 2}), loops=2, num_layers=3),
     case(("attention_residuals", {}), loops=3, num_layers=2),
     case(("attention_residuals_recency", {}), loops=3, num_layers=2),
@@ -176,14 +180,16 @@ CASES = [
     *(case(attention=attention, num_layers=2, heads=(4, 2)) for attention in (SELF, *ATTENTION_OF_EACH)),
     *(case(attention=attention, num_layers=2, heads=(2, 2)) for attention in ATTENTION_OF_EACH),
     # pairs
-    *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
     case(("grn", DCA), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
     case(("mhc", TWO_STREAMS), ("moda", {}), loops=2, num_layers=2),
     case(("hyper_connections", TWO_STREAMS), ("depth_attention", {}), loops=2, num_layers=2),
 ]
 
 
-@pytest.mark.parametrize(("connection", "attention", "backbone", "loops", "num_layers", "heads"), CASES)
+@pytest.mark.parametrize(
+    ("connection", "attention", "backbone", "loops", "num_layers", "heads"),
+    [*CASES, *(pytest.param(*further.values, marks=pytest.mark.slow, id=further.id) for further in FURTHER_CASES)],
+)
 def test_logits_and_every_gradient_equal_the_formulas(
     make_backbone, connection, attention, backbone, loops, num_layers, heads
 ):
