@@ -1,6 +1,9 @@
 """The memory that a rank may use: that of its GPU, or the machine's within the limits of this process."""
 
 import os
+import re
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,3 +58,15 @@ def process_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def peak_process_bytes() -> int:
+    """Return the most RAM that this process has used so far, in bytes."""
+    try:
+        # on Linux, ru_maxrss begins with the memory of the process that started this one
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        found = None
+    if found is not None:
+        return 1024 * int(found[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,5 +1,7 @@
 """The memory that a rank may use."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from depthlm.machine import memory as machine_memory
-from depthlm.machine.memory import available_memory, cgroup_limits, process_bytes
+from depthlm.machine.memory import available_memory, cgroup_limits, peak_process_bytes, process_bytes
 
 
 def machine(root: Path, cgroup: str, **limits: str) -> Path:
@@ -56,3 +58,12 @@ def test_a_gpu_rank_has_all_memory_of_its_gpu(monkeypatch):
 
 def test_process_bytes_is_plausible():
     assert 2**26 < process_bytes() < 2**36
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
+def test_the_peak_of_a_process_is_not_that_of_the_process_that_started_it() -> None:
+    held = bytearray(2**29)
+    held[::4096] = b"x" * len(held[::4096])
+    program = "from depthlm.machine.memory import peak_process_bytes; print(peak_process_bytes())"
+    peak = int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert peak < peak_process_bytes() - 2**28

@@ -4,13 +4,13 @@ import json
 import logging
 import mmap
 import os
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from depthlm.machine.memory import peak_process_bytes
 
 log = logging.getLogger("depthlm")
 
@@ -45,8 +45,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory so far: of the GPU's allocator, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / 2**30
+    return peak_process_bytes() / 2**30
 
 
 class MetricsFile:
