@@ -15,7 +15,7 @@ def parse_count(value: Any) -> int:
     # a Fraction is exact, while 4.1 * 10**9 is no integer in floating point
     try:
         number = Fraction(text[:-1] if scale else text) * (scale or 1)
-    except ZeroDivisionError:
+    except (ZeroDivisionError, OverflowError):
         raise ValueError(value) from None
     if number.denominator != 1 or "/" in text:
         raise ValueError(value)

@@ -14,6 +14,7 @@ import torch
 from depthlm.accounting.tracing import Trace, trace
 from depthlm.build import build_model
 from depthlm.errors import UserError
+from depthlm.model import Decoder
 from depthlm.optimizers import state_bytes
 
 if TYPE_CHECKING:
@@ -119,15 +120,19 @@ class MemoryEstimator:
         return min(share * activations, most) if self.device == "cpu" else 0.0
 
     @cached_property
+    def _decoder(self) -> Decoder:
+        return build_model(self.config, "meta")
+
+    @cached_property
     def parameters(self) -> int:
         """The number of parameters."""
-        return sum(parameter.numel() for parameter in build_model(self.config, "meta").parameters())
+        return sum(parameter.numel() for parameter in self._decoder.parameters())
 
     @cached_property
     def optimizer_states(self) -> float:
         """The bytes of the optimizer's states of all parameters, for fp32 weights. Raises UntracedError."""
         try:
-            return float(state_bytes(build_model(self.config, "meta"), self.config.optimizer))
+            return float(state_bytes(self._decoder, self.config.optimizer))
         except UserError:
             raise
         except Exception as error:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf, override_text
+from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, override_text
 from depthlm.config.schema.keys import Key, keys
 from depthlm.config.validate.errors import nearest
-from depthlm.config.validate.explain import available_groups, option_file
+from depthlm.config.validate.explain import option_file
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
 

@@ -11,13 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
 from depthlm.config.saved import check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.schema.keys import keys, on_resume
 from depthlm.config.validate.errors import ConfigError, nearest
-from depthlm.config.validate.explain import OPEN, available_groups, explain_overrides, one_line
+from depthlm.config.validate.explain import OPEN, explain_overrides, one_line
 from depthlm.errors import UserError
 
 RUN, TRUST = "run=", "trust="
@@ -45,8 +45,8 @@ def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir:
 
     A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
 
-    Raises UserError if one of its classes is from a module that `trust=` does not name. Raises
-    ConfigError with all invalid overrides.
+    Raises UserError if one of its classes is from a module that `trust=` does not name, and ConfigError with all
+    invalid overrides.
     """
     trust = [
         name.strip()

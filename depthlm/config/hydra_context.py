@@ -1,4 +1,4 @@
-"""Access to Hydra's compose API over conf/, and values in the syntax of its overrides."""
+"""Access to Hydra's compose API over conf/: its groups, what they compose to, and values as overrides spell them."""
 
 import copy
 import functools
@@ -57,20 +57,36 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
 
 def _is_composed(override: Override) -> bool:
     """Return whether Hydra must see an override while it composes: it chooses an option, or Hydra refuses it."""
-    name, groups = override.key_or_group, _groups()
-    if "/" in name or override.package is not None or override.is_sweep_override() or override.is_hydra_override():
+    name = override.key_or_group
+    if "/" in name or name.startswith("hydra") or override.package is not None or override.is_sweep_override():
         return True
-    return name in groups and not isinstance(override.value(), dict)
+    return name in _groups() and not isinstance(override.value(), dict)
 
 
 @functools.cache
 def _groups() -> set[str]:
-    return {str(group) for file in CONF.rglob("*.yaml") for group in file.relative_to(CONF).parents}
+    return set(available_groups(None))
 
 
 @functools.cache
 def _composed_groups(overrides: tuple[str, ...]) -> DictConfig:
     return hydra.compose("config", list(overrides))
+
+
+def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
+    """Return every configuration group with its options, including those of config_dir."""
+    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
+    options_by_group: dict[str, set[str]] = {}
+    for folder in folders:
+        for file in folder.rglob("*.yaml"):
+            group, _, option = file.relative_to(folder).with_suffix("").as_posix().rpartition("/")
+            root, _, rest = group.partition("/")
+            if root == "experiment":
+                # each paper has a folder; all their files are options of one group
+                group, option = root, f"{rest}/{option}".lstrip("/")
+            if group and root != "hydra" and not file.stem.startswith("_"):
+                options_by_group.setdefault(group, set()).add(option)
+    return {group: sorted(options) for group, options in sorted(options_by_group.items())}
 
 
 def override_text(value: Any) -> str:

@@ -55,7 +55,7 @@ class Key:
         if limits["choices"]:
             allowed = Literal[limits["choices"]]
         elif limits["count"]:
-            allowed = Annotated[int, BeforeValidator(_count)]
+            allowed = Annotated[int, BeforeValidator(parse_count)]
         elif typing.get_origin(allowed) is list:
             allowed = Annotated[allowed, BeforeValidator(_list)]
         elif allowed is float:
@@ -150,13 +150,6 @@ def _walk(schema: type, prefix: str, inherited: Mapping[str, Any]) -> Iterator[K
 def _adapter(schema: type) -> TypeAdapter[dict[str, Any]]:
     fields = {name: key.validated_type for name, key in keys(schema).items()}
     return TypeAdapter(TypedDict("Values", fields, total=False))  # type: ignore[operator]
-
-
-def _count(value: Any) -> int:
-    try:
-        return parse_count(value)
-    except OverflowError as error:
-        raise ValueError(value) from error
 
 
 def _list(value: Any) -> Any:

@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from depthlm.config.hydra_context import available_groups
 from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves
 from depthlm.config.schema.sources import NAMED
 from depthlm.config.validate.checks import check_fields
@@ -78,22 +79,6 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     elif not errors:
         errors.extend(failure)
     return errors
-
-
-def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
-    """Return every configuration group with its options, including those of config_dir."""
-    folders = [CONF] if config_dir is None else [CONF, Path(config_dir)]
-    options_by_group: dict[str, set[str]] = {}
-    for folder in folders:
-        for file in folder.rglob("*.yaml"):
-            group, _, option = file.relative_to(folder).with_suffix("").as_posix().rpartition("/")
-            root, _, rest = group.partition("/")
-            if root == "experiment":
-                # each paper has a folder; all their files are options of one group
-                group, option = root, f"{rest}/{option}".lstrip("/")
-            if group and root != "hydra" and not file.stem.startswith("_"):
-                options_by_group.setdefault(group, set()).add(option)
-    return {group: sorted(options) for group, options in sorted(options_by_group.items())}
 
 
 def _try(
