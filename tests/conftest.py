@@ -48,17 +48,19 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[TwoRanks]:
+def two_ranks(forks: Forks) -> Iterator[TwoRanks]:
     """Two processes that train together, started once per session."""
-    ranks = TwoRanks()
+    ranks = TwoRanks(forks)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
+def forks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Forks]:
     """Starts commands in processes of their own, without the time that their imports take."""
-    forks = Forks()
+    folder = tmp_path_factory.getbasetemp()
+    # the workers of a session share the folder above their own
+    forks = Forks(folder if worker_id == "master" else folder.parent)
     yield forks
     forks.close()
 

@@ -1,4 +1,7 @@
-"""Imports what the commands import, and forks a process for each request of forks.py."""
+"""Imports what the commands import, and forks a process for each request of forks.py.
+
+Each connection has a server of its own, forked when it is made. The first one ends after the last of them.
+"""
 
 import fcntl
 import gc
@@ -21,6 +24,34 @@ PRELOADED = (
     "matplotlib.backends.backend_agg", "depthlm.commands.prepare", "depthlm.commands.train", "depthlm.slurm.submit",
     "depthlm.sweeps", "depthlm.training",
 )  # fmt: skip
+
+
+def _next_connection(listener: socket.socket, address: Path) -> socket.socket:
+    """Return each connection in a process forked for it."""
+    servers: dict[int, int] = {}
+    open_to_all = True
+    while True:
+        for ready in select.select([listener.fileno(), *servers], [], [])[0]:
+            if ready in servers:
+                os.waitpid(servers.pop(ready), 0)
+                os.close(ready)
+                continue
+            control, _ = listener.accept()
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                for server in servers:
+                    os.close(server)
+                return control
+            control.close()
+            servers[os.pidfd_open(pid)] = pid
+        if not servers:
+            if open_to_all:
+                address.unlink()
+                open_to_all = False
+            # somebody may have connected before the address was gone
+            if not select.select([listener], [], [], 0)[0]:
+                sys.exit()
 
 
 def _serve(control: socket.socket) -> list[str]:
@@ -89,9 +120,13 @@ def _execute(words: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    address = Path(sys.argv[1])
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(address))
+    listener.listen()
     for name in PRELOADED:
         importlib.import_module(name)
     sys.stdout.flush()
     # what is imported is never garbage
     gc.freeze()
-    _execute(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    _execute(_serve(_next_connection(listener, address)))

@@ -4,6 +4,7 @@ A forked process differs from a new one only in what is imported already: it has
 folder, streams and session, receives signals, and ends with the command's exit code.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -12,15 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from depthlm.locations import REPOSITORY
 
-from .two_ranks import WORLD_SIZE, free_port, rank_variables
+from .ranks import WORLD_SIZE, free_port, rank_variables
 
 SERVER = Path(__file__).with_name("fork_server.py")
+START_SECONDS = 60.0
 
 
 def environment_with(**variables: str) -> dict[str, str]:
@@ -83,13 +86,23 @@ class Forked:
 class Forks:
     """Starts commands: the arguments of a Python, which are a script, `-m` and a module, or `-c` and a program."""
 
-    def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, SERVER, str(theirs.fileno())], cwd=REPOSITORY, pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+    def __init__(self, folder: Path) -> None:
+        """folder: that of the socket; all that give the same folder share one server, which ends with the last."""
+        address = folder / "forks"
+        with (folder / "forks.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            control = _connected(address)
+            if control is None:
+                subprocess.Popen(
+                    [sys.executable, SERVER, address], cwd=REPOSITORY, start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                )  # fmt: skip
+            deadline = time.monotonic() + START_SECONDS
+            while control is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+                control = _connected(address)
+        assert control is not None, f"{SERVER} did not start within {START_SECONDS:.0f} s"
+        self._control = control
 
     def start(
         self,
@@ -157,6 +170,15 @@ class Forks:
         assert [rank.wait() for rank in ranks] == [0] * WORLD_SIZE, outputs
 
     def close(self) -> None:
-        """End the process that forks, and all commands."""
+        """End all commands."""
         self._control.close()
-        self._server.wait()
+
+
+def _connected(address: Path) -> socket.socket | None:
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        control.connect(str(address))
+    except (FileNotFoundError, ConnectionRefusedError):
+        control.close()
+        return None
+    return control

@@ -1,29 +1,32 @@
 """Two persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
 
 import gc
-import multiprocessing
 import os
-import socket
+import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-WORLD_SIZE, SECONDS = 2, 180.0
+from .forks import Forks, environment_with
+from .ranks import WORLD_SIZE, free_port, rank_variables
+
+SECONDS = 180.0
 
 
 class TwoRanks:
     """Calls a function on both ranks; it must be importable, since it is sent to the other processes by name."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        port, self.pipes, self.processes = free_port(), [], []
-        for rank in range(WORLD_SIZE):
-            parent_pipe, child_pipe = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, child_pipe), daemon=True)
-            process.start()
-            self.pipes.append(parent_pipe)
-            self.processes.append(process)
+    def __init__(self, forks: Forks) -> None:
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        with Listener(family="AF_UNIX") as listener:
+            for rank in range(WORLD_SIZE):
+                command = ["-m", "tests.two_ranks", str(listener.address)]
+                environment = environment_with(**rank_variables(rank, port))
+                self.processes.append(forks.start(command, environment=environment, stdout=1, stderr=2))
+                self.pipes.append(listener.accept())
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Return the function's result on each rank. Raises AssertionError with the traceback of a rank that fails."""
@@ -42,14 +45,7 @@ class TwoRanks:
         """End both processes."""
         for process in self.processes:
             process.kill()
-            process.join()
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+            process.wait()
 
 
 def train_on_ranks(overrides: list[str]) -> int | str:
@@ -64,20 +60,7 @@ def train_on_ranks(overrides: list[str]) -> int | str:
         return str(error)
 
 
-def rank_variables(rank: int, port: int, world_size: int = WORLD_SIZE) -> dict[str, str]:
-    """Return the variables that a launcher would set for this rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _serve(rank: int, port: int, pipe: Connection) -> None:
-    os.environ |= rank_variables(rank, port)
+def _serve(pipe: Connection) -> None:
     import torch
 
     from depthlm.distributed.launchers import ranks
@@ -99,3 +82,9 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             pipe.send((function(*arguments), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    _serve(Client(sys.argv[1], family="AF_UNIX"))
+    # DeepSpeed's threads do not end by themselves
+    os._exit(0)

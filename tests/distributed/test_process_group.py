@@ -8,7 +8,7 @@ from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.process_group import rendezvous
 from depthlm.errors import UserError
 
-from ..two_ranks import free_port, rank_variables
+from ..ranks import free_port, rank_variables
 
 SOON = timedelta(seconds=1)
 

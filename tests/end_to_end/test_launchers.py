@@ -12,7 +12,7 @@ from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 
 from ..forks import Forks, environment_with
-from ..two_ranks import free_port
+from ..ranks import free_port
 
 DEEPSPEED = str(Path(sys.executable).parent / "deepspeed")
 

@@ -12,7 +12,7 @@ import pytest
 
 from depthlm.locations import REPOSITORY
 
-from ..two_ranks import rank_variables
+from ..ranks import rank_variables
 
 SUBMIT = [sys.executable, "slurm/submit.py"]
 ONE_RANK = ["slurm.gpus_per_node=0", "slurm.cpus_per_task=1", "slurm.time=00:20:00"]

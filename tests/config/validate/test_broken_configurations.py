@@ -13,7 +13,7 @@ from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 from depthlm.sweeps import sweep_points
 
-from ...two_ranks import rank_variables
+from ...ranks import rank_variables
 
 # an override, and parts of the error that it alone causes
 BROKEN_OVERRIDES = [
