@@ -65,7 +65,11 @@ def _serve(pipe: Connection) -> None:
 
     from depthlm.distributed.launchers import ranks
     from depthlm.distributed.process_group import start_distributed
+    from depthlm.training import setup, trainer
 
+    # as in the tests of training in one process
+    trainer.plot_loss = lambda *_: None
+    setup.check_memory = lambda *_: None
     torch.set_num_threads(1)
     start_distributed(ranks())
     # DeepSpeed never releases the first process group of a process

@@ -12,8 +12,6 @@ from depthlm.config import mechanisms
 from .synthetic import losses
 
 GOLDEN = Path(__file__).parent / "golden"
-# a residual stream, several streams, depth attention, sources read by every layer, and a read for each input
-DIFFERENT = ["mhc", "moda", "attention_residuals", "dca"]
 
 
 @pytest.fixture
@@ -22,6 +20,12 @@ def curve(small_run: Callable[..., list[str]]) -> Callable[..., list[float]]:
     return lambda preset, steps, *overrides: losses(
         small_run(f"model={preset}", "size.num_layers=4", *overrides), steps
     )
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> dict[str, list[float]]:
+    """The first losses of each preset at stage 0, computed on first use."""
+    return {}
 
 
 @pytest.mark.parametrize("preset", mechanisms())
@@ -48,9 +52,12 @@ def pairs(stages: list[int], presets: list[str], quick: set[tuple[int, str]]) ->
     ("stage", "preset"),
     [
         *pairs([3], mechanisms(), {(3, "mhc"), (3, "moda")}),
-        *pairs([1, 2], [*DIFFERENT, "hyper_connections", "vanilla"], {(1, "moda"), (2, "mhc")}),
+        *pairs([1], ["moda", "dca", "vanilla"], {(1, "moda")}),
+        *pairs([2], ["mhc", "attention_residuals", "vanilla"], {(2, "mhc")}),
     ],
 )
-def test_every_zero_stage_gives_the_same_curve(stage: int, preset: str, curve: Callable[..., list[float]]) -> None:
-    expected = curve(preset, 4)
+def test_every_zero_stage_gives_the_same_curve(
+    stage: int, preset: str, curve: Callable[..., list[float]], unsharded: dict[str, list[float]]
+) -> None:
+    expected = unsharded.get(preset) or unsharded.setdefault(preset, curve(preset, 4))
     torch.testing.assert_close(curve(preset, 4, f"deepspeed=zero{stage}"), expected, rtol=1e-5, atol=0)

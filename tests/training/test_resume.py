@@ -29,10 +29,7 @@ from .run_files import assert_same, curve, states, weights
         ["precision=fp32", "optimizer=muon"],
         pytest.param(["precision=fp32"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16"], marks=pytest.mark.slow),
-        pytest.param(["precision=bf16", "deepspeed=zero2"], marks=pytest.mark.slow),
-        pytest.param(["precision=fp32", "deepspeed=zero1"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),
-        pytest.param(["precision=fp32", "deepspeed=zero3"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
