@@ -9,11 +9,12 @@ BIN := .venv/bin
 train: .venv/.installed
 	$(BIN)/python train.py $(ARGS)
 
+# three processes keep two cores busy: many tests wait for other processes
 test: .venv/.installed-dev lint
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
 
 test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .

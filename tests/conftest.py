@@ -14,6 +14,8 @@ from .two_ranks import TwoRanks
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
+# the default looks for garbage so often that it takes a tenth of the time
+gc.set_threshold(20_000, 20, 20)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
