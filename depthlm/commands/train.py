@@ -4,10 +4,11 @@ import math
 import sys
 import traceback
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
 from depthlm.config import Config, changes, run_of
+from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
@@ -37,7 +38,7 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
     if run is None and (line.shows or any(text.startswith("hydra") for text in line.overrides)):
         return
     if line.shows:
-        print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+        print(config_text(config), end="")
         sys.exit(0)
     changed = {} if run is None else changes(run, config)
     if changed and first_rank():

@@ -1,10 +1,12 @@
 """The saved configuration of a run directory, and its differences from another configuration."""
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -15,6 +17,11 @@ from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
+
+
+def config_text(config: Config) -> str:
+    """Return a configuration as config.yaml contains it."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
@@ -35,12 +42,17 @@ def load_config(directory: Path) -> Config:
     if not path.is_file():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved_config(directory)))
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), saved_config(directory)))
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: not the configuration of a run of this version ({one_line(error)})") from None
     assert isinstance(config, Config)
     type_sources(config.data)
     return config
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    return OmegaConf.structured(Config)
 
 
 def targets(model: Model) -> dict[str, str]:

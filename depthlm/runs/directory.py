@@ -12,11 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from omegaconf import OmegaConf
-
 from depthlm.config import Config
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, saved_config
+from depthlm.config.saved import compare, config_text, saved_config
 from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
@@ -109,7 +107,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
-        replace_text(run.config, OmegaConf.to_yaml(OmegaConf.structured(config)))
+        replace_text(run.config, config_text(config))
         run.environment.write_text(
             json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
         )
