@@ -20,6 +20,7 @@ from depthlm.model.shape import Backbone, Size
 CONF = Path(__file__).parents[2] / "conf"
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
+PARTS = ["connection", "attention"]
 # the overrides of a small decoder, for `build`
 SHAPE = [
     "size=micro", "size.num_layers=4", "size.hidden_size=32", "size.intermediate_size=48", "size.num_heads=4",
@@ -35,7 +36,7 @@ def one_thread() -> None:
 @pytest.fixture
 def make_size() -> Callable[..., Size]:
     def make(name: str = "micro", **changes: Any) -> Size:
-        return Size(**(yaml.safe_load((CONF / "size" / f"{name}.yaml").read_text()) | changes))
+        return Size(**option("size", name) | changes)
 
     return make
 
@@ -43,7 +44,7 @@ def make_size() -> Callable[..., Size]:
 @pytest.fixture
 def make_backbone() -> Callable[..., Backbone]:
     def make(name: str = "qwen3", **changes: Any) -> Backbone:
-        return Backbone(**(yaml.safe_load((CONF / "backbone" / f"{name}.yaml").read_text()) | changes))
+        return Backbone(**option("backbone", name) | changes)
 
     return make
 
@@ -74,6 +75,11 @@ def quick_first(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
+def option(group: str, name: str) -> dict[str, Any]:
+    """Return the settings of an option of conf/."""
+    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+
+
 @functools.cache
 def composed(*overrides: str) -> Config:
     return depthlm.compose([*SHAPE, *overrides])
@@ -81,16 +87,20 @@ def composed(*overrides: str) -> Config:
 
 def configuration(*overrides: str) -> Config:
     """Return the configuration of a small decoder. Composing takes longer than building, so it is not repeated for
-    every backbone and number of loops and layers."""
-    direct = {"backbone": "qwen3", "model.loops": "1", "size.num_layers": "4"}
+    every backbone, number of loops and layers, and pair of a connection and an attention."""
     given = dict(override.split("=", 1) for override in overrides)
-    config = composed(*(f"{key}={value}" for key, value in given.items() if key not in direct))
+    direct = {"backbone": "qwen3", "model.loops": "1", "size.num_layers": "4"}
+    parts = [part for part in PARTS if f"model/{part}" in given]
+    # Hydra composes a part whose settings change
+    parts = [part for part in parts if not any(key.startswith(f"model.{part}.") for key in given)]
+    known = {*direct, *(f"model/{part}" for part in parts)}
+    config = composed(*(f"{key}={value}" for key, value in given.items() if key not in known))
     direct |= {key: value for key, value in given.items() if key in direct}
-    backbone = yaml.safe_load((CONF / "backbone" / f"{direct['backbone']}.yaml").read_text())
+    mechanism = {part: option(f"model/{part}", given[f"model/{part}"]) for part in parts}
     return replace(
         config,
-        backbone=replace(config.backbone, **backbone),
-        model=replace(config.model, loops=int(direct["model.loops"])),
+        backbone=replace(config.backbone, **option("backbone", direct["backbone"])),
+        model=replace(config.model, loops=int(direct["model.loops"]), **mechanism),
         size=replace(config.size, num_layers=int(direct["size.num_layers"])),
     )
 

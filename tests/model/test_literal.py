@@ -217,8 +217,8 @@ def test_logits_and_every_gradient_equal_the_formulas(
         # not the initial values: gates that are initially zero would hide errors behind them
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    tokens_bt = torch.randint(size.vocab_size, (2, 5), generator=generator)
-    functional_btv = torch.randn(2, 5, size.vocab_size, generator=generator, dtype=torch.float64)
+    tokens_bt = torch.randint(size.vocab_size, (2, 3), generator=generator)
+    functional_btv = torch.randn(2, 3, size.vocab_size, generator=generator, dtype=torch.float64)
 
     logits_btv = model(tokens_bt)
     (logits_btv * functional_btv).sum().backward()

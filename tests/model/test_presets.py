@@ -15,7 +15,7 @@ from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
 from depthlm.model.sublayer_spec import SublayerSpec
 
-from .conftest import BACKBONES, CONF, PRESETS, composed, quick_first
+from .conftest import BACKBONES, CONF, PRESETS, composed, option, quick_first
 from .gradients import assert_same, loss_and_gradients, random_batch
 
 CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
@@ -203,10 +203,13 @@ def test_activation_checkpointing_changes_nothing(build: Any, preset: str) -> No
     assert_same(model, other, 0)
 
 
-@pytest.mark.parametrize("preset", quick_first(PRESETS, ["mhc", "moda"]))
+# the compiled regions are those of the layers, so one connection of each kind is enough
+@pytest.mark.parametrize(
+    "preset", quick_first(["mhc", "moda", "dca", "depth_attention", "denseformer", "laurel"], ["mhc", "moda"])
+)
 def test_compile_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
-    model = build(f"model={preset}")
+    model = build(f"model={preset}", "size.num_layers=2")
     other = copy.deepcopy(model)
     compile_sublayers(other, backend="aot_eager")
     assert_same(model, other, 1e-3)
@@ -215,7 +218,7 @@ def test_compile_changes_nothing(build: Any, preset: str) -> None:
 @pytest.mark.parametrize("preset", quick_first(["mhc", "dca", "moda"], []))
 def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
     torch.compiler.reset()
-    model = build(f"model={preset}")
+    model = build(f"model={preset}", "size.num_layers=2")
     other = copy.deepcopy(model)
     compile_sublayers(other)
     assert_same(model, other, 1e-3)
@@ -224,12 +227,12 @@ def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
 @pytest.mark.parametrize("loops", [1, 2])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_greedy_generation_with_cache_equals_generation_without(build: Any, preset: str, loops: int) -> None:
-    model = build(f"model={preset}", f"model.loops={loops}")
+    model = build(f"model={preset}", f"model.loops={loops}", f"size.num_layers={4 // loops}").requires_grad_(False)
     prompt = random_batch(7)[0]
-    expected = generate(model, prompt, 8, use_cache=False)
-    assert torch.equal(generate(model, prompt, 8), expected)
+    expected = generate(model, prompt, 5, use_cache=False)
+    assert torch.equal(generate(model, prompt, 5), expected)
     cache = model.make_cache()
-    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 3, 7), dim=1)], dim=1)
+    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 3, 4), dim=1)], dim=1)
     torch.testing.assert_close(logits, model(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -297,9 +300,12 @@ PAIRS = ["mhc depth_attention", "dca moda", "attention_residuals moda", "hyper_c
 @pytest.mark.parametrize("pair", quick_first(PAIRS, PAIRS[:1]))
 def test_pairs_generate_with_a_cache_and_compile(build: Any, pair: str) -> None:
     connection, attention = pair.split()
-    model = build(f"model/connection={connection}", f"model/attention={attention}", "backbone=olmo2", "model.loops=2")
+    model = build(
+        f"model/connection={connection}", f"model/attention={attention}", "backbone=olmo2", "model.loops=2",
+        "size.num_layers=2",
+    )  # fmt: skip
     prompt = random_batch(7)[0]
-    assert torch.equal(generate(model, prompt, 12), generate(model, prompt, 12, use_cache=False))
+    assert torch.equal(generate(model, prompt, 6), generate(model, prompt, 6, use_cache=False))
     torch.compiler.reset()
     other = copy.deepcopy(model)
     compile_sublayers(other, backend="aot_eager")
@@ -324,10 +330,15 @@ def test_bf16_weights_are_near_fp32(build: Any, preset: str) -> None:
 
 @pytest.mark.slow
 def test_every_model_composes_at_every_size() -> None:
-    for path in sorted((CONF / "size").glob("*.yaml")):
+    """The keys of each size are given one by one, since Hydra composes each choice of groups anew."""
+    for number, path in enumerate(sorted((CONF / "size").glob("*.yaml"))):
+        size = [f"size.{key}={value}" for key, value in option("size", path.stem).items()]
         for preset in PRESETS:
-            config = depthlm.compose([f"model={preset}", f"size={path.stem}"], here=False)
-            assert config.model.name == preset
+            config = depthlm.compose([f"model={preset}", *size], here=False)
+            assert (config.model.name, config.size.name) == (preset, path.stem)
+        # the sizes are options too
+        chosen = depthlm.compose([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"], here=False)
+        assert chosen.size == config.size
 
 
 def test_only_the_specs_of_connections_count_loops(build: Any) -> None:
