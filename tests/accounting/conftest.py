@@ -1,10 +1,15 @@
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+import depthlm
+from depthlm.config import Config
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
@@ -13,15 +18,35 @@ from depthlm.model.shape import Backbone, Size
 CONF = Path(__file__).parents[2] / "conf"
 
 
+def option(group: str, name: str) -> dict[str, Any]:
+    """Return the settings of an option of conf/."""
+    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+
+
+@cache
+def composed(*overrides: str) -> Config:
+    """Return the configuration of these overrides, composed once for all tests, which do not change it."""
+    return depthlm.compose([*overrides], here=False)
+
+
+def configuration(*overrides: str) -> Config:
+    """Return the configuration of these overrides. Composing takes long, so it is not repeated for every size and
+    backbone."""
+    given = dict(override.split("=", 1) for override in overrides)
+    config = composed(*(override for override in overrides if override.split("=")[0] not in ("size", "backbone")))
+    size, backbone = option("size", given.get("size", "micro")), option("backbone", given.get("backbone", "qwen3"))
+    changed = {key.removeprefix("size."): int(value) for key, value in given.items() if key.startswith("size.")}
+    return replace(config, size=replace(config.size, **size | changed), backbone=replace(config.backbone, **backbone))
+
+
 @pytest.fixture
 def vanilla() -> Callable[..., Decoder]:
     """Build a vanilla decoder of a size and backbone of conf/, by default on the meta device."""
     torch.set_num_threads(1)
 
     def make(size: str, backbone: str, device: str = "meta", **changes: int) -> Decoder:
-        settings = yaml.safe_load((CONF / "size" / f"{size}.yaml").read_text()) | changes
         with torch.device(device):
-            shape = Backbone(**yaml.safe_load((CONF / "backbone" / f"{backbone}.yaml").read_text()))
-            return Decoder(Size(**settings), shape, Residual, SelfAttention)
+            shape = Backbone(**option("backbone", backbone))
+            return Decoder(Size(**option("size", size) | changes), shape, Residual, SelfAttention)
 
     return make

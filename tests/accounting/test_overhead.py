@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting import count_parameters, flops_per_token
-from depthlm.accounting.overhead import overhead
-from depthlm.accounting.summary import extra, overhead_texts
+from depthlm.accounting.overhead import Overhead, overhead
 from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder
+
+from .conftest import configuration
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -23,7 +25,13 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 @pytest.fixture(scope="module")
 def meta() -> Callable[..., Decoder]:
     """Build the decoder of overrides, without weights; the tests do not change it."""
-    return functools.cache(lambda *overrides: depthlm.build_model(depthlm.compose(list(overrides), here=False), "meta"))
+    return functools.cache(lambda *overrides: depthlm.build_model(configuration(*overrides), "meta"))
+
+
+@pytest.fixture(scope="module")
+def cost(meta: Any) -> Callable[..., Overhead]:
+    """Return the overhead of the decoder of overrides."""
+    return functools.cache(lambda *overrides: overhead(meta(*overrides)))
 
 
 # Depth-Attention (arXiv 2606.05014), Table 2: FLOPs, activation I/O in bytes, memory of a 128K prefill in GiB
@@ -36,12 +44,12 @@ TABLE_2 = {
 
 
 @pytest.mark.parametrize("preset", TABLE_2)
-def test_table_2_of_depth_attention(meta: Any, preset: str) -> None:
-    cost = overhead(meta(f"model={preset}", "size=3b"))
+def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
+    found = cost(f"model={preset}", "size=3b")
     flops, io_bytes, prefill = TABLE_2[preset]
-    assert cost.flops_per_token == pytest.approx(flops, rel=2e-3)
-    assert cost.io_bytes_per_token == pytest.approx(io_bytes, rel=2e-3)
-    assert cost.prefill_bytes / GIB == prefill
+    assert found.flops_per_token == pytest.approx(flops, rel=2e-3)
+    assert found.io_bytes_per_token == pytest.approx(io_bytes, rel=2e-3)
+    assert found.prefill_bytes / GIB == prefill
 
 
 # sources summed over the sublayers of 48 layers, without the final read
@@ -81,8 +89,8 @@ def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) ->
         (["model=grn_v3", "model.connection.w=shared", "size=lm1b", "backbone=lm1b"], 28 * 512 + 7 * 512),
     ],
 )
-def test_extra_parameters(meta: Any, overrides: list[str], expected: int) -> None:
-    assert overhead(meta(*overrides)).parameters == expected
+def test_extra_parameters(cost: Any, overrides: list[str], expected: int) -> None:
+    assert cost(*overrides).parameters == expected
 
 
 # the tables of MoDA (arXiv 2603.15619) and DeepCrossAttention (arXiv 2502.06785), in parameters
@@ -126,30 +134,31 @@ def test_loops_add_sources(meta: Any, loops: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_overhead_table_has_a_row_for_every_mechanism(
+def test_the_overhead_table_and_the_mechanisms_page_have_a_row_for_every_mechanism(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b", "--json"])
-    main()
-    table = json.loads(capsys.readouterr().out)
-    assert sorted([*table, "vanilla"]) == mechanisms()
-    for row in table.values():
-        assert row.keys() == {"parameters", "flops_per_token", "io_bytes_per_token", "prefill_bytes"}
     monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=3b"])
     main()
     text = capsys.readouterr().out
     for number in ("2.40e+05", "282 KiB", "5.01e+06", "4.97 MiB", "4.26e+06", "4.44 MiB", "4.72e+07", "8.63 MiB"):
         assert number in text
-
-
-@pytest.mark.slow
-def test_the_mechanisms_page_has_the_same_numbers() -> None:
+    rows = {cells[0]: cells for cells in (re.split(" {2,}", line.strip()) for line in text.splitlines())}
     page = (REPOSITORY / "docs/mechanisms.md").read_text()
     for name in mechanisms():
         if name != "vanilla":
-            config = depthlm.compose(["size=3b", f"model={name}"], here=False)
-            cost = overhead_texts(extra(overhead(depthlm.build_model(config, "meta"))))
-            assert f"| `{name}` | {' | '.join(cost.values())} |" in page
+            assert f"| `{name}` | {' | '.join(rows[name][1:])} |" in page
+
+
+@pytest.mark.slow
+def test_the_overhead_table_is_also_written_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", "summary", "--overhead", "size=micro", "--json"])
+    main()
+    table = json.loads(capsys.readouterr().out)
+    assert sorted([*table, "vanilla"]) == mechanisms()
+    for row in table.values():
+        assert row.keys() == {"parameters", "flops_per_token", "io_bytes_per_token", "prefill_bytes"}
 
 
 @pytest.mark.parametrize("override", ["model=moda", "model/attention=moda", "model.connection.block_size=2"])

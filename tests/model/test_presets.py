@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -95,8 +96,15 @@ VANILLA_AT_THE_START = [
 ]
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("overrides", VANILLA_AT_THE_START)
+# on two of the backbones each, the norm before the sublayers of the one and after those of the other
+@pytest.mark.parametrize(
+    ("overrides", "backbone"),
+    [
+        (overrides, backbone)
+        for number, overrides in enumerate(VANILLA_AT_THE_START)
+        for backbone in (("qwen3", "moda_layers"), ("lm1b", "olmo2"))[number % 2]
+    ],
+)
 def test_initially_equals_vanilla(build: Any, overrides: str, backbone: str) -> None:
     model, vanilla = (
         build(f"backbone={backbone}", *o.split(), awake=False).double() for o in (overrides, "model=vanilla")
@@ -332,13 +340,15 @@ def test_bf16_weights_are_near_fp32(build: Any, preset: str) -> None:
 def test_every_model_composes_at_every_size() -> None:
     """The keys of each size are given one by one, since Hydra composes each choice of groups anew."""
     for number, path in enumerate(sorted((CONF / "size").glob("*.yaml"))):
-        size = [f"size.{key}={value}" for key, value in option("size", path.stem).items()]
+        size = option("size", path.stem)
+        # the vocabulary of a size grows to that of the tokenizer unless it is given
+        keys = [f"size.{key}={value}" for key, value in size.items() if key != "vocab_size"]
         for preset in PRESETS:
-            config = depthlm.compose([f"model={preset}", *size], here=False)
+            config = depthlm.compose([f"model={preset}", *keys], here=False)
             assert (config.model.name, config.size.name) == (preset, path.stem)
-        # the sizes are options too
         chosen = depthlm.compose([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"], here=False)
-        assert chosen.size == config.size
+        assert chosen.size == replace(config.size, vocab_size=chosen.size.vocab_size)
+        assert chosen.size.vocab_size >= size["vocab_size"]
 
 
 def test_only_the_specs_of_connections_count_loops(build: Any) -> None:
