@@ -1,6 +1,6 @@
 """The outputs and all gradients of the Triton kernels of reads over depth equal those of the PyTorch references."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +19,19 @@ attend_ops = pytest.importorskip("depthlm.kernels.attention_residuals.triton")
 sums_ops = pytest.importorskip("depthlm.kernels.gated_residuals.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READS = ("attend", "weighted", "gated")
+# Triton's interpreter takes time for every position and source, so it gets few of them, in programs of few
+TOKENS, ROWS = (9, 16) if DEVICE == "cuda" else (4, 3)
 # the weighted sums are half of the gated ones
 QUICK_FIRST = ("attend", pytest.param("weighted", marks=pytest.mark.slow), "gated")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows() -> Iterator[None]:
+    """Several programs for few positions, the last of which is not full."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attend_ops, sums_ops):
+            patch.setattr(module, "ROWS", ROWS)
+        yield
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -61,23 +72,27 @@ def results(kind: str, kernels: str, arguments: dict[str, Any], dtype: torch.dty
     return [*outputs, *torch.autograd.grad(outputs, inputs, grads)]
 
 
-def assert_same(kind: str, arguments: dict[str, Any], tolerance: float = 1e-5) -> None:
-    expected = results(kind, "torch", arguments, torch.float64)
-    for x, y in zip(results(kind, "triton", arguments), expected, strict=True):
+def assert_same(kind: str, arguments: dict[str, Any], tolerance: float = 1e-5) -> list[Tensor]:
+    """Compare the results of Triton with those of PyTorch in float64, and return the former."""
+    found, expected = results(kind, "triton", arguments), results(kind, "torch", arguments, torch.float64)
+    for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * y.abs().max().item())
+    return found
 
 
 @pytest.mark.parametrize("kind", READS)
 @settings(max_examples=4, deadline=None)
-@given(reads=st.integers(1, 8), n=st.integers(1, 5), t=st.integers(1, 9), d=st.integers(1, 33), started=st.booleans())
+@given(
+    reads=st.integers(1, 8), n=st.integers(1, 5), t=st.integers(1, TOKENS), d=st.integers(1, 33), started=st.booleans()
+)
 def test_reads_equal_the_reference(kind: str, reads: int, n: int, t: int, d: int, started: bool) -> None:
     assert_same(kind, tensors(kind, reads, n, t, d, started))
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
 def test_more_sources_than_one_launch_supports(kind: str) -> None:
-    assert_same(kind, tensors(kind, 2, 18, 3, 8, started=True))
+    assert_same(kind, tensors(kind, 2, 18, 1, 8, started=True))
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
@@ -89,12 +104,12 @@ def test_more_sources_than_one_launch_supports(kind: str) -> None:
     ],
 )
 def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tolerance: float) -> None:
-    arguments = tensors(kind, 3, 3, 5, 16, started=False)
+    arguments = tensors(kind, 3, 3, 2, 16, started=False)
     arguments["sources"][1:] = [x.to(dtype) for x in arguments["sources"][1:]]
-    assert_same(kind, arguments, tolerance)
-    assert [x.dtype for x in results(kind, "triton", arguments)] == [x.dtype for x in results(kind, "torch", arguments)]
+    found = assert_same(kind, arguments, tolerance)
+    assert [x.dtype for x in found] == [x.dtype for x in results(kind, "torch", arguments)]
     narrow = {**arguments, "sources": arguments["sources"][1:]}
-    narrow["parameters"] = tensors(kind, 3, 2, 5, 16, started=False)["parameters"]
+    narrow["parameters"] = tensors(kind, 3, 2, 2, 16, started=False)["parameters"]
     assert results(kind, "triton", narrow)[0].dtype == dtype
 
 
@@ -102,8 +117,7 @@ def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tol
 def test_chain_of_launches_rounds_once(kind: str) -> None:
     arguments = tensors(kind, 1, 17, 1, 4, started=False)
     arguments["sources"] = [x.half() for x in arguments["sources"]]
-    assert results(kind, "triton", arguments)[0].dtype == torch.float16
-    assert_same(kind, arguments, 2e-3)
+    assert assert_same(kind, arguments, 2e-3)[0].dtype == torch.float16
     arguments["sources"][0] = arguments["sources"][0].float()
     assert results(kind, "triton", arguments)[0].dtype == torch.float32
 
@@ -112,15 +126,15 @@ def test_chain_of_launches_rounds_once(kind: str) -> None:
 def test_more_reads_than_fit_into_registers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend_ops, "TILE", 24)
     monkeypatch.setattr(sums_ops, "TILE", 24)
-    assert_same(kind, tensors(kind, 5, 3, 3, 8, started=True))
+    assert_same(kind, tensors(kind, 5, 3, 2, 8, started=True))
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
 def test_strided_sources_and_a_source_used_twice(kind: str) -> None:
-    arguments = tensors(kind, 2, 3, 5, 8, started=False)
+    arguments = tensors(kind, 2, 3, 2, 8, started=False)
     arguments["sources"] = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in arguments["sources"]]
     assert_same(kind, arguments)
-    x = normal(2, 5, 8).requires_grad_()
+    x = normal(2, 2, 8).requires_grad_()
     with using("triton"):
         twice = torch.autograd.grad(read(kind, arguments["parameters"], [x, x, x], ())[0].sum(), x)
     with using("torch"):
@@ -130,7 +144,7 @@ def test_strided_sources_and_a_source_used_twice(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
 def test_results_are_bitwise_reproducible(kind: str) -> None:
-    arguments = tensors(kind, 2, 2, 12, 8, started=True)
+    arguments = tensors(kind, 2, 2, 12 if DEVICE == "cuda" else 4, 8, started=True)
     for x, y in zip(*(results(kind, "triton", arguments) for _ in range(2)), strict=True):
         assert torch.equal(x, y)
 

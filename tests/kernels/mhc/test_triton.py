@@ -64,9 +64,10 @@ def test_outputs_and_gradients_equal_pytorch(n: int, t: int, d: int, pending: bo
     assert_same(found, results("torch", double, pending, iterations), 1e-5)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_several_chunks_and_programs(n: int) -> None:
-    single, double = low(arguments(n, 70, 17), torch.float32)
+@pytest.mark.parametrize(("n", "d"), [(2, 70), (4, 40)])
+def test_several_chunks_and_programs(n: int, d: int) -> None:
+    """A chunk has 64 columns of two streams or 32 of four, and a program 16 positions."""
+    single, double = low(arguments(n, d, 9), torch.float32)
     assert_same(results("triton", single), results("torch", double), 1e-5)
 
 
@@ -77,7 +78,7 @@ HALF = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("pending", [False, True])
 def test_half_precision_is_close_to_fp64(kind: torch.dtype, pending: bool) -> None:
     """The streams are rounded, and then the factors of the product with phi."""
-    half, double = low(arguments(4, 48, 9), kind)
+    half, double = low(arguments(4, 24, 5), kind)
     tolerance = 8 * torch.finfo(kind).eps
     assert_same(results("triton", half, pending), results("torch", double, pending), tolerance)
 
@@ -119,7 +120,7 @@ def test_layout_does_not_matter() -> None:
 
 
 def test_unused_outputs_need_no_gradient() -> None:
-    inputs = [x.float().requires_grad_() for x in arguments(4, 24, 5)]
+    inputs = [x.float().requires_grad_() for x in arguments(2, 8, 3)]
     grads = []
     for kernels in ("triton", "torch"):
         x, phi, alpha, bias, *pending = inputs
@@ -141,8 +142,8 @@ def test_large_logits_stay_finite() -> None:
 
 
 def test_results_are_bitwise_reproducible() -> None:
-    inputs = [x.float() for x in arguments(2, 40, 9)]
-    for a, b in zip(results("triton", inputs), results("triton", inputs), strict=True):
+    inputs = [x.float() for x in arguments(2, 8, 9)]
+    for a, b in zip(*(results("triton", inputs, iterations=3) for _ in range(2)), strict=True):
         assert torch.equal(a, b)
 
 
