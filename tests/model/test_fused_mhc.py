@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(
     ("streams", "checkpointing"),
-    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, False), (4, True)))],
+    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
 )
 def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, checkpointing: bool) -> None:
     model = build("model=mhc", f"model.connection.num_streams={streams}", "size.num_layers=2")
@@ -34,7 +34,7 @@ def test_compiled_mhc_with_triton_equals_pytorch(build: Any) -> None:
 
 def compare(model: Any, other: Any) -> None:
     model.kernels, other.kernels = "torch", "triton"
-    (expected, expected_grads), (loss, grads) = (loss_and_gradients(m, length=9) for m in (model, other))
+    (expected, expected_grads), (loss, grads) = (loss_and_gradients(m, length=5) for m in (model, other))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for name, grad in grads.items():
         assert (grad - expected_grads[name]).abs().max() <= 1e-4 * expected_grads[name].abs().max() + 1e-7, name
