@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+import yaml
 
 import depthlm
 from depthlm.config import Config, run_steps
@@ -23,9 +24,15 @@ QUICK = ["attention_residuals/block_size", "dca/retrofit", "depth_attention/mixi
 QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in EXPERIMENTS]
 
 
+def keys_of(budget: str) -> list[str]:
+    """Return a budget as overrides of its keys: a composed choice of groups serves the points of every budget."""
+    settings = yaml.safe_load((REPOSITORY / f"conf/budget/{budget}.yaml").read_text())
+    return [f"budget.{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
 @functools.cache
 def points(name: str, budget: str) -> list[Point]:
-    return sweep_points([f"experiment={name}", f"budget={budget}"])
+    return sweep_points([f"experiment={name}", *keys_of(budget)])
 
 
 @functools.cache
@@ -34,13 +41,14 @@ def composed(name: str, budget: str) -> list[Config]:
 
 
 def distinct(names: Iterable[str]) -> list[Config]:
-    """Return one configuration, at budget=smoke, of each mechanism, backbone and depth."""
-    unique_configs: dict[str, Config] = {}
+    """Return configurations, at budget=smoke, of each mechanism and backbone: the shallowest and the deepest."""
+    by_depth: dict[str, dict[int, Config]] = {}
     for name in names:
         for config in composed(name, "smoke"):
-            key = [config.model.connection, config.model.attention, config.model.loops, config.size.num_layers]
-            unique_configs.setdefault(json.dumps([*key, asdict(config.backbone)], sort_keys=True), config)
-    return list(unique_configs.values())
+            key = [config.model.connection, config.model.attention, config.model.loops, asdict(config.backbone)]
+            same = by_depth.setdefault(json.dumps(key, sort_keys=True), {})
+            same.setdefault(config.size.num_layers, config)
+    return [same[depth] for same in by_depth.values() for depth in sorted({min(same), max(same)})]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -68,6 +76,16 @@ def test_every_point_composes(name: str, budget: str) -> None:
     for point, config in zip(points(name, budget), composed(name, budget), strict=True):
         assert (config.experiment.name, config.budget.name) == (name, budget)
         assert config.output_dir == point_directory(point.overrides, None)
+
+
+@pytest.mark.parametrize("budget", ["smoke", "gpu_hour"])
+def test_a_budget_and_its_keys_compose_the_same(budget: str) -> None:
+    name = "depth_attention/mixing_rule"
+    point = sweep_points([f"experiment={name}", f"budget={budget}"])[0]
+    config = depthlm.compose(point.checkable(), here=False)
+    assert config.output_dir == point_directory(point.overrides, None)
+    by_keys = composed(name, budget)[0]
+    assert asdict(config) == asdict(by_keys) | {"output_dir": config.output_dir}
 
 
 @pytest.mark.parametrize("name", QUICK_FIRST)
@@ -108,7 +126,7 @@ def test_every_mechanism_takes_a_training_step() -> None:
     for config in distinct(EXPERIMENTS):
         model = depthlm.build_model(config)
         generator = torch.Generator().manual_seed(1)
-        shape = (2, config.training.sequence_length + 1)
+        shape = (2, 17)
         tokens = torch.randint(0, config.size.vocab_size, shape, generator=generator)
         sums = model(tokens[:, :-1], tokens[:, 1:])
         loss = sums.nll / sums.tokens
