@@ -16,6 +16,8 @@ SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=17000
 SlurmUser=root
 AuthType=auth/munge
+# a requeued job waits for this long, 120 s by default
+AuthInfo=cred_expire=15
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres

@@ -1,29 +1,36 @@
 """Sweeps on a SLURM cluster of two nodes: running, status, failure, requeueing and repeated submission."""
 
 import json
-import os
+import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from depthlm.locations import REPOSITORY
+from ..forks import Forks, environment_with
 
-from ..ranks import rank_variables
-
-SUBMIT = [sys.executable, "slurm/submit.py"]
+Submit = Callable[..., str]
 ONE_RANK = ["slurm.gpus_per_node=0", "slurm.cpus_per_task=1", "slurm.time=00:20:00"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def run(cluster: dict[str, str], *command: str, **more: str) -> str:
-    # training in this process may have set the variables of its ranks
-    kept = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 0)}
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**kept, **cluster, **more})
+@pytest.fixture
+def submit(cluster: dict[str, str], forks: Forks) -> Submit:
+    """Run slurm/submit.py on the cluster, with these variables of the environment, and return its output."""
+
+    def run(*arguments: str, **more: str) -> str:
+        done = forks.run(["slurm/submit.py", *arguments], environment=environment_with(**cluster, **more))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def run(cluster: dict[str, str], *command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment_with(**cluster))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -32,7 +39,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(1)
+        time.sleep(0.3)
 
 
 def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
@@ -40,25 +47,28 @@ def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
 
 
 def test_an_array_of_four_points_over_two_nodes(
-    cluster: dict[str, str], four_points: list[str], tmp_path: Path
+    cluster: dict[str, str], submit: Submit, four_points: list[str], tmp_path: Path
 ) -> None:
-    output = run(cluster, *SUBMIT, *four_points, *ONE_RANK, "slurm.nodes=2", "slurm.throttle=2")
+    # each point takes all cores of a node
+    output = submit(*four_points, *ONE_RANK, "slurm.cpus_per_task=2", "slurm.throttle=2")
     assert "4 points to train" in output
     wait_for_jobs(cluster, 300)
+    nodes = re.findall(r" NodeList=(\S+)", run(cluster, "scontrol", "--oneliner", "show", "job"))
+    assert {"n1", "n2"} <= {*nodes}
     for name in ("vanilla", "denseformer"):
         for lr in ("0.001", "0.002"):
             directory = tmp_path / "runs" / f"{name}-{lr}"
             assert json.loads((directory / "summary.json").read_text())["steps"] == 20
             environment = json.loads((directory / "environment.json").read_text())
-            assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", 2, 2)
+            assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", 1, 1)
             assert environment["code"] == str(tmp_path / "runs/.slurm/0001/code")
-    status = run(cluster, *SUBMIT, "--status", *four_points)
+    status = submit("--status", *four_points)
     assert "4 points: 4 complete" in status
-    assert "0 points to train" in run(cluster, *SUBMIT, *four_points, *ONE_RANK)
+    assert "0 points to train" in submit(*four_points, *ONE_RANK)
 
 
 def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
-    cluster: dict[str, str], small_run: Callable[..., list[str]], tmp_path: Path
+    cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "fragile.py").write_text(
         """from pathlib import Path
@@ -78,32 +88,34 @@ class Fragile(Residual):
         f"output_dir={tmp_path}/runs/${{model.connection._target_}}",
     ]
     path = {"PYTHONPATH": str(tmp_path)}
-    assert "2 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK, **path)
+    assert "2 points to train" in submit(*sweep, *ONE_RANK, **path)
     wait_for_jobs(cluster, 200)
-    status = run(cluster, *SUBMIT, "--status", *sweep, **path)
+    status = submit("--status", *sweep, **path)
     assert "2 points: 1 complete, 1 failed" in status
     assert "RuntimeError: this mechanism is broken" in status
     (tmp_path / "fixed").touch()
-    again = run(cluster, *SUBMIT, *sweep, *ONE_RANK, **path)
+    again = submit(*sweep, *ONE_RANK, **path)
     assert "1 points to train (1 more are complete, or have a job)" in again
     wait_for_jobs(cluster, 200)
-    assert "2 points: 2 complete" in run(cluster, *SUBMIT, "--status", *sweep, **path)
+    assert "2 points: 2 complete" in submit("--status", *sweep, **path)
 
 
 def test_a_signalled_job_saves_is_requeued_and_resumes(
-    cluster: dict[str, str], small_run: Callable[..., list[str]], tmp_path: Path
+    cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     sweep = [*small_run("training.max_steps=4000", "training.log_every=10"), "seed=1"]
-    assert "1 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK, "slurm.tasks_per_node=2")
+    assert "1 points to train" in submit(*sweep, *ONE_RANK, "slurm.nodes=2")
     metrics = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120, "a few steps")
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", 2, 2)
     job = run(cluster, "squeue", "--noheader", "--format=%i").strip()
     # signal only the batch script, as SLURM does before the time limit; it forwards the signal to the ranks
     run(cluster, "scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: "PD" in run(cluster, "squeue", "--noheader", "--format=%t"), 60, "the job is queued again")
     # a second submission does not submit it again
-    assert "0 points to train" in run(cluster, *SUBMIT, *sweep, *ONE_RANK)
-    assert "1 waiting" in run(cluster, *SUBMIT, "--status", *sweep)
+    assert "0 points to train" in submit(*sweep, *ONE_RANK)
+    assert "1 waiting" in submit("--status", *sweep)
     saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
     log = tmp_path / "run/train.log"
     wait_until(lambda: log.read_text().count("started by srun") == 2, 300, "the job runs again")
@@ -112,4 +124,4 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(
     # a cancelled job also saves, and is not requeued
     run(cluster, "scancel", job)
     wait_for_jobs(cluster, 60)
-    assert "1 stopped" in run(cluster, *SUBMIT, "--status", *sweep)
+    assert "1 stopped" in submit("--status", *sweep)
