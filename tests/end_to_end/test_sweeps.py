@@ -88,14 +88,14 @@ def test_optuna_tunes_the_learning_rate_and_resumes_its_study(
 
 @pytest.mark.slow
 def test_an_experiment_with_the_smoke_budget_gives_the_papers_table(tmp_path: Path, run: Run) -> None:
-    line = ["experiment=depth_attention/stride", "budget=smoke", "tracker=none"]
+    line = ["experiment=dca/related_work", "budget=smoke", "tracker=none"]
     done = run(*TRAIN, "-m", *line)
     assert done.returncode == 0, done.stderr
     assert "5 points: 5 complete" in done.stdout
     reported = run("-m", "depthlm", "report", *line)
     assert reported.returncode == 0, reported.stderr
-    (path,) = (tmp_path / "outputs/depth_attention/stride").glob("report-*/report.md")
+    (path,) = (tmp_path / "outputs/dca/related_work").glob("report-*/report.md")
     report = path.read_text()
     assert "5 runs: 5 complete" in report
-    assert "2.2348" in report
+    assert "18.65" in report
     assert "not comparable" in report
