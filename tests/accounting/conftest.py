@@ -36,7 +36,13 @@ def configuration(*overrides: str) -> Config:
     config = composed(*(override for override in overrides if override.split("=")[0] not in ("size", "backbone")))
     size, backbone = option("size", given.get("size", "micro")), option("backbone", given.get("backbone", "qwen3"))
     changed = {key.removeprefix("size."): int(value) for key, value in given.items() if key.startswith("size.")}
-    return replace(config, size=replace(config.size, **size | changed), backbone=replace(config.backbone, **backbone))
+    # a size also sets the length of the sequences
+    return replace(
+        config,
+        size=replace(config.size, **size | changed),
+        backbone=replace(config.backbone, **backbone),
+        training=replace(config.training, sequence_length=size["sequence_length"]),
+    )
 
 
 @pytest.fixture

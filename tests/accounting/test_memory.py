@@ -13,12 +13,14 @@ from depthlm.accounting.tracing import trace
 from depthlm.config import mechanisms
 from depthlm.data import prepare
 
+from .conftest import configuration
+
 FAST = ["dca", "moda"]
 PRESETS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in mechanisms()]
 
 
 def estimator(*overrides: str, device: str = "cuda") -> MemoryEstimator:
-    return MemoryEstimator(depthlm.compose(["size=micro", *overrides], here=False), device)
+    return MemoryEstimator(configuration(*overrides), device)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +72,10 @@ def saved_by_autograd(model, tokens, autocast) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("autocast", "mask"), [(False, True), (True, False)])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_trace_counts_what_autograd_saves(name, autocast, mask):
-    overrides = [f"model={name}", "size=micro", "size.num_layers=3", f"data.document_mask={str(mask).lower()}"]
-    config = depthlm.compose(overrides, here=False)
+    config = configuration(f"model={name}", "size.num_layers=3")
     real, meta = (depthlm.build_model(config, device) for device in ("cpu", "meta"))
     real.end_of_text = meta.end_of_text = 0 if mask else None
     saved = saved_by_autograd(real, torch.ones(4, 128, dtype=torch.long), autocast)
@@ -85,7 +85,7 @@ def test_a_trace_counts_what_autograd_saves(name, autocast, mask):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_traced_for_a_gpu_and_saves_about_as_much_as_on_a_cpu(name):
-    config = depthlm.compose([f"model={name}", "size=micro", "size.num_kv_heads=2"], here=False)
+    config = configuration(f"model={name}", "size.num_kv_heads=2")
     on_cpu, on_gpu = (trace(depthlm.build_model(config, "meta"), device, 4, 128) for device in ("cpu", "cuda"))
     assert on_gpu.saved == pytest.approx(on_cpu.saved, rel=0.35)
 
@@ -100,7 +100,7 @@ SAVED_GIB = {"vanilla": 51.271, "dca": 67.161, "mhc": 91.806, "attention_residua
 )
 def test_saved_bytes_on_a_gpu_at_full_size(name):
     pytest.importorskip("triton")
-    model = depthlm.build_model(depthlm.compose([f"model={name}", "size=1.5b"], here=False), "meta")
+    model = depthlm.build_model(configuration(f"model={name}", "size=1.5b"), "meta")
     counted = trace(model, "cuda", 8, 2048, torch.bfloat16)
     assert counted.saved / 2**30 == pytest.approx(SAVED_GIB[name], rel=0.03)
 
@@ -112,7 +112,7 @@ def test_activation_checkpointing_reduces_activations():
 
 
 def test_interpolation_between_two_micro_batches_is_accurate():
-    config = depthlm.compose(["size=1.5b", "size.num_layers=2", "model=dca"], here=False)
+    config = configuration("model=dca", "size=1.5b", "size.num_layers=2")
     exact, line = MemoryEstimator(config, "cuda"), MemoryEstimator(config, "cuda", line=(4, 8))
     for size in (2, 6, 32):
         assert line.estimate(1, 8, size).total == pytest.approx(exact.estimate(1, 8, size).total, rel=0.03)
@@ -158,9 +158,9 @@ def test_the_estimate_is_close_to_the_memory_of_a_step_on_a_cpu(name, precision,
         (text / f"{i}.txt").write_text(f"document {i} " * 2000)
     overrides = [
         f"model={name}", f"precision={precision}", f"training.activation_checkpointing={checkpointing}", "size=nano_64",
-        "size.vocab_size=512", "training.batch_size=40", "training.sequence_length=256", "tracker=none", "dry_run=true",
-        "data=local", f"data.source={text}", "data.tokenizer=bytes", f"data.path={tmp_path / 'tokens'}",
-        f"output_dir={tmp_path / 'run'}",
+        "size.num_layers=24", "size.vocab_size=512", "training.batch_size=40", "training.sequence_length=256",
+        "training.num_threads=1", "tracker=none", "dry_run=true", "data=local", f"data.source={text}",
+        "data.tokenizer=bytes", f"data.path={tmp_path / 'tokens'}", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     # prepared here, since the memory of preparation is not that of the step
     prepare(depthlm.compose(overrides).data)

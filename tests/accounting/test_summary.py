@@ -41,10 +41,11 @@ def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> 
     config = depthlm.compose(["size=360m", "model=mhc", "size.num_layers=2", "training.batch_size=64"], here=False)
     summary = summarize(config, 8)
     assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
+    estimator = MemoryEstimator(config, "cuda")
     for stage, sizes in enumerate(summary["largest_micro_batch_size"].values()):
         assert sizes["80GB"] < sizes["141GB"]
         for gb, size in sizes.items():
-            fits, too_large = (MemoryEstimator(config, "cuda").estimate(stage, 8, n).total for n in (size, size + 1))
+            fits, too_large = (estimator.estimate(stage, 8, n).total for n in (size, size + 1))
             assert fits <= 1.01 * float(gb.removesuffix("GB")) * 1e9
             assert too_large > 0.99 * float(gb.removesuffix("GB")) * 1e9
 
