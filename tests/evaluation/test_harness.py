@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,25 @@ metric_list:
 
 def run(*given: str) -> dict[str, float]:
     return evaluate(read_arguments(Evaluate, given))
+
+
+@pytest.fixture(scope="module")
+def all_tasks() -> Any:
+    """All tasks of the harness. Their thousands of files are read once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+@pytest.fixture
+def read_once(all_tasks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes the tasks that are read already."""
+
+    def manager(include_path: list[Path], include_defaults: bool) -> Any:
+        assert (include_path, include_defaults) == ([], True)
+        return all_tasks
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
 
 
 @pytest.fixture
@@ -84,6 +104,7 @@ def test_results_on_a_part_of_the_questions_are_not_written(trained: Path, task:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("read_once")
 def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "allenai/sciq"
     folder.mkdir(parents=True)
@@ -96,6 +117,7 @@ def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("read_once")
 def test_without_the_hub_every_missing_dataset_is_listed_with_remedies(trained: Path) -> None:
     with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
         run(f"run={trained}", "tasks=paper")
@@ -105,10 +127,8 @@ def test_without_the_hub_every_missing_dataset_is_listed_with_remedies(trained: 
 
 
 @pytest.mark.slow
-def test_the_harness_knows_the_tasks_of_the_papers_and_their_metrics() -> None:
-    from lm_eval.tasks import TaskManager
-
-    known = TaskManager().all_tasks
+def test_the_harness_knows_the_tasks_of_the_papers_and_their_metrics(all_tasks: Any) -> None:
+    known = all_tasks.all_tasks
     for suite in SUITES.values():
         assert {task for task, _ in suite.tasks.values()} <= set(known)
     assert {name: len(suite.tasks) for name, suite in SUITES.items()} == {"paper": 8, "moda": 10}
@@ -123,14 +143,14 @@ def test_suites_have_the_metric_names_that_the_experiments_read() -> None:
         assert read == {f"{shots[count]}_shot/{task}" for count in SUITES[name].shots for task in tasks}
 
 
-@pytest.mark.parametrize(
-    ("tasks", "words"),
-    [
-        pytest.param("piqua", "did you mean `piqa`", marks=pytest.mark.slow),
-        ("paper,piqa", "give paper alone"),
-        ("missing.yaml", "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("tasks", "words"), [("paper,piqa", "give paper alone"), ("missing.yaml", "cannot be read")])
 def test_unknown_tasks_are_refused(trained: Path, tasks: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         run(f"run={trained}", f"tasks={tasks}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("read_once")
+def test_an_unknown_task_is_refused_with_the_nearest_name(trained: Path) -> None:
+    with pytest.raises(UserError, match="did you mean `piqa`"):
+        run(f"run={trained}", "tasks=piqua")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import depthlm
 from depthlm.config import ConfigError
@@ -24,7 +23,6 @@ from depthlm.training.checkpoint.init_from import copy_weights
 from ..two_ranks import TwoRanks, train_on_ranks
 
 Overrides = Callable[..., list[str]]
-CLASSES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
 SIZE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -35,12 +33,19 @@ OURS = [
 ]  # fmt: skip
 
 
+def classes(kind: str) -> tuple[Any, Any]:
+    """Return the configuration and the model of a type of transformers, which takes seconds to import."""
+    import transformers
+
+    return getattr(transformers, f"{kind.capitalize()}Config"), getattr(transformers, f"{kind.capitalize()}ForCausalLM")
+
+
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
     """Write a folder with transformers, with weights in at least two files."""
 
     def make(kind: str = "qwen3", shards: str = "100KB", **settings: Any) -> Path:
-        config, model = CLASSES[kind]
+        config, model = classes(kind)
         torch.manual_seed(0)
         theirs = model(config(**SIZE | {"initializer_range": 0.3} | settings))
         for name, parameter in theirs.named_parameters():
@@ -74,7 +79,7 @@ def test_logits_equal_those_of_transformers(
     ]  # fmt: skip
     model = depthlm.build_model(depthlm.compose(small_run(*OURS, *overrides)))
     assert copy_weights(load_weights(read_pretrained(folder)), model) == []
-    theirs = CLASSES[kind][1].from_pretrained(folder)
+    theirs = classes(kind)[1].from_pretrained(folder)
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from depthlm.pretrained.native import our_name
 
-KINDS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
-
 
 def pair(make_decoder, backbone, tie, kv_heads):
+    # imported here, since it takes seconds
+    import transformers
+
     ours = make_decoder(backbone, tie=tie, num_heads=4, num_kv_heads=kv_heads, num_layers=3)
     size = ours.size
-    config, cls = KINDS[backbone]
+    config, cls = (getattr(transformers, f"{backbone.capitalize()}{kind}") for kind in ("Config", "ForCausalLM"))
     theirs = cls(
         config(
             vocab_size=size.vocab_size,
