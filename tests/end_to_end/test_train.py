@@ -136,9 +136,8 @@ def test_a_signal_to_the_process_group_does_not_stop_the_data_workers(
 def test_two_ranks_train_the_same_run_as_one(small_run: Overrides, tmp_path: Path, forks: Forks) -> None:
     eight = "training.max_steps=8"
     assert train(depthlm.compose(small_run(eight, name="one"))) == 0
-    launched = run([*LAUNCH, *small_run(eight, "deepspeed=zero0", name="two-0")], OMP_NUM_THREADS="1")
-    assert launched.returncode == 0, launched.stderr
-    forks.run_ranks([*TRAIN, *small_run(eight, "deepspeed=zero1", name="two-1")])
+    for stage in (0, 1):
+        forks.run_ranks([*TRAIN, *small_run(eight, f"deepspeed=zero{stage}", name=f"two-{stage}")])
     for name in ("two-0", "two-1"):
         assert curve(tmp_path / name) == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
     forks.run_ranks([*TRAIN, *small_run(eight, "precision=bf16", name="two-bf16")])
