@@ -13,6 +13,8 @@ from .two_ranks import TwoRanks
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# as depthlm.data does when it is imported, which a forked command does not repeat
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
 # the default looks for garbage so often that it takes a tenth of the time
 gc.set_threshold(20_000, 20, 20)

@@ -97,6 +97,15 @@ def reader(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(tmp_path_factory.mktemp("reader"), wheel)
 
 
+@pytest.fixture(scope="module")
+def plain(reader: Reader) -> Path:
+    """The folder of a run on token files that are prepared before it."""
+    assert "train" in reader.depthlm("prepare", *RUN)
+    assert (reader.work / "tokens").is_dir()
+    reader.depthlm("train", *RUN, "output_dir=one")
+    return reader.work / "one"
+
+
 def test_the_wheel_contains_the_packages_files_that_git_tracks(wheel: Path) -> None:
     folders = ["depthlm", "conf", "hydra_plugins"]
     listed = subprocess.run(["git", "ls-files", *folders], cwd=REPOSITORY, capture_output=True, text=True, check=True)
@@ -142,7 +151,7 @@ def test_the_version_and_the_help_list_every_command(reader: Reader) -> None:
 
 
 def test_a_configuration_composes(reader: Reader) -> None:
-    assert '"parameters"' in reader.depthlm("summary", "model=moda", "size=micro", "--json")
+    assert '"parameters"' in reader.depthlm("summary", "model=moda", "size=micro", "size.num_layers=1", "--json")
     message = reader.depthlm("summary", "model=mado", status=2)
     assert "no such model; allowed:" in message
     assert "Traceback" not in message
@@ -150,20 +159,17 @@ def test_a_configuration_composes(reader: Reader) -> None:
 
 @pytest.mark.slow
 def test_a_sweep_is_shown_without_being_submitted(reader: Reader) -> None:
-    printed = reader.depthlm("submit", "--dry-run", "experiment=depth_attention/stride", "budget=smoke")
+    printed = reader.depthlm("submit", "--dry-run", "experiment=depth_attention/looped", "budget=smoke")
     assert "points to train" in printed
     assert str(reader.packages / "depthlm/slurm/sweep.sbatch") in printed
     assert not (reader.work / "outputs").exists()
 
 
 @pytest.mark.slow
-def test_the_wheel_prepares_trains_and_sweeps(reader: Reader) -> None:
-    assert "train" in reader.depthlm("prepare", *RUN)
-    assert (reader.work / "tokens").is_dir()
-    reader.depthlm("train", *RUN, "output_dir=one")
-    run = read_run(reader.work / "one")
+def test_the_wheel_prepares_trains_and_sweeps(reader: Reader, plain: Path) -> None:
+    run = read_run(plain)
     assert (run.state, run.step) == (COMPLETE, 4)
-    environment = json.loads((reader.work / "one/environment.json").read_text())
+    environment = json.loads((plain / "environment.json").read_text())
     assert environment["git"] is None
     assert Path(environment["code"]) == reader.packages
     assert environment["versions"]["depthlm"] == depthlm.__version__
@@ -187,15 +193,14 @@ def test_the_wheel_trains_from_python(reader: Reader) -> None:
 
 
 @pytest.mark.slow
-def test_a_users_own_mechanism_trains(reader: Reader) -> None:
+def test_a_users_own_mechanism_trains(reader: Reader, plain: Path) -> None:
     (reader.work / "my_depth.py").write_text(OWN)
     folder = reader.work / "my_conf/model/connection"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("_target_: my_depth.Mine\n")
     given = ["--config-dir", "my_conf", "model/connection=mine"]
     reader.depthlm("train", *given, *RUN, "output_dir=mine", PYTHONPATH=".")
-    reader.depthlm("train", *RUN, "output_dir=plain")
-    losses = [read_run(reader.work / name).loss for name in ("mine", "plain")]
+    losses = [read_run(directory).loss for directory in (reader.work / "mine", plain)]
     assert None not in losses
     assert losses[0] != losses[1]
 

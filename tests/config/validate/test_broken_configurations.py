@@ -1,7 +1,5 @@
 """Every mistake on a command line is reported on one line with the given value, the allowed values and a suggestion."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,9 @@ from depthlm.__main__ import main
 from depthlm.commands.command_line import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
-from depthlm.locations import REPOSITORY
 from depthlm.sweeps import sweep_points
 
+from ...forks import Forks
 from ...ranks import rank_variables
 
 # an override, and parts of the error that it alone causes
@@ -284,9 +282,8 @@ def test_commands_exit_with_2_and_the_mistakes(
     assert "did you mean" in errors or "must " in errors
 
 
-def test_a_process_exits_with_2_without_a_traceback() -> None:
-    command = [sys.executable, "train.py", "size=1.6b", "optimzer.lr=1"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+def test_a_process_exits_with_2_without_a_traceback(forks: Forks) -> None:
+    done = forks.run(["train.py", "size=1.6b", "optimzer.lr=1"])
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert "did you mean" in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Waits for a line on stdin, then prepares slowly, so that a kill can interrupt any part of it.
+# Waits for a line or the end of stdin, then prepares slowly, so that a kill can interrupt any part of it.
 SLOW = """
 import sys, time
 from depthlm.config.schema import Data

@@ -7,7 +7,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,24 +22,28 @@ from depthlm.data.corpora.documents import Reader
 from depthlm.data.preparation.encode import encode
 from depthlm.data.preparation.progress import ProgressFile
 
-from .preparing import content, go, left_over, ready
+from ...forks import Forks
+from .preparing import SLOW, content, left_over
 
 Local = Callable[..., Data]
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_after_kills_at_random_moments_the_bytes_are_the_same(local: Local, text_folder: Path, kills: int) -> None:
+def test_after_kills_at_random_moments_the_bytes_are_the_same(
+    local: Local, text_folder: Path, forks: Forks, kills: int
+) -> None:
     data = local(shard_tokens=500)
     folder = token_folders(data)["local"]
     whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
     assert len(whole) > 8
     chance, partial, resumed = random.Random(kills), set(), 0
     for _ in range(kills):
-        process = ready(text_folder)
-        go(process)
+        process = forks.start(["-c", SLOW, text_folder], cwd=Path.cwd())
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
         time.sleep(chance.uniform(0.05, 0.35))
-        process.send_signal(signal.SIGKILL)
-        resumed += "resuming" in process.communicate()[1]
+        process.kill()
+        resumed += "resuming" in process.communicate()[0]
         partial |= left_over(folder) if folder.parent.exists() else set()
         if folder.exists():
             assert content(folder) == whole
