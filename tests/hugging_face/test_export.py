@@ -37,7 +37,9 @@ OTHERS = {
     "vanilla, documents": ["data.document_mask=true"],
     "pair": ["model/connection=mhc", "model/attention=depth_attention"],
 }
-CASES = {name: [f"model={name}"] for name in PRESETS if name != "vanilla"} | NATIVE | OTHERS
+# mechanisms that the other cases have
+COVERED = {"vanilla", "dca", "depth_attention", "mhc", "moda"}
+CASES = {name: [f"model={name}"] for name in PRESETS if name not in COVERED} | NATIVE | OTHERS
 OWN = "of a reader"
 # in the default suite: a native type, a connection, an attention, and a mechanism of a reader
 DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", OWN}

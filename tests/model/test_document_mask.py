@@ -1,6 +1,8 @@
 """With `end_of_text`, the logits of packed documents equal those of each document alone."""
 
 import copy
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,10 +19,17 @@ from .conftest import BACKBONES, PRESETS, quick_first
 
 OVER_THE_SEQUENCE = ["vanilla", "moda", "depth_attention"]
 # the other mechanisms do not mix positions; dca has other queries, keys and values
-QUICK_FIRST = quick_first(PRESETS, [*OVER_THE_SEQUENCE, "dca"])
+QUICK = [*OVER_THE_SEQUENCE, "dca"]
+OTHERS = [preset for preset in PRESETS if preset not in QUICK]
+QUICK_FIRST = quick_first(PRESETS, QUICK)
 END, LENGTH = 7, 16
 # where documents end in each row: a document of length 1; the first and the last token; several early ends; none
 ENDS = [[4, 5, 10], [0, 15], [0, 1, 2, 8], []]
+
+
+def slow(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return cases of a test that are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def packed(ends: list[list[int]] = ENDS, length: int = LENGTH, seed: int = 0) -> Tensor:
@@ -65,12 +74,11 @@ def test_packed_documents_equal_single_documents(build: Any, preset: str) -> Non
 def test_packed_documents_equal_single_documents_on_every_backbone_with_loops(
     build: Any, preset: str, backbone: str
 ) -> None:
-    model = build(f"model={preset}", f"backbone={backbone}", "model.loops=2").double()
+    model = build(f"model={preset}", f"backbone={backbone}", "model.loops=2", "size.num_layers=2").double()
     assert_same(masked(model)(packed()), alone(model, packed()))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("preset", QUICK_FIRST)
+@pytest.mark.parametrize(("preset", "checkpointing"), [*product(QUICK, [False, True]), *slow(product(OTHERS, [True]))])
 def test_gradients_of_packed_documents_equal_the_sum_over_documents(
     build: Any, preset: str, checkpointing: bool
 ) -> None:
@@ -92,7 +100,7 @@ def test_moda_without_flash_attention_applies_the_mask(build: Any, monkeypatch: 
 @pytest.mark.parametrize("preset", OVER_THE_SEQUENCE)
 def test_compiled_decoder_applies_the_mask(build: Any, preset: str) -> None:
     torch.compiler.reset()
-    model = build(f"model={preset}").double()
+    model = build(f"model={preset}", "size.num_layers=2").double()
     other = masked(model)
     compile_sublayers(other, backend="aot_eager")
     assert_same(other(packed()), alone(model, packed()))
@@ -126,10 +134,11 @@ def test_one_document_equals_the_unmasked_sequence(build: Any, preset: str) -> N
     assert_same(masked(model)(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("backbone", ["qwen3", "lm1b"])
-@pytest.mark.parametrize("preset", QUICK_FIRST)
+@pytest.mark.parametrize(
+    ("preset", "backbone"), [*product(QUICK, ["qwen3", "lm1b"]), *slow(product(OTHERS, ["qwen3"]))]
+)
 def test_pieces_with_cache_equal_single_documents(build: Any, preset: str, backbone: str) -> None:
-    model = build(f"model={preset}", f"backbone={backbone}", "model.loops=2").double()
+    model = build(f"model={preset}", f"backbone={backbone}", "model.loops=2", "size.num_layers=2").double()
     other = masked(model)
     cache = other.make_cache(4)
     pieces = [other(piece, cache=cache) for piece in packed().split((5, 1, 1, 6, 3), dim=1)]
