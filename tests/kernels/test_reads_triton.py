@@ -114,8 +114,10 @@ def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tol
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
-def test_chain_of_launches_rounds_once(kind: str) -> None:
-    arguments = tensors(kind, 1, 17, 1, 4, started=False)
+def test_chain_of_launches_rounds_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_ops, "MAX_SOURCES", 4)
+    monkeypatch.setattr(sums_ops, "MAX_SOURCES", 4)
+    arguments = tensors(kind, 1, 9, 1, 4, started=False)
     arguments["sources"] = [x.half() for x in arguments["sources"]]
     assert assert_same(kind, arguments, 2e-3)[0].dtype == torch.float16
     arguments["sources"][0] = arguments["sources"][0].float()

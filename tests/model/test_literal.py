@@ -150,7 +150,8 @@ def case(connection=PLAIN, attention=SELF, backbone="qwen3", loops=1, num_layers
 
 
 CASES = [
-    *(case(connection) for connection in CONNECTION_SETTINGS),
+    # the formulas of streams start again from the embedding at every sublayer, which takes long in four layers
+    *(case(one, num_layers=2 if one[0] in ("hyper_connections", "mhc") else 4) for one in CONNECTION_SETTINGS),
     *(case(attention=attention) for attention in ATTENTION_SETTINGS),
     *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
     *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH),

@@ -237,10 +237,10 @@ def test_compile_with_inductor_changes_nothing(build: Any, preset: str) -> None:
 def test_greedy_generation_with_cache_equals_generation_without(build: Any, preset: str, loops: int) -> None:
     model = build(f"model={preset}", f"model.loops={loops}", f"size.num_layers={4 // loops}").requires_grad_(False)
     prompt = random_batch(7)[0]
-    expected = generate(model, prompt, 5, use_cache=False)
-    assert torch.equal(generate(model, prompt, 5), expected)
+    expected = generate(model, prompt, 4, use_cache=False)
+    assert torch.equal(generate(model, prompt, 4), expected)
     cache = model.make_cache()
-    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 3, 4), dim=1)], dim=1)
+    logits = torch.cat([model(piece, cache=cache) for piece in expected.split((4, 1, 3, 3), dim=1)], dim=1)
     torch.testing.assert_close(logits, model(expected), rtol=1e-4, atol=1e-4)
 
 
