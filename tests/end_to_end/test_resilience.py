@@ -21,7 +21,7 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
     def begin(overrides: Sequence[str]) -> list[Forked]:
         return forks.start_ranks(["train.py", *overrides])
 
-    shared = ("deepspeed=zero1", "training.max_steps=140", "training.checkpoint_every=3", "training.validate_every=10",
+    shared = ("deepspeed=zero1", "training.max_steps=200", "training.checkpoint_every=3", "training.validate_every=10",
               "training.validation_tokens=500", "training.rank_timeout=5")  # fmt: skip
     overrides = small_run(*shared, name="killed")
     kills = chaos.disturb(overrides, tmp_path / "killed", kills=5, seed=0, begin=begin)
@@ -32,7 +32,7 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
     assert any(kill.saving for kill in kills)
     assert any(kill.seconds_to_end is not None for kill in kills)
     assert all(kill.seconds_to_end is None or kill.seconds_to_end < 15 for kill in kills)
-    assert len(undisturbed["curve"]) == 140
+    assert len(undisturbed["curve"]) == 200
     assert chaos.same(killed, undisturbed)
     undisturbed["curve"][-1][2] += 1e-9
     assert not chaos.same(killed, undisturbed)
