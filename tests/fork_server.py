@@ -88,6 +88,8 @@ def _serve(control: socket.socket) -> list[str]:
 def _become(given: dict[str, Any], files: list[int]) -> list[str]:
     """Give this forked process the session, streams, folder and environment of its command, and return the command."""
     os.setsid()
+    # ignored where the tests run under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
     for file in files:

@@ -1,4 +1,4 @@
-"""What a launcher tells the ranks of a run."""
+"""The variables that a launcher sets for the ranks of a run."""
 
 import socket
 

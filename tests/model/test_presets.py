@@ -338,7 +338,7 @@ def test_bf16_weights_are_near_fp32(build: Any, preset: str) -> None:
 
 @pytest.mark.slow
 def test_every_model_composes_at_every_size() -> None:
-    """The keys of each size are given one by one, since Hydra composes each choice of groups anew."""
+    """The keys of each size are given one by one, since Hydra composes every choice of groups by itself."""
     for number, path in enumerate(sorted((CONF / "size").glob("*.yaml"))):
         size = option("size", path.stem)
         # the vocabulary of a size grows to that of the tokenizer unless it is given
