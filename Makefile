@@ -13,8 +13,9 @@ train: .venv/.installed
 test: .venv/.installed-dev lint
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
 
+# two processes, since `make train`, which is one of these tests, computes on all cores
 test-slow: .venv/.installed-dev
-	$(BIN)/python -m pytest -m slow -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
