@@ -1,7 +1,6 @@
 """Two persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
 
 import gc
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -90,5 +89,3 @@ def _serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
     _serve(Client(sys.argv[1], family="AF_UNIX"))
-    # DeepSpeed's threads do not end by themselves
-    os._exit(0)

@@ -1,12 +1,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import depthlm
 from depthlm.config import Config
@@ -15,12 +12,7 @@ from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
 
-CONF = Path(__file__).parents[2] / "conf"
-
-
-def option(group: str, name: str) -> dict[str, Any]:
-    """Return the settings of an option of conf/."""
-    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+from ..options import option
 
 
 @cache

@@ -1,13 +1,11 @@
 import dataclasses
-from pathlib import Path
 
 import pytest
 import yaml
 
 from depthlm.accounting.parameters import count_parameters
+from depthlm.locations import CONF
 from depthlm.model.shape import Backbone, Size
-
-CONF = Path(__file__).parents[2] / "conf"
 
 # size, backbone, published number of parameters, half a unit of its last digit
 KNOWN = [

@@ -7,13 +7,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
-import yaml
 
 import depthlm
 from depthlm.config import Config, run_steps
 from depthlm.config.budget import matrices
 from depthlm.locations import REPOSITORY
 from depthlm.sweeps import Point, load_experiment, point_directory, sweep_points
+
+from ..options import option
 
 FOLDER = REPOSITORY / "conf/experiment"
 EXPERIMENTS = sorted(
@@ -26,8 +27,7 @@ QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slo
 
 def keys_of(budget: str) -> list[str]:
     """Return a budget as overrides of its keys: a composed choice of groups serves the points of every budget."""
-    settings = yaml.safe_load((REPOSITORY / f"conf/budget/{budget}.yaml").read_text())
-    return [f"budget.{key}={json.dumps(value)}" for key, value in settings.items()]
+    return [f"budget.{key}={json.dumps(value)}" for key, value in option("budget", budget).items()]
 
 
 @functools.cache

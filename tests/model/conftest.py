@@ -2,22 +2,22 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 import depthlm
 from depthlm.config import Config
+from depthlm.locations import CONF
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Backbone, Size
 
-CONF = Path(__file__).parents[2] / "conf"
+from ..options import option
+
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
 PARTS = ["connection", "attention"]
@@ -73,11 +73,6 @@ def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Ba
 def quick_first(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
     """Return names as parameters of a test, slow except for the quick ones."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
-def option(group: str, name: str) -> dict[str, Any]:
-    """Return the settings of an option of conf/."""
-    return yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
 
 
 @functools.cache

@@ -12,11 +12,13 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
+from depthlm.locations import CONF
 from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
 from depthlm.model.sublayer_spec import SublayerSpec
 
-from .conftest import BACKBONES, CONF, PRESETS, composed, option, quick_first
+from ..options import option
+from .conftest import BACKBONES, PRESETS, composed, quick_first
 from .gradients import assert_same, loss_and_gradients, random_batch
 
 CONNECTIONS = sorted(path.stem for path in (CONF / "model/connection").glob("*.yaml"))
