@@ -154,8 +154,8 @@ CASES = [
     *(case(one, num_layers=2 if one[0] in ("hyper_connections", "mhc") else 4) for one in CONNECTION_SETTINGS),
     *(case(attention=attention) for attention in ATTENTION_SETTINGS),
     *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
-    *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH),
-    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH),
+    *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH[::3]),
+    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH[:2]),
 ]
 # on other backbones and heads, and in more loops
 FURTHER_CASES = [
@@ -170,6 +170,12 @@ FURTHER_CASES = [
     *(case(attention=attention, backbone="moda_layers", num_layers=2) for attention in ATTENTION_OF_EACH),
     case(attention=("moda", {"last_layer_kv": True, "attn_kv": True}), backbone="moda_layers", num_layers=2),
     # loops
+    *(
+        case(connection, loops=2, num_layers=2)
+        for connection in CONNECTION_OF_EACH
+        if connection not in CONNECTION_OF_EACH[::3]
+    ),
+    *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH[2:]),
     case(("denseformer", {"period": 2}), loops=2, num_layers=3),
     case(("attention_residuals", {}), loops=3, num_layers=2),
     case(("attention_residuals_recency", {}), loops=3, num_layers=2),

@@ -12,6 +12,7 @@ from depthlm.config import mechanisms
 from .synthetic import losses
 
 GOLDEN = Path(__file__).parent / "golden"
+QUICK = ("vanilla", "depth_attention", "moda", "attention_residuals", "dca", "denseformer", "mhc", "hyper_connections")
 
 
 @pytest.fixture
@@ -28,7 +29,9 @@ def unsharded() -> dict[str, list[float]]:
     return {}
 
 
-@pytest.mark.parametrize("preset", mechanisms())
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in mechanisms()]
+)
 def test_the_golden_curve(preset: str, curve: Callable[..., list[float]], request: pytest.FixtureRequest) -> None:
     found = curve(preset, 20)
     assert found[-1] < found[0] - 0.5
