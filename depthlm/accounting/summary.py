@@ -67,7 +67,7 @@ def memory_per_gpu(
     The memory is in bytes. The largest micro-batch is in sequences, by memory size of the GPU, and None if not even one
     sequence fits.
     """
-    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 2 * micro_batch_size))
+    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
     share = max(1, config.training.batch_size // gpus)
 
     def total(stage: int, size: int) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from depthlm.kernels.cross_entropy.reference import linear_cross_entropy
 from depthlm.kernels.dtypes import compute_dtype, upcast
-from depthlm.kernels.functions import linear, rms_norm
+from depthlm.kernels.functions import gated_projection, linear, rms_norm
 from depthlm.model.shape import Backbone, Size
 
 Rope = tuple[Tensor, Tensor]
@@ -42,6 +42,13 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class GatedLinear(nn.Linear):
+    """(silu(gate) * up) W^T + b. A module of its own, since a module has its sharded weights only while it runs."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gated_projection(gate, up, self.weight, self.bias)
+
+
 class MLP(nn.Module):
     """SwiGLU (arXiv 2002.05202) or a two-matrix MLP with ReLU.
 
@@ -52,14 +59,15 @@ class MLP(nn.Module):
     def __init__(self, size: Size, backbone: Backbone):
         super().__init__()
         d, f, bias = size.hidden_size, size.intermediate_size, backbone.mlp_bias
-        self.gate_proj = Linear(d, f, bias=bias) if backbone.mlp == "swiglu" else None
+        gated = backbone.mlp == "swiglu"
+        self.gate_proj = Linear(d, f, bias=bias) if gated else None
         self.up_proj = Linear(d, f, bias=bias)
-        self.down_proj = Linear(f, d, bias=bias)
+        self.down_proj = (GatedLinear if gated else Linear)(f, d, bias=bias)
 
     def forward(self, x_btd: Tensor) -> Tensor:
         if self.gate_proj is None:
             return self.down_proj(F.relu(self.up_proj(x_btd)))
-        return self.down_proj(F.silu(self.gate_proj(x_btd)) * self.up_proj(x_btd))
+        return self.down_proj(self.gate_proj(x_btd), self.up_proj(x_btd))
 
 
 class Embedding(nn.Module):

@@ -90,21 +90,6 @@ def test_every_preset_is_traced_for_a_gpu_and_saves_about_as_much_as_on_a_cpu(na
     assert on_gpu.saved == pytest.approx(on_cpu.saved, rel=0.35)
 
 
-# GiB saved at size 1.5b, micro-batch 8 x 2048, fp32 weights under autocast: counted independently of this code, on
-# fake tensors of the device cuda, which torch 2.13 itself dispatches like a GPU's
-SAVED_GIB = {"vanilla": 51.271, "dca": 67.161, "mhc": 91.806, "attention_residuals_full": 86.829}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "mhc" else pytest.param(name, marks=pytest.mark.slow) for name in SAVED_GIB]
-)
-def test_saved_bytes_on_a_gpu_at_full_size(name):
-    pytest.importorskip("triton")
-    model = depthlm.build_model(configuration(f"model={name}", "size=1.5b"), "meta")
-    counted = trace(model, "cuda", 8, 2048, torch.bfloat16)
-    assert counted.saved / 2**30 == pytest.approx(SAVED_GIB[name], rel=0.03)
-
-
 def test_activation_checkpointing_reduces_activations():
     one = estimator("size=tiny", "precision=fp32", device="cpu")
     plain, checkpointed = (one.estimate(0, 1, 16, checkpointing=on) for on in (False, True))
@@ -112,10 +97,10 @@ def test_activation_checkpointing_reduces_activations():
 
 
 def test_interpolation_between_two_micro_batches_is_accurate():
-    config = configuration("model=dca", "size=1.5b", "size.num_layers=2")
-    exact, line = MemoryEstimator(config, "cuda"), MemoryEstimator(config, "cuda", line=(4, 8))
-    for size in (2, 6, 32):
-        assert line.estimate(1, 8, size).total == pytest.approx(exact.estimate(1, 8, size).total, rel=0.03)
+    config = configuration("model=dca", "size=1.5b", "size.num_layers=4")
+    exact, line = MemoryEstimator(config, "cuda"), MemoryEstimator(config, "cuda", line=(4, 32))
+    for size in (2, 8, 64):
+        assert line.estimate(1, 8, size).total == pytest.approx(exact.estimate(1, 8, size).total, rel=0.05)
 
 
 def test_the_largest_micro_batch_is_found_with_few_evaluations():

@@ -1,0 +1,199 @@
+"""One forward and backward pass on fake tensors: its launches, host synchronizations and memory."""
+
+import sys
+import weakref
+from collections import Counter, defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from depthlm.build import build_model
+from depthlm.config import Config
+from fake_gpu import machine_code
+from fake_gpu.machine_code import Grid, Specialization
+
+GIB = 2**30
+# operators that launch more than one kernel
+LAUNCHES = {"_fused_rms_norm_backward": 2}
+# bytes per parameter of AdamW's states; with 16-bit weights, of their fp32 copies too
+ADAMW = {"autocast": 8, "bf16": 12}
+PACKAGE = Path(__file__).parents[2] / "depthlm"
+# modules between the caller of an operator and the mode that counts it
+INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._ops", "torch.utils._python_dispatch")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one micro-batch requires.
+
+    launches: by pass and kind: forward_pytorch, forward_triton, backward_pytorch, backward_triton.
+    gradient_sums: launches in which autograd adds the gradients of a tensor that was used repeatedly.
+    synchronizations: how often the host waits for a number or a copy, by operator and line.
+    saved: bytes that are kept for the backward pass, without weights, with their 16-bit copies.
+    peak: the most bytes alive at once, with weights, gradients and AdamW's states.
+    operators: launches of PyTorch's operators by name. triton: the grids of each version of a kernel.
+    """
+
+    parameters: int
+    without_gradient: int
+    launches: Counter[str]
+    gradient_sums: int
+    synchronizations: Counter[str]
+    saved: int
+    peak: int
+    operators: Counter[str]
+    triton: dict[Specialization, Counter[Grid]]
+
+    def record(self) -> dict[str, Any]:
+        """Return everything but the grids, for JSON."""
+        kernels: dict[str, dict[str, int]] = defaultdict(lambda: {"launches": 0, "compilations": 0})
+        for version, grids in self.triton.items():
+            kernels[version.kernel]["launches"] += grids.total()
+            kernels[version.kernel]["compilations"] += 1
+        return {
+            "parameters": self.parameters,
+            "parameters_without_gradient": self.without_gradient,
+            "launches": self.launches.total(),
+            **{f"launches_{kind}": count for kind, count in self.launches.items()},
+            "gradient_sums": self.gradient_sums,
+            "host_synchronizations": self.synchronizations,
+            "saved_gib": self.saved / GIB,
+            "peak_gib": self.peak / GIB,
+            "compilations": len(self.triton),
+            "triton": kernels,
+            "operators": dict(self.operators.most_common()),
+        }
+
+
+def rehearse(config: Config, micro_batch_size: int, precision: str) -> Rehearsal:
+    """Trace one micro-batch. Call `device.install` first.
+
+    precision: autocast: fp32 weights under bf16 autocast, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above.
+    Raises: RuntimeError where the host needs a shape that depends on values.
+    """
+    model, counter = build_model(config, "meta"), _Counter()
+    machine_code.record_launches(counter.launched)
+    dtype = torch.float32 if precision == "autocast" else torch.bfloat16
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model._apply(lambda x: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="cuda"))
+        if config.training.activation_checkpointing:
+            model.checkpoint_activations()
+        model.end_of_text = 0 if config.data.document_mask else None
+        weights = {counter.hold(x) for x in (*model.parameters(), *model.buffers())}
+        tokens = torch.zeros(micro_batch_size, config.training.sequence_length + 1, dtype=torch.long, device="cuda")
+        autocast = torch.autocast("cuda", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
+        with counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        saved = sum(counter.held[key] for key in counter.saved - weights)
+        counter.phase = "backward"
+        with counter:
+            loss.nll.backward()
+    parameters = sum(x.numel() for x in model.parameters())
+    return Rehearsal(
+        parameters=parameters,
+        without_gradient=sum(x.grad is None for x in model.parameters()),
+        launches=counter.launches,
+        gradient_sums=counter.gradient_sums,
+        synchronizations=counter.synchronizations,
+        saved=saved,
+        peak=counter.peak + ADAMW[precision] * parameters,
+        operators=counter.operators,
+        triton=counter.triton,
+    )
+
+
+class _Counter(TorchDispatchMode):
+    """Counts launches, host synchronizations and bytes, also inside operators made by torch.library.custom_op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        kinds = (f"{phase}_{kind}" for phase in ("forward", "backward") for kind in ("pytorch", "triton"))
+        self.launches: Counter[str] = Counter(dict.fromkeys(kinds, 0))
+        self.operators: Counter[str] = Counter()
+        self.synchronizations: Counter[str] = Counter()
+        self.triton: dict[Specialization, Counter[Grid]] = defaultdict(Counter)
+        self.held: dict[int, int] = {}
+        self.saved: set[int] = set()
+        self.gradient_sums = self.live = self.peak = 0
+
+    def launched(self, version: Specialization, grid: Grid) -> None:
+        self.launches[f"{self.phase}_triton"] += 1
+        self.triton[version][grid] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, (namespace, _, name) = kwargs or {}, func._schema.name.partition("::")
+        if operator := OPDEFS.get(func._schema.name):
+            with self:
+                return operator._init_fn(*args, **kwargs)
+        if namespace == "prim":
+            return func(*args, **kwargs)
+        if namespace != "aten":
+            raise RuntimeError(f"{namespace}::{name} was not made by torch.library.custom_op, so it cannot be counted")
+        if func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            place = f"{name} at {_calling_line()}"
+            self.synchronizations[place] += 1
+            if name != "_local_scalar_dense":
+                raise RuntimeError(f"the shape of {place} depends on values, and fake tensors have none")
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].is_floating_point() else 1
+        result = func(*args, **kwargs)
+        self.count(func._schema, name, (args, kwargs), result)
+        return result
+
+    def count(self, schema: Any, name: str, arguments: Any, result: Any) -> None:
+        before, after = ([x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)] for tree in (arguments, result))
+        known = {x.untyped_storage()._cdata for x in before}
+        new = [x for x in after if self.hold(x) not in known and x.is_cuda and x.numel()]
+        written = schema.is_mutable and any(x.is_cuda for x in before)
+        if (new or written) and not name.removeprefix("new_").startswith("empty"):
+            self.launches[f"{self.phase}_pytorch"] += LAUNCHES.get(name, 1)
+            self.operators[f"{self.phase} {name}"] += 1
+            self.gradient_sums += self.phase == "backward" and name in ("add", "add_") and _called_by_autograd()
+        copied = name in ("_to_copy", "copy_") and {x.device.type for x in (*before, *after)} == {"cpu", "cuda"}
+        if copied and not arguments[1].get("non_blocking"):
+            self.synchronizations[f"{name} at {_calling_line()}"] += 1
+
+    def hold(self, x: torch.Tensor) -> int:
+        """Count the memory of a tensor until it is freed. Return the key of its storage."""
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if x.is_cuda and key not in self.held:
+            self.held[key] = size
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.release, key).atexit = False
+        return key
+
+    def release(self, key: int) -> None:
+        self.live -= self.held.pop(key)
+        self.saved.discard(key)
+
+    def save(self, x: torch.Tensor) -> torch.Tensor:
+        self.saved.add(self.hold(x))
+        return x
+
+
+def _called_by_autograd() -> bool:
+    """Return whether autograd itself calls the current operator."""
+    frame = sys._getframe(1)
+    while frame and frame.f_globals["__name__"] in INTERMEDIATE:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _calling_line() -> str:
+    """Return the file and line of the package that calls the current operator."""
+    frame = sys._getframe(1)
+    while frame and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE.parent)}:{frame.f_lineno}" if frame else "autograd"

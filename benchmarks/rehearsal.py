@@ -1,0 +1,194 @@
+"""What a training step of a preset requires of an H100, computed on a machine without a GPU.
+
+    python benchmarks/rehearsal.py [--size 1.5b 3b] [--presets moda dca] [--micro-batch 8] [--code] [overrides]
+
+Runs one forward and one backward pass of a micro-batch on fake CUDA tensors, which have shapes but no values, and
+counts launches and bytes. With --code it compiles every Triton kernel for sm_90 with its real arguments, and counts
+registers and spills. Needs PyTorch's CPU build, triton and a C++ compiler. `benchmarks/README.md` describes the columns
+and what a rehearsal cannot show.
+"""
+
+import argparse
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from fake_gpu import device
+
+PRESETS = (
+    "vanilla",
+    "depth_attention",
+    "moda",
+    "attention_residuals",
+    "attention_residuals_full",
+    "dca",
+    "denseformer",
+    "mhc",
+    "hyper_connections",
+)
+STEP = {
+    "preset": "preset",
+    "size": "size",
+    "launches": "launches",
+    "launches_forward_triton": "Triton forward",
+    "launches_backward_triton": "Triton backward",
+    "gradient_sums": "gradient sums",
+    "saved_gib": "saved GiB",
+    "estimated_saved_gib": "estimate",
+    "peak_gib": "peak GiB",
+    "estimated_peak_gib": "estimate",
+    "compilations": "compilations",
+}
+CODE = {
+    "preset": "preset",
+    "size": "size",
+    "kernel": "kernel",
+    "launches": "launches",
+    "warps": "warps",
+    "registers": "registers",
+    "stack": "stack",
+    "blocks_per_sm": "blocks/SM",
+    "load_bits": "load bits",
+    "store_bits": "store bits",
+    "instructions": "instructions",
+    "seconds": "seconds",
+}
+
+
+def prepare() -> None:
+    """Install the fake GPU, and let Triton compile into a temporary folder, so that every compilation is timed."""
+    warnings.filterwarnings("ignore")
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TRITON_CACHE_DIR": tempfile.mkdtemp(prefix="depthlm-triton-")}
+    os.environ.pop("TRITON_INTERPRET", None)
+    atexit.register(shutil.rmtree, os.environ["TRITON_CACHE_DIR"], ignore_errors=True)
+    device.install()
+
+
+def rehearse_preset(overrides: list[str], micro_batch_size: int, precision: str, code: bool) -> dict[str, Any]:
+    """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
+    from fake_gpu.step import rehearse
+
+    from depthlm.config import compose
+
+    config = compose(overrides, None, here=False)
+    rehearsal = rehearse(config, micro_batch_size, precision)
+    line = {
+        "preset": config.model.name,
+        "size": config.size.name,
+        "micro_batch_size": micro_batch_size,
+        "sequence_length": config.training.sequence_length,
+        "precision": precision,
+        "activation_checkpointing": config.training.activation_checkpointing,
+        **rehearsal.record(),
+        **estimate(config, micro_batch_size, precision),
+    }
+    if code:
+        line["machine_code"] = [
+            {
+                "kernel": version.kernel,
+                "arguments": version.arguments,
+                "launches": grids.total(),
+                "grids": [list(grid) for grid in grids],
+                **version.inspect(),
+            }
+            for version, grids in sorted(rehearsal.triton.items(), key=lambda item: item[0].kernel)
+        ]
+    return line
+
+
+def estimate(config: Any, micro_batch_size: int, precision: str) -> dict[str, float]:
+    """Return what `depthlm summary` assumes for the same micro-batch."""
+    import torch
+    from fake_gpu.step import ADAMW, GIB
+
+    from depthlm.accounting.tracing import trace
+    from depthlm.build import build_model
+
+    model = build_model(config, "meta")
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    if config.training.activation_checkpointing:
+        model.checkpoint_activations()
+    model.end_of_text = 0 if config.data.document_mask else None
+    autocast = torch.bfloat16 if precision == "autocast" else None
+    traced = trace(model, "cuda", micro_batch_size, config.training.sequence_length, autocast)
+    states = sum(x.numel() * (x.itemsize + ADAMW[precision]) for x in model.parameters())
+    return {"estimated_saved_gib": traced.saved / GIB, "estimated_peak_gib": (traced.peak + states) / GIB}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "overrides", nargs="*", help="as for train.py, for example training.activation_checkpointing=true"
+    )
+    parser.add_argument("--presets", nargs="+", default=PRESETS)
+    parser.add_argument("--size", nargs="+", default=["1.5b"])
+    parser.add_argument("--micro-batch", type=int, default=8, help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        choices=("autocast", "bf16"),
+        default="autocast",
+        help="autocast: fp32 weights, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above (default: %(default)s)",
+    )
+    parser.add_argument("--kernels", choices=("triton", "torch"), default="triton")
+    parser.add_argument("--code", action="store_true", help="compile the Triton kernels for sm_90")
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_intermixed_args()
+    try:
+        prepare()
+    except RuntimeError as error:
+        parser.error(str(error))
+
+    from interleaved import result_path, write_json
+    from rich.console import Console
+    from rich.progress import track
+
+    jobs = [(preset, size) for size in arguments.size for preset in arguments.presets]
+    results: dict[str, Any] = {"lines": [], "errors": []}
+    for preset, size in track(jobs, "rehearsing", transient=True):
+        overrides = [f"model={preset}", f"size={size}", f"kernels={arguments.kernels}", *arguments.overrides]
+        try:
+            results["lines"].append(
+                rehearse_preset(overrides, arguments.micro_batch, arguments.precision, arguments.code)
+            )
+        except Exception as error:
+            # the other presets may succeed
+            results["errors"].append(f"{' '.join(overrides)}: {type(error).__name__}: {error}")
+    console = Console(highlight=False)
+    console.print(table(STEP, results["lines"]))
+    kernels = [{**line, **version} for line in results["lines"] for version in line.get("machine_code", ())]
+    if kernels:
+        console.print(table(CODE, kernels))
+    for line in results["lines"]:
+        for place, count in line["host_synchronizations"].items():
+            console.print(f"{line['preset']}: host synchronization: {place}, {count} times")
+    for error in results["errors"]:
+        print(f"error: {error}", file=sys.stderr)
+    output = arguments.output or result_path("rehearsal")
+    write_json(output, results)
+    print(f"written to {output}")
+    return int(bool(results["errors"]))
+
+
+def table(columns: dict[str, str], lines: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    shown = Table(*columns.values())
+    for line in lines:
+        shown.add_row(*(cell(line[key]) for key in columns))
+    return shown
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}:{count}" for key, count in value.items())
+    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
