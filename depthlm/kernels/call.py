@@ -14,6 +14,9 @@ class NoContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Do nothing."""
 
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing."""
+
 
 def operator_name(module: str, name: str) -> str:
     """Return the name to register an operator under. It contains the module, so that exported copies do not collide."""

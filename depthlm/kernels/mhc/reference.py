@@ -27,6 +27,7 @@ def mhc_post_pre(
     bias_m: Tensor,
     eps: float,
     iterations: int,
+    rebuild: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
@@ -34,6 +35,7 @@ def mhc_post_pre(
     input = H_pre X'. The input and X' have the dtype of X. The maps are in fp32 or better.
 
     phi_mw: the projection, multiplied by the weight of the norm before it. alpha: [3], for pre, post and res.
+    rebuild: whether X' may be computed again for the backward pass instead of kept (`depthlm.kernels.mhc.rebuilding`).
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     n = x_btnd.shape[2]
@@ -42,17 +44,17 @@ def mhc_post_pre(
         from depthlm.kernels.mhc.triton import mhc_post_pre as in_triton
 
         _check(x_btnd, pending, phi_mw, alpha, bias_m)
-        return in_triton(x_btnd, pending, phi_mw, alpha, bias_m, eps, iterations)
+        return in_triton(x_btnd, pending, phi_mw, alpha, bias_m, eps, iterations, rebuild)
     if pending is not None:
-        x_btnd = write_streams(x_btnd, pending)
+        x_btnd = write_streams(x_btnd, pending, rebuild)
     pre_btn, post_btn, res_btij = mhc_maps(x_btnd, phi_mw, alpha, bias_m, eps, iterations)
     return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
 
 
-def write_streams(x_btnd: Tensor, pending: Pending) -> Tensor:
-    """Return X'_btnd = H_res X + H_post^T y."""
+def write_streams(x_btnd: Tensor, pending: Pending, rebuild: bool = False) -> Tensor:
+    """Return X'_btnd = H_res X + H_post^T y. rebuild: as in `mhc_post_pre`."""
     output_btd, post_btn, res_btij = pending
-    return mix_streams(res_btij, x_btnd, post_btn, output_btd)
+    return mix_streams(res_btij, x_btnd, post_btn, output_btd, rebuild)
 
 
 def mhc_maps(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from depthlm.kernels.call import call
 from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
+from depthlm.kernels.mhc.rebuilding import save_streams, saved_streams, start_write
 
 
 def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
@@ -25,9 +26,14 @@ def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
     return call(ReadStreams, pre_btn, streams_btnd)
 
 
-def mix_streams(res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
-    """Return H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i, in the dtype of X."""
-    return call(MixStreams, res_btij, streams_btnd, post_btn, output_btd)
+def mix_streams(
+    res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool = False
+) -> Tensor:
+    """Return H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i, in the dtype of X.
+
+    rebuild: whether the functions of this module may compute the result again instead of saving it.
+    """
+    return call(MixStreams, res_btij, streams_btnd, post_btn, output_btd, rebuild)
 
 
 def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
@@ -47,13 +53,13 @@ class NormedProjection(torch.autograd.Function):
         scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         x_low, weight_low = (y.to(compute_dtype(x)) for y in (x, weight_mw))
         projected = upcast(x_low @ weight_low.mT) * scale
-        ctx.save_for_backward(x, weight_mw, scale, projected)
+        save_streams(ctx, x, weight_mw, scale, projected)
         ctx.dtype = x_low.dtype
         return projected
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight_mw, scale, projected = ctx.saved_tensors
+        x, weight_mw, scale, projected = saved_streams(ctx)
         grad_low = (grad * scale).to(ctx.dtype)
         grad_weight = grad_low.flatten(0, -2).mT @ x.flatten(0, -2).to(ctx.dtype)
         # the gradient of rms(x) is parallel to x
@@ -65,12 +71,12 @@ class NormedProjection(torch.autograd.Function):
 class ReadStreams(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
-        ctx.save_for_backward(pre_btn, streams_btnd)
+        save_streams(ctx, streams_btnd, pre_btn)
         return _matmul(pre_btn[..., None, :], streams_btnd)[..., 0, :].to(streams_btnd.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_btd: Tensor) -> tuple[Tensor, Tensor]:
-        pre_btn, streams_btnd = ctx.saved_tensors
+        streams_btnd, pre_btn = saved_streams(ctx)
         grad_pre = _matmul(streams_btnd, grad_btd[..., None])[..., 0]
         grad_streams = pre_btn[..., None].to(grad_btd.dtype) * grad_btd[..., None, :]
         return grad_pre.to(pre_btn.dtype), grad_streams.to(streams_btnd.dtype)
@@ -78,15 +84,17 @@ class ReadStreams(torch.autograd.Function):
 
 class MixStreams(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
-        ctx.save_for_backward(res_btij, streams_btnd, post_btn, output_btd)
-        mixed = _matmul(res_btij, streams_btnd)
-        mixed.addcmul_(post_btn[..., None], output_btd[..., None, :])
-        return mixed.to(streams_btnd.dtype)
+    def forward(
+        ctx: Any, res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool
+    ) -> Tensor:
+        start_write(ctx, streams_btnd, rebuild, lambda node: _mixed(*saved_streams(node)))
+        save_streams(ctx, streams_btnd, res_btij, post_btn, output_btd)
+        return _mixed(streams_btnd, res_btij, post_btn, output_btd)
 
     @staticmethod
-    def backward(ctx: Any, grad_btnd: Tensor) -> tuple[Tensor, ...]:
-        res_btij, streams_btnd, post_btn, output_btd = ctx.saved_tensors
+    def backward(ctx: Any, grad_btnd: Tensor) -> tuple[Tensor | None, ...]:
+        streams_btnd, res_btij, post_btn, output_btd = saved_streams(ctx)
+        ctx.streams = None
         grad_res = _matmul(grad_btnd, streams_btnd.mT)
         grad_streams = _matmul(res_btij.mT, grad_btnd)
         grad_post = _matmul(grad_btnd, output_btd[..., None])[..., 0]
@@ -96,7 +104,14 @@ class MixStreams(torch.autograd.Function):
             grad_streams.to(streams_btnd.dtype),
             grad_post.to(post_btn.dtype),
             grad_output.to(output_btd.dtype),
+            None,
         )
+
+
+def _mixed(streams_btnd: Tensor, res_btij: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
+    mixed = _matmul(res_btij, streams_btnd)
+    mixed.addcmul_(post_btn[..., None], output_btd[..., None, :])
+    return mixed.to(streams_btnd.dtype)
 
 
 class Sinkhorn(torch.autograd.Function):

@@ -7,8 +7,9 @@ Shapes: b batch, t tokens, n streams, d hidden size, m = n (n + 2).
 import torch
 from torch import Tensor
 
-from depthlm.kernels.call import operator_name
+from depthlm.kernels.call import call, operator_name
 from depthlm.kernels.dtypes import compute_dtype, no_autocast
+from depthlm.kernels.mhc.rebuilding import save_streams, saved_streams, start_write, written
 from depthlm.kernels.mhc.triton_kernels import backward_kernel, forward_kernel
 
 try:
@@ -28,14 +29,54 @@ def mhc_post_pre(
     bias_m: Tensor,
     eps: float,
     iterations: int,
+    rebuild: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `depthlm.kernels.mhc.reference.mhc_post_pre` in Triton."""
-    dtype = compute_dtype(x_btnd)
+    settings = eps, iterations, compute_dtype(x_btnd)
     output, post, res = pending or (None, None, None)
-    read, new, new_post, new_res, _, _ = forward(
-        x_btnd, output, post, res, phi_mw, alpha, bias_m, eps, iterations, dtype
-    )
+    arguments = x_btnd, output, post, res, phi_mw, alpha, bias_m, settings, rebuild and pending is not None
+    read, new, new_post, new_res = call(PostPre, *arguments)
     return read, x_btnd if pending is None else new, new_post, new_res
+
+
+class PostPre(torch.autograd.Function):
+    """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
+
+    @staticmethod
+    def forward(ctx, x, output, post, res, phi, alpha, bias, settings, rebuild):
+        read, new, new_post, new_res, projected, scale = forward(x, output, post, res, phi, alpha, bias, *settings)
+        start_write(ctx, x, rebuild, _written)
+        kept = None if ctx.rebuilds or output is None else new
+        save_streams(ctx, x, output, post, res, phi, alpha, bias, projected, scale, kept)
+        ctx.settings, ctx.shapes = settings, (read.shape, new.shape, new_post.shape, new_res.shape)
+        ctx.set_materialize_grads(False)
+        return read, new, new_post, new_res
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, output, post, res, phi, alpha, bias, projected, scale, new = saved_streams(ctx)
+        if output is None:
+            new = x
+        elif ctx.rebuilds:
+            new, ctx.streams = written(ctx), None
+        _, iterations, dtype = ctx.settings
+        grad_read, grad_new, grad_post, grad_res = (
+            scale.new_zeros(shape, dtype=x.dtype if i < 2 else None) if grad is None else grad
+            for i, (grad, shape) in enumerate(zip(grads, ctx.shapes, strict=True))
+        )
+        grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias = backward(
+            grad_read, None if output is None else grad_new, grad_post, grad_res,
+            x, output, post, res, new, phi, alpha, bias, projected, scale, iterations, dtype,
+        )  # fmt: skip
+        if output is None:
+            grad_pending = [None] * 3
+        return grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias, None, None
+
+
+def _written(node):
+    """Return X' of a node."""
+    x, output, post, res, phi, alpha, bias, *_ = saved_streams(node)
+    return forward(x, output, post, res, phi, alpha, bias, *node.settings)[1]
 
 
 @torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())
@@ -136,33 +177,6 @@ def _outputs(x, output):
         x.new_empty(b, t, n * (n + 2), **exact),
         x.new_empty(b, t, **exact),
     )
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, _, ctx.iterations, ctx.dtype = inputs
-    _, new, post, res, projected, scale = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, new, projected, scale)
-    ctx.shapes = post.shape, res.shape
-
-
-def _differentiate(ctx, grad_read, grad_new, grad_post, grad_res, *_):
-    x, output, post, res, phi, alpha, bias, new, projected, scale = ctx.saved_tensors
-    if grad_read is None:
-        grad_read = x.new_zeros(*x.shape[:2], x.shape[3])
-    if grad_new is None and output is not None:
-        grad_new = torch.zeros_like(new)
-    grads = (scale.new_zeros(s) if g is None else g for s, g in zip(ctx.shapes, (grad_post, grad_res), strict=True))
-    grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias = backward(
-        grad_read, None if output is None else grad_new, *grads,
-        x, output, post, res, new, phi, alpha, bias, projected, scale, ctx.iterations, ctx.dtype,
-    )  # fmt: skip
-    if output is None:
-        grad_pending = [None] * 3
-    return grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias, None, None, None
-
-
-forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _padded(n: int) -> int:

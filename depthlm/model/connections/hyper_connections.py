@@ -11,6 +11,7 @@ Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ class HyperConnections(Connection):
     H = static + s * tanh(norm(X) W) for each of H_pre, H_post and H_res. The static part initially equals vanilla. The
     dynamic part depends on each stream.
 
+    On a GPU, some streams are computed again in the backward pass (`depthlm.kernels.mhc.rebuilding`).
+
     num_streams: n.
     dynamic: whether the maps have a dynamic part.
     collapse: how the streams become the final hidden state: mean, sum, or learned, a learned softmax average.
@@ -48,6 +51,7 @@ class HyperConnections(Connection):
         super().__init__(spec, size, backbone)
         check(at_least(1, num_streams=num_streams), boolean(dynamic=dynamic), one_of(COLLAPSES, collapse=collapse))
         self.num_streams, self.dynamic, self.eps = num_streams, dynamic, backbone.norm_eps
+        self.rebuild = False
         n, d = num_streams, size.hidden_size
         self.collapse = Collapse(n, collapse) if spec.kind == "final" else None
         if self.collapse is not None:
@@ -59,6 +63,10 @@ class HyperConnections(Connection):
         if dynamic:
             self.w = nn.Parameter(torch.empty(n + 2, d))
             self.scale = nn.Parameter(torch.empty(2))
+
+    def link(self, connections: Sequence[Connection]) -> None:
+        # with activation checkpointing, the streams within a layer are computed again in any case
+        self.rebuild = len(connections) > 1
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "static_pre":
@@ -93,7 +101,7 @@ class HyperConnections(Connection):
 
     def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor]) -> Stream:
         post_btn, res_btij = carry
-        return [mix_streams(res_btij, stream[0], post_btn, output_btd)]
+        return [mix_streams(res_btij, stream[0], post_btn, output_btd, self.rebuild and scarce_memory(output_btd))]
 
     def streams(self, stream: Stream) -> Tensor:
         """Return X_btnd."""
@@ -120,7 +128,8 @@ class ManifoldHyperConnections(Connection):
     H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
 
     A write is deferred: it only stores its arguments, and one operator performs the write and the next read. The stream
-    is [X] before the first sublayer, then [X, y, H_post, H_res], which represents H_res X + H_post^T y.
+    is [X] before the first sublayer, then [X, y, H_post, H_res], which represents H_res X + H_post^T y. On a GPU, some
+    streams are computed again in the backward pass (`depthlm.kernels.mhc.rebuilding`).
 
     num_streams: n.
     iterations: the number of Sinkhorn-Knopp iterations.
@@ -139,6 +148,7 @@ class ManifoldHyperConnections(Connection):
         super().__init__(spec, size, backbone)
         check(at_least(1, num_streams=num_streams, iterations=iterations), one_of(COLLAPSES, collapse=collapse))
         self.num_streams, self.iterations, self.eps = num_streams, iterations, backbone.norm_eps
+        self.rebuild = False
         self.collapse = Collapse(num_streams, collapse) if spec.kind == "final" else None
         if self.collapse is not None:
             return
@@ -148,6 +158,10 @@ class ManifoldHyperConnections(Connection):
         self.phi = nn.Parameter(torch.empty(sum(self.widths), width))
         self.alpha = nn.Parameter(torch.empty(3))
         self.bias = nn.Parameter(torch.empty(sum(self.widths)))
+
+    def link(self, connections: Sequence[Connection]) -> None:
+        # with activation checkpointing, the streams within a layer are computed again in any case
+        self.rebuild = len(connections) > 1
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         if name == "phi":
@@ -168,7 +182,10 @@ class ManifoldHyperConnections(Connection):
     def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
         x_btnd, pending = _pending(stream)
         weights = self.norm * self.phi, self.alpha, self.bias
-        input_btd, x_btnd, post_btn, res_btij = mhc_post_pre(x_btnd, pending, *weights, self.eps, self.iterations)
+        rebuild = self.rebuild and scarce_memory(x_btnd)
+        input_btd, x_btnd, post_btn, res_btij = mhc_post_pre(
+            x_btnd, pending, *weights, self.eps, self.iterations, rebuild
+        )
         return (input_btd,), (x_btnd, post_btn, res_btij)
 
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,6 +248,11 @@ class Collapse(nn.Module):
 def _pending(stream: Stream) -> tuple[Tensor, Pending | None]:
     x_btnd, *rest = stream
     return x_btnd, (rest[0], rest[1], rest[2]) if rest else None
+
+
+def scarce_memory(x: Tensor) -> bool:
+    """Return whether memory is worth the time of computing streams again: on a GPU, but not on a CPU."""
+    return x.is_cuda
 
 
 def copies(embedding_btd: Tensor, num_streams: int) -> Tensor:

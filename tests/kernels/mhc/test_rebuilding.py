@@ -1,0 +1,74 @@
+"""Streams that are computed again in the backward pass give the same gradients, bit for bit, and take less memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthlm.kernels.backend import using
+from depthlm.kernels.mhc.rebuilding import RUN
+from depthlm.kernels.mhc.reference import mhc_post_pre, write_streams
+from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams
+
+N, D, WRITES = 2, 8, 2 * RUN + 3
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hyper_connections_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
+    """Return the streams after WRITES sublayers, each of which doubles its input."""
+    projection, output = weights
+    for _ in range(WRITES):
+        maps = normed_projection(x, projection, 1e-5).tanh()
+        read = read_streams(maps[..., 0], x)
+        x = mix_streams(torch.eye(N) + 0.1 * maps[..., 1 : 1 + N], x, maps[..., -1], output * read, rebuild)
+    return x
+
+
+def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
+    phi, output = weights
+    pending = None
+    for _ in range(WRITES + 1):
+        read, x, post, res = mhc_post_pre(x, pending, phi, torch.ones(3), torch.zeros(N * (N + 2)), 1e-5, 3, rebuild)
+        pending = output * read, post, res
+    return write_streams(x, pending)
+
+
+CHAINS = [
+    (hyper_connections_chain, (N + 2, D), "torch"),
+    (mhc_chain, (N * (N + 2), N * D), "torch"),
+    pytest.param(mhc_chain, (N * (N + 2), N * D), "triton", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("chain", "shape", "kernels"), CHAINS)
+def test_gradients_are_the_same_and_few_streams_are_saved(chain: Any, shape: tuple[int, ...], kernels: str) -> None:
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    start = normal(1, 3, N, D, seed=0)
+    results, kept = [], []
+    for rebuild in (False, True):
+        weights = [normal(*shape, seed=1).mul_(0.3).requires_grad_(), normal(D, seed=2).requires_grad_()]
+        x, saved = (2 * start.clone().requires_grad_()), {}
+
+        def pack(y: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            if y.numel() == start.numel():
+                saved[y.untyped_storage().data_ptr()] = y
+            return y
+
+        with using(kernels), torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+            loss = chain(x, weights, rebuild).square().sum()
+        kept.append(len(saved))
+        # the second backward pass computes the streams again
+        first = torch.autograd.grad(loss, [x, *weights], retain_graph=True)
+        second = torch.autograd.grad(loss, [x, *weights])
+        assert all(map(torch.equal, first, second))
+        results.append([loss, *first])
+    for plain, rebuilt in zip(*results, strict=True):
+        assert torch.equal(plain, rebuilt)
+    # the first streams and every RUN-th; without rebuilding each
+    assert kept[0] >= WRITES
+    assert kept[1] <= 2 + WRITES // RUN + 1

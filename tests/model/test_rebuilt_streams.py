@@ -1,0 +1,26 @@
+"""On a GPU, streams of hyper-connections and mHC are computed again in the backward pass, with the same gradients."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from depthlm.model import Decoder
+from depthlm.model.connections import hyper_connections
+
+
+@pytest.mark.parametrize("name", ["mhc", "hyper_connections"])
+def test_a_decoder_that_rebuilds_has_the_same_gradients(
+    build: Callable[..., Decoder], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(f"model={name}", "size.num_layers=6")
+    tokens = torch.arange(12).view(2, 6)
+    results = []
+    for scarce in (False, True):
+        monkeypatch.setattr(hyper_connections, "scarce_memory", lambda x, scarce=scarce: scarce)
+        model.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).nll.backward()
+        results.append({key: parameter.grad.clone() for key, parameter in model.named_parameters()})
+    plain, rebuilt = results
+    for key in plain:
+        assert torch.equal(plain[key], rebuilt[key]), key
