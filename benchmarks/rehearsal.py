@@ -35,14 +35,14 @@ STEP = {
     "preset": "preset",
     "size": "size",
     "launches": "launches",
-    "launches_forward_triton": "Triton forward",
-    "launches_backward_triton": "Triton backward",
-    "gradient_sums": "gradient sums",
-    "saved_gib": "saved GiB",
+    "launches_forward_triton": "Triton",
+    "launches_backward_triton": "backward",
+    "gradient_sums": "sums",
+    "saved_gib": "saved",
     "estimated_saved_gib": "estimate",
-    "peak_gib": "peak GiB",
+    "peak_gib": "peak",
     "estimated_peak_gib": "estimate",
-    "compilations": "compilations",
+    "compilations": "compiled",
 }
 CODE = {
     "preset": "preset",
@@ -176,9 +176,10 @@ def main() -> int:
 
 
 def table(columns: dict[str, str], lines: list[dict[str, Any]]) -> Any:
+    from rich import box
     from rich.table import Table
 
-    shown = Table(*columns.values())
+    shown = Table(*columns.values(), box=box.SIMPLE)
     for line in lines:
         shown.add_row(*(cell(line[key]) for key in columns))
     return shown

@@ -41,9 +41,10 @@ def install() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    # PyTorch only checks whether this kernel exists; without it, it decomposes the norm
+    # PyTorch only checks whether these kernels exist; without them, it decomposes the operators
     library = torch.library.Library("aten", "IMPL", "CUDA")
-    library.impl("_fused_rms_norm", lambda *_: None)
+    for operator in ("_fused_rms_norm", "silu_backward"):
+        library.impl(operator, lambda *_: None)
     _libraries.append(library)
 
     from triton.backends.compiler import GPUTarget

@@ -45,7 +45,7 @@ class Linear(nn.Linear):
 class GatedLinear(nn.Linear):
     """(silu(gate) * up) W^T + b. A module of its own, since a module has its sharded weights only while it runs."""
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         return gated_projection(gate, up, self.weight, self.bias)
 
 

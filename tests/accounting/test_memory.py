@@ -84,10 +84,11 @@ def test_a_trace_counts_what_autograd_saves(name, autocast, mask):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_traced_for_a_gpu_and_saves_about_as_much_as_on_a_cpu(name):
+def test_every_preset_is_traced_for_a_gpu_and_saves_no_more_than_on_a_cpu(name):
     config = configuration(f"model={name}", "size.num_kv_heads=2")
     on_cpu, on_gpu = (trace(depthlm.build_model(config, "meta"), device, 4, 128) for device in ("cpu", "cuda"))
-    assert on_gpu.saved == pytest.approx(on_cpu.saved, rel=0.35)
+    # on a GPU, an MLP's product and most streams are computed again
+    assert 0.3 * on_cpu.saved < on_gpu.saved < 1.05 * on_cpu.saved
 
 
 def test_activation_checkpointing_reduces_activations():

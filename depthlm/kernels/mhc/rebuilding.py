@@ -1,9 +1,9 @@
 """Streams that are computed again in the backward pass instead of kept in memory.
 
-A write changes all n streams, so keeping them takes n hidden states per sublayer. X' = H_res X + H_post^T y follows from
-X, y and the maps, which the write saves in any case. So of RUN consecutive writes, only the last keeps its X'. The first
-node of the backward pass that needs another one computes all of its run. Each write frees its X' in its own backward
-pass, which is the last that needs it.
+A write changes all n streams, so keeping them takes n hidden states per sublayer. X' = H_res X + H_post^T y follows
+from X, y and the maps, which the write saves in any case. So of RUN consecutive writes, only the last keeps its X'. The
+first node of the backward pass that needs another one computes all of its run. Each write frees its X' in its own
+backward pass, which is the last that needs it.
 
 A node is the context of an autograd function, which autograd also stores as `grad_fn` of the outputs. A function that
 writes calls `start_write`, one that reads streams calls `save_streams` and `saved_streams`.
