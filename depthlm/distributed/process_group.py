@@ -48,6 +48,8 @@ def start_distributed(
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timeout,
+            # without it, NCCL guesses the GPU of a rank at its first barrier
+            device_id=device if device.type == "cuda" else None,
         )
     return device
 

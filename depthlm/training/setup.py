@@ -59,12 +59,16 @@ class Cost:
 
 
 def start_process(config: Config) -> Ranks:
-    """Set this process's threads, determinism and logging, and free the memory of an earlier run. Returns the ranks."""
+    """Set this process's threads, numerics, GPU allocator and logging, and free an earlier run. Returns the ranks."""
     ranks = launchers.ranks()
     torch.set_num_threads(config.training.num_threads or environment.threads(ranks))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # otherwise fragmentation wastes several GiB, since the lists of sources have another length in every sublayer
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     free_earlier_run()
     start_logging(ranks.rank)
     return ranks

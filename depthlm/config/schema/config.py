@@ -298,6 +298,9 @@ class Precision:
     name: str = key(
         "auto", "auto: bf16 if the device is fast at it, otherwise fp32", choices=("auto", "fp32", "bf16", "fp16")
     )
+    tf32: bool = key(
+        True, "compute fp32 matrix products on a GPU in TF32, with 10 bits of mantissa", on_resume="logged"
+    )
     initial_scale_power: int = key(16, "fp16: the dynamic loss scale starts at 2 to this power", minimum=0)
     loss_scale_window: int = key(1000, "fp16: steps without overflow before the scale doubles", minimum=1)
     hysteresis: int = key(2, "fp16: overflows before the scale halves", minimum=1)
