@@ -69,20 +69,23 @@ def prepare() -> None:
     device.install()
 
 
-def rehearse_preset(overrides: list[str], micro_batch_size: int, precision: str, code: bool) -> dict[str, Any]:
+def rehearse_preset(
+    overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool
+) -> dict[str, Any]:
     """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
     from fake_gpu.step import rehearse
 
     from depthlm.config import compose
 
     config = compose(overrides, None, here=False)
-    rehearsal = rehearse(config, micro_batch_size, precision)
+    rehearsal = rehearse(config, micro_batch_size, precision, compiled)
     line = {
         "preset": config.model.name,
         "size": config.size.name,
         "micro_batch_size": micro_batch_size,
         "sequence_length": config.training.sequence_length,
         "precision": precision,
+        "compiled": compiled,
         "activation_checkpointing": config.training.activation_checkpointing,
         **rehearsal.record(),
         **estimate(config, micro_batch_size, precision),
@@ -136,6 +139,7 @@ def main() -> int:
         help="autocast: fp32 weights, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above (default: %(default)s)",
     )
     parser.add_argument("--kernels", choices=("triton", "torch"), default="triton")
+    parser.add_argument("--compile", action="store_true", help="count launches with training.compile=true")
     parser.add_argument("--code", action="store_true", help="compile the Triton kernels for sm_90")
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_intermixed_args()
@@ -154,7 +158,9 @@ def main() -> int:
         overrides = [f"model={preset}", f"size={size}", f"kernels={arguments.kernels}", *arguments.overrides]
         try:
             results["lines"].append(
-                rehearse_preset(overrides, arguments.micro_batch, arguments.precision, arguments.code)
+                rehearse_preset(
+                    overrides, arguments.micro_batch, arguments.precision, arguments.compile, arguments.code
+                )
             )
         except Exception as error:
             # the other presets may succeed

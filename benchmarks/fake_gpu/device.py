@@ -14,7 +14,23 @@ from types import SimpleNamespace
 from typing import Any
 
 SOURCE = Path(__file__).with_name("device.cpp")
-MULTIPROCESSORS, MEMORY = 132, 80 * 2**30
+# what PyTorch and Inductor ask of an H100
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    gcnArchName="",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 * 2**20,
+)
 # registrations end with their library object
 _libraries: list[Any] = []
 
@@ -29,9 +45,8 @@ def install() -> None:
 
     if torch.version.cuda is not None:
         raise RuntimeError(f"the rehearsal needs PyTorch's CPU build, and this is {torch.__version__}")
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=MEMORY)
     answers: dict[str, Any] = {
-        "get_device_properties": properties,
+        "get_device_properties": PROPERTIES,
         "get_device_capability": (9, 0),
         "is_bf16_supported": True,
         "current_device": 0,

@@ -3,7 +3,8 @@
 import sys
 import weakref
 from collections import Counter, defaultdict
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from depthlm.build import build_model
 from depthlm.config import Config
+from depthlm.model import Decoder, compile_sublayers
+from depthlm.model.layer import Regions
 from fake_gpu import machine_code
 from fake_gpu.machine_code import Grid, Specialization
 
@@ -33,7 +36,7 @@ INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._
 class Rehearsal:
     """What one micro-batch requires.
 
-    launches: by pass and kind: forward_pytorch, forward_triton, backward_pytorch, backward_triton.
+    launches: by pass and kind: forward_pytorch, forward_triton, forward_compiled, and those of the backward pass.
     gradient_sums: launches in which autograd adds the gradients of a tensor that was used repeatedly.
     synchronizations: how often the host waits for a number or a copy, by operator and line.
     saved: bytes that are kept for the backward pass, without weights, with their 16-bit copies.
@@ -72,10 +75,11 @@ class Rehearsal:
         }
 
 
-def rehearse(config: Config, micro_batch_size: int, precision: str) -> Rehearsal:
+def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bool) -> Rehearsal:
     """Trace one micro-batch. Call `device.install` first.
 
     precision: autocast: fp32 weights under bf16 autocast, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above.
+    compiled: whether torch.compile compiles the sublayers.
     Raises: RuntimeError where the host needs a shape that depends on values.
     """
     model, counter = build_model(config, "meta"), _Counter()
@@ -87,6 +91,8 @@ def rehearse(config: Config, micro_batch_size: int, precision: str) -> Rehearsal
             model.checkpoint_activations()
         model.end_of_text = 0 if config.data.document_mask else None
         weights = {counter.hold(x) for x in (*model.parameters(), *model.buffers())}
+        if compiled:
+            compile_regions(model, counter)
         tokens = torch.zeros(micro_batch_size, config.training.sequence_length + 1, dtype=torch.long, device="cuda")
         autocast = torch.autocast("cuda", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
         with counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
@@ -109,13 +115,32 @@ def rehearse(config: Config, micro_batch_size: int, precision: str) -> Rehearsal
     )
 
 
+def compile_regions(model: Decoder, counter: "_Counter") -> None:
+    """Compile the sublayers, the head and the loss, and let the counter count their launches."""
+    from fake_gpu.compiled import backend
+
+    compile_sublayers(model, backend=backend(counter))
+
+    def without_counter(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        # torch.compile does not compile under a dispatch mode
+        def call(*arguments: Any) -> Any:
+            with _pop_mode_temporarily():
+                return compiled(*arguments)
+
+        return call
+
+    for layer in model.layers:
+        layer.regions = Regions(*map(without_counter, layer.regions))
+    model.head_and_loss = without_counter(model.head_and_loss)
+
+
 class _Counter(TorchDispatchMode):
     """Counts launches, host synchronizations and bytes, also inside operators made by torch.library.custom_op."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "forward"
-        kinds = (f"{phase}_{kind}" for phase in ("forward", "backward") for kind in ("pytorch", "triton"))
+        kinds = (f"{phase}_{kind}" for phase in ("forward", "backward") for kind in ("pytorch", "triton", "compiled"))
         self.launches: Counter[str] = Counter(dict.fromkeys(kinds, 0))
         self.operators: Counter[str] = Counter()
         self.synchronizations: Counter[str] = Counter()
@@ -123,15 +148,34 @@ class _Counter(TorchDispatchMode):
         self.held: dict[int, int] = {}
         self.saved: set[int] = set()
         self.gradient_sums = self.live = self.peak = 0
+        self.in_region = False
 
     def launched(self, version: Specialization, grid: Grid) -> None:
         self.launches[f"{self.phase}_triton"] += 1
         self.triton[version][grid] += 1
 
+    def region(self, launches: Counter[str], run: Callable[[], Any]) -> Any:
+        """Run a compiled region, and count the launches of its generated code instead of its operators."""
+        self.launches[f"{self.phase}_compiled"] += launches.total()
+        # the forward pass of a region runs without this mode, the backward pass with it
+        with self.inside(True), self if self.phase == "forward" else nullcontext():
+            return run()
+
+    @contextmanager
+    def inside(self, region: bool) -> Iterator[None]:
+        before, self.in_region = self.in_region, region
+        yield
+        self.in_region = before
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, (namespace, _, name) = kwargs or {}, func._schema.name.partition("::")
+        if self.in_region and namespace in ("aten", "prims", "prim", "inductor_prims"):
+            result = func(*args, **kwargs)
+            self.count(func._schema, name, (args, kwargs), result)
+            return result
         if operator := OPDEFS.get(func._schema.name):
-            with self:
+            # a registered operator is not compiled, also inside a compiled region
+            with self, self.inside(False):
                 return operator._init_fn(*args, **kwargs)
         if namespace == "prim":
             return func(*args, **kwargs)
@@ -155,7 +199,7 @@ class _Counter(TorchDispatchMode):
         known = {x.untyped_storage()._cdata for x in before}
         new = [x for x in after if self.hold(x) not in known and x.is_cuda and x.numel()]
         written = schema.is_mutable and any(x.is_cuda for x in before)
-        if (new or written) and not name.removeprefix("new_").startswith("empty"):
+        if (new or written) and not self.in_region and not name.removeprefix("new_").startswith("empty"):
             self.launches[f"{self.phase}_pytorch"] += LAUNCHES.get(name, 1)
             self.operators[f"{self.phase} {name}"] += 1
             self.gradient_sums += self.phase == "backward" and name in ("add", "add_") and _called_by_autograd()

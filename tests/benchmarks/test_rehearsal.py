@@ -55,6 +55,13 @@ def test_the_estimate_holds_with_activation_checkpointing(precision: str, tmp_pa
         assert line["estimated_peak_gib"] == pytest.approx(line["peak_gib"], rel=0.03), preset
 
 
+def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
+    plain, compiled = (rehearsed(tmp_path, "--presets", "vanilla", *flags)["vanilla"] for flags in ([], ["--compile"]))
+    assert plain["launches"] <= 5000
+    assert compiled["launches"] <= 3100
+    assert compiled["saved_gib"] < 48
+
+
 def test_mistakes_are_reported_and_other_presets_continue(tmp_path: Path) -> None:
     output = tmp_path / "rehearsal.json"
     arguments = ["--presets", "nonsense", "vanilla", "--output", str(output), "size.num_layers=2"]
