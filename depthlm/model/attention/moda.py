@@ -5,6 +5,7 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 
 from torch import Tensor
 
+from depthlm.kernels.moda.bank import Bank, Depth
 from depthlm.kernels.moda.merge import merged_attention
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
 from depthlm.model.layers import Linear, Rope
@@ -64,16 +65,24 @@ class Moda(SelfAttention):
             return projected
         return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
 
+    def open(self) -> Depth:
+        layers_that_are_read = self.spec.num_layers * self.spec.loops - 1
+        return Depth(Bank(len(self.entry_kinds) * layers_that_are_read))
+
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
-        if depth:
-            context = merged_attention(q, *past.extend(k, v), depth, past.mask_b1ts).transpose(1, 2).flatten(2)
-        else:
-            context = causal_attention(q, k, v, past)
+        earlier = depth
         if own_entry:
-            depth = self.keep(depth, own_entry[0], own_entry[1])
+            depth = self.keep(depth, *own_entry)
         elif self.depth_kv:
             depth = self.keep(depth, k, v)
+            if depth is not earlier:
+                # the bank has a copy, so the memory of the projections is free
+                k, v = depth[-1]
+        if earlier:
+            context = merged_attention(q, *past.extend(k, v), earlier, past.mask_b1ts).transpose(1, 2).flatten(2)
+        else:
+            context = causal_attention(q, k, v, past)
         return context, depth
 
     def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
@@ -87,9 +96,12 @@ class Moda(SelfAttention):
         return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
-        """Return the depth list with one more entry, limited to the newest `slots`."""
-        depth = [*depth, (k_bkte, v_bkte)]
-        return depth if self.slots is None else depth[-self.slots :]
+        """Return the depth list with one more entry, limited to the newest `slots`. An entry of the last layer has no
+        reader and is not added."""
+        assert isinstance(depth, Depth)
+        if depth.end == depth.bank.capacity and self.spec.layer == self.spec.num_layers - 1:
+            return depth
+        return depth.append(k_bkte, v_bkte, self.slots)
 
     def num_entries(self) -> float:
         """Return the number of depth entries that this layer's queries attend to, as a mean over the loops."""
