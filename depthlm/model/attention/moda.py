@@ -71,19 +71,20 @@ class Moda(SelfAttention):
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
-        earlier = depth
+        kept = depth
         if own_entry:
-            depth = self.keep(depth, *own_entry)
+            kept = self.keep(depth, *own_entry)
         elif self.depth_kv:
-            depth = self.keep(depth, k, v)
-            if depth is not earlier:
-                # the bank has a copy, so the memory of the projections is free
-                k, v = depth[-1]
-        if earlier:
-            context = merged_attention(q, *past.extend(k, v), earlier, past.mask_b1ts).transpose(1, 2).flatten(2)
+            kept = self.keep(depth, k, v)
+            if kept is not depth:
+                # the bank has a copy, so nothing keeps the projections in memory
+                k, v = kept[-1]
+        if depth:
+            assert isinstance(depth, Depth)
+            context = merged_attention(q, *past.extend(k, v), depth, past.mask_b1ts).transpose(1, 2).flatten(2)
         else:
             context = causal_attention(q, k, v, past)
-        return context, depth
+        return context, kept
 
     def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
         if not self.ffn_kv:
@@ -96,8 +97,10 @@ class Moda(SelfAttention):
         return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
-        """Return the depth list with one more entry, limited to the newest `slots`. An entry of the last layer has no
-        reader and is not added."""
+        """Return the depth list with one more entry, limited to the newest `slots`.
+
+        Without another loop nothing reads the entries of the last layer, and it adds none.
+        """
         assert isinstance(depth, Depth)
         if depth.end == depth.bank.capacity and self.spec.layer == self.spec.num_layers - 1:
             return depth
