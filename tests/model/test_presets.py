@@ -12,8 +12,8 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
-from depthlm.locations import CONF
 from depthlm.kernels.moda.bank import depth_of
+from depthlm.locations import CONF
 from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
 from depthlm.model.sublayer_spec import SublayerSpec
