@@ -10,6 +10,8 @@ Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/v
 2 a key and a value, r rows (b, t, k).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,9 +24,10 @@ try:
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
-# values of a key that a program has in registers, and queries of a head that it processes at once
-FORWARD_TILE, FORWARD_GROUP = 1024, 8
-BACKWARD_TILE, BACKWARD_GROUP = 512, 8
+LOG2E = tl.constexpr(math.log2(math.e))
+# queries of a head that a program processes at once, and values of a key that it has in registers: 8 per thread are one
+# load of 128 bits. The backward pass holds three tensors of the shape of the queries, so for many queries it takes half
+GROUP, TILE = 8, 1024
 
 
 @torch.library.custom_op(operator_name(__name__, "moda_depth"), mutates_args=())
@@ -33,7 +36,7 @@ def forward(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: T
     q, lse = rows_of_heads(q_bhte), lse_bht.float().contiguous()
     context, merged = torch.empty_like(q), torch.empty_like(lse)
     tensors = [rows_of_heads(out_bhte), lse, entries_n2btke.contiguous(), context, merged]
-    _launch(_forward, FORWARD_TILE, FORWARD_GROUP, q, tensors, entries_n2btke)
+    _launch(_forward, q, tensors, entries_n2btke)
     return context.transpose(1, 2), merged
 
 
@@ -53,7 +56,7 @@ def backward(
     q, *queries = (rows_of_heads(x) for x in (q_bhte, grad_bhte, context_bhte, grad_q_bhte))
     total, lse = torch.empty_like(q), lse_bht.float().contiguous()
     tensors = [*queries, lse, entries_n2btke.contiguous(), total, sums_n2btke]
-    _launch(_backward, BACKWARD_TILE, BACKWARD_GROUP, q, tensors, entries_n2btke, fresh)
+    _launch(_backward, q, tensors, entries_n2btke, fresh)
     return total.transpose(1, 2)
 
 
@@ -67,16 +70,20 @@ def _(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sum
     return empty_heads(q_bhte)
 
 
-def _launch(kernel, tile, group, q_bthe, tensors, entries_n2btke, *numbers):
+def _launch(kernel, q_bthe, tensors, entries_n2btke, *numbers):
     (b, t, h, e), (n, *_, num_kv_heads, _) = q_bthe.shape, entries_n2btke.shape
     groups, rows = h // num_kv_heads, b * t * num_kv_heads
-    gb, ep = min(group, triton.next_power_of_2(groups)), triton.next_power_of_2(e)
-    block = max(1, tile // ep)
+    tiles = tile_sizes(e, groups, kernel is _backward)
     with torch.cuda.device_of(q_bthe):
-        kernel[(triton.cdiv(rows, block),)](
-            q_bthe, *tensors, rows, t, n, *numbers,
-            SCALE=e**-0.5, K=num_kv_heads, G=groups, GB=gb, E=e, EP=ep, BR=block, num_warps=4,
-        )  # fmt: skip
+        kernel[(triton.cdiv(rows, tiles["BR"]),)](
+            q_bthe, *tensors, rows, t, n, *numbers, SCALE=e**-0.5, K=num_kv_heads, G=groups, E=e, **tiles, num_warps=4
+        )
+
+
+def tile_sizes(e: int, groups: int, backward: bool) -> dict[str, int]:
+    """Return the constants of a kernel that determine the shapes of its tiles."""
+    gb, ep = min(GROUP, triton.next_power_of_2(groups)), triton.next_power_of_2(e)
+    return {"GB": gb, "EP": ep, "BR": max(1, (TILE // 2 if backward and gb > 4 else TILE) // ep)}
 
 
 @triton.jit
@@ -100,26 +107,29 @@ def _forward(
     SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     BR: tl.constexpr,
 ):  # fmt: skip
+    # values of all keys of an entry
     plane = rows.to(tl.int64) * E
     for first in range(0, G, GB):
         at_q, inside_q, at_lse, inside_lse, at, inside = _places(rows, tokens, first, K, G, GB, E, EP, BR)
-        q = load_fp32(q_ptr, at_q, inside_q) * SCALE
+        # scores are in units of log 2, since a GPU computes powers of 2
+        q = load_fp32(q_ptr, at_q, inside_q) * (SCALE * LOG2E)
         context = load_fp32(out_ptr, at_q, inside_q)
         # the sequence part counts as one entry with score l and value o
-        top = load_fp32(lse_ptr, at_lse, inside_lse)
+        top = load_fp32(lse_ptr, at_lse, inside_lse) * LOG2E
         total = tl.full([GB, BR], 1.0, tl.float32)
-        for j in range(n):
+        for j in tl.range(n, num_stages=3):
             entry_ptr = entries_ptr + j * 2 * plane
             key, value = load_fp32(entry_ptr, at, inside), load_fp32(entry_ptr + plane, at, inside)
             score = tl.sum(q * key, axis=2)
-            new_top = tl.maximum(top, score)
-            old, weight = tl.exp(top - new_top), tl.exp(score - new_top)
+            # of the two factors one is 1
+            rises, factor = score > top, tl.exp2(-tl.abs(score - top))
+            old, weight = tl.where(rises, factor, 1.0), tl.where(rises, 1.0, factor)
             total = total * old + weight
             context = context * old[:, :, None] + weight[:, :, None] * value
-            top = new_top
+            top = tl.maximum(top, score)
         context = (context / total[:, :, None]).to(context_ptr.dtype.element_ty)
         tl.store(context_ptr + at_q, context, inside_q)
-        tl.store(merged_ptr + at_lse, top + tl.log(total), inside_lse)
+        tl.store(merged_ptr + at_lse, (top + tl.log2(total)) / LOG2E, inside_lse)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n", "fresh"])
@@ -133,13 +143,13 @@ def _backward(
         at_q, inside_q, at_lse, inside_lse, at, inside = _places(rows, tokens, first, K, G, GB, E, EP, BR)
         q, grad = load_fp32(q_ptr, at_q, inside_q) * SCALE, load_fp32(grad_ptr, at_q, inside_q)
         delta = tl.sum(grad * load_fp32(context_ptr, at_q, inside_q), axis=2)
-        lse = load_fp32(lse_ptr, at_lse, inside_lse)
+        lse = load_fp32(lse_ptr, at_lse, inside_lse) * LOG2E
         grad_q = load_fp32(grad_q_ptr, at_q, inside_q)
-        for j in range(n):
+        for j in tl.range(n, num_stages=3):
             key_at = at + j * 2 * plane
             value_at = key_at + plane
             key, value = load_fp32(entries_ptr, key_at, inside), load_fp32(entries_ptr, value_at, inside)
-            p = tl.exp(tl.sum(q * key, axis=2) - lse)
+            p = tl.exp2(tl.sum(q * key, axis=2) * LOG2E - lse)
             grad_score = p * (tl.sum(grad * value, axis=2) - delta)
             grad_q += (grad_score * SCALE)[:, :, None] * key
             # q includes the scale; in the padding of a group, q and grad are 0

@@ -165,10 +165,9 @@ def test_the_kernels_compile_for_gpus() -> None:
     types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
     types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
     types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
-    for e, ep, groups in ((64, 64, 4), (128, 128, 3), (256, 256, 16)):
-        kernels = []
-        for name in ("FORWARD", "BACKWARD"):
-            tile, most = getattr(triton_ops, f"{name}_TILE"), getattr(triton_ops, f"{name}_GROUP")
-            values = {"SCALE": e**-0.5, "K": 4, "G": groups, "GB": min(most, 2 ** (groups - 1).bit_length())}
-            kernels.append((f"_{name.lower()}", types, values | {"E": e, "EP": ep, "BR": max(1, tile // ep)}))
-        compile_kernels("depthlm.kernels.moda.triton", kernels)
+    kernels = []
+    for e, groups in ((64, 4), (128, 3), (256, 16)):
+        for name in ("_forward", "_backward"):
+            tiles = triton_ops.tile_sizes(e, groups, name == "_backward")
+            kernels.append((name, types, {"SCALE": e**-0.5, "K": 4, "G": groups, "E": e, **tiles}))
+    compile_kernels("depthlm.kernels.moda.triton", kernels)
