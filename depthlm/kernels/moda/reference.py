@@ -20,7 +20,7 @@ from depthlm.kernels.depth_attention.reference import WIDEST
 from depthlm.kernels.dtypes import exact_dtype, no_autocast
 
 # values of the entries that are in fp32 at a time: few enough for a CPU's cache, and enough to occupy a GPU
-CHUNK = 2**19
+CHUNK = 2**18
 GPU_CHUNK = 2**28
 
 
@@ -88,12 +88,12 @@ def add_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke:
     with no_autocast(q_bhte):
         for part in parts(keys_nre.shape[1], step, q_bhte):
             q, out, lse, context, merged = (x[part] for x in (*tensors, context_rge, merged_rg1))
-            key_rne = _loaded(keys_nre[:, part], buffer)
+            key_rne = _exact(keys_nre[:, part], buffer)
             score_rgn = torch.baddbmm(lse, q.to(dtype), key_rne.mT, beta=0, alpha=scale)
             torch.logaddexp(lse, score_rgn.logsumexp(-1, keepdim=True), out=merged)
             exact = out * (lse - merged).exp_()
             p_rgn = score_rgn.sub_(merged).exp_()
-            context.copy_(exact.baddbmm_(p_rgn, _loaded(values_nre[:, part], buffer)))
+            context.copy_(exact.baddbmm_(p_rgn, _exact(values_nre[:, part], buffer)))
     # a flash backward pass on a GPU requires a contiguous log-sum-exp
     return _heads(context_rge, q_bhte), _heads(merged_rg1, q_bhte)[..., 0].contiguous()
 
@@ -119,7 +119,7 @@ def add_depth_backward(
         for part in parts(entries_nre[0].shape[1], step, q_bhte):
             grad, q, context, lse, grad_q, total = (x[part] for x in (*tensors, total_rge))
             grad, q = grad.to(dtype), q.to(dtype)
-            key_rne, value_rne = (_loaded(x[:, part], rows) for x, (_, rows) in zip(entries_nre, buffers, strict=True))
+            key_rne, value_rne = (_exact(x[:, part], rows) for x, (_, rows) in zip(entries_nre, buffers, strict=True))
             delta = (grad * context).sum(-1, keepdim=True)
             p_rgn = torch.baddbmm(lse, q, key_rne.mT, beta=-1, alpha=scale).exp_()
             grad_score_rgn = torch.baddbmm(delta, grad, value_rne.mT, beta=-1).mul_(p_rgn).mul_(scale)
@@ -156,7 +156,9 @@ def _buffer(entries_nre: Tensor, dtype: torch.dtype) -> tuple[int, Tensor]:
     return step, entries_nre.new_empty(n * step, e, dtype=dtype)
 
 
-def _loaded(entries_nre: Tensor, buffer: Tensor) -> Tensor:
-    """Return x_rne of a chunk in the buffer, where the rows of an entry are contiguous."""
+def _exact(entries_nre: Tensor, buffer: Tensor) -> Tensor:
+    """Return x_rne of a chunk in the dtype of the buffer, copied to the buffer if it has another dtype."""
     n, r, _ = entries_nre.shape
-    return buffer[: n * r].view(n, r, -1).copy_(entries_nre).transpose(0, 1)
+    if entries_nre.dtype != buffer.dtype:
+        entries_nre = buffer[: n * r].view(n, r, -1).copy_(entries_nre)
+    return entries_nre.transpose(0, 1)
