@@ -36,6 +36,7 @@ class GradientSums:
 
         The first `fresh` of these sums are undefined: the caller must replace them.
         """
+        # a private function, which torch.utils.checkpoint uses for the same purpose
         task = torch._C._current_graph_task_id()
         if self.sums_n2btke is None or task != self.task:
             # a second backward pass through the same graph begins with new sums
@@ -103,7 +104,7 @@ class Depth(Sequence[Pair]):
     """The newest entries of a bank, as a sequence of pairs (k_bkte, v_bkte). `append` returns a new sequence.
 
     end: the number of entries that were appended so far, including those that are not in the sequence.
-    token: what an attention over these entries must take as an input; None without gradients.
+    token: an input of every attention over these entries; None without gradients.
     """
 
     def __init__(self, bank: Bank, pairs: tuple[Pair, ...] = (), end: int = 0, token: Tensor | None = None):
@@ -123,14 +124,13 @@ class Depth(Sequence[Pair]):
     def append(self, k_bkte: Tensor, v_bkte: Tensor, slots: int | None = None) -> "Depth":
         """Return the newest `slots` entries, or all, including this new one.
 
-        The new pair has the given values, but lies in the bank: who uses it elsewhere needs no second copy.
+        The new pair is a copy in the bank. A caller that uses it in place of its tensors saves their memory.
         """
-        arguments = self.bank, self.end, k_bkte, v_bkte
         if torch.is_grad_enabled():
-            *pair, token = Append.apply(*arguments, self.token)
+            key, value, token = Append.apply(self.bank, self.end, k_bkte, v_bkte, self.token)
         else:
-            pair, token = self.bank.write(*arguments[1:]), None
-        pairs = (*self.pairs, tuple(pair))
+            (key, value), token = self.bank.write(self.end, k_bkte, v_bkte), self.token
+        pairs = (*self.pairs, (key, value))
         return Depth(self.bank, pairs if slots is None else pairs[-slots:], self.end + 1, token)
 
     def __len__(self) -> int:
