@@ -131,7 +131,7 @@ class Decoder(nn.Module):
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
         stream = self.connections[0].open(self.embedding(tokens_bt, positions))
-        depth = self.layers[0].attention.open()
+        depth = self.layers[0].attention.open_depth()
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections = self.connections[2 * position], self.connections[2 * position + 1]

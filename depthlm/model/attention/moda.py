@@ -30,6 +30,8 @@ class Moda(SelfAttention):
     attn_kv: whether an attention has a separate projection for its depth entry, even if depth_kv is false.
     last_layer_kv: whether the last layer has these projections although no layer reads them. With loops it always has.
     slots: the number of newest entries to keep; None: all.
+
+    The depth list is a `Depth`, whose entries are in one tensor.
     """
 
     def __init__(
@@ -65,9 +67,9 @@ class Moda(SelfAttention):
             return projected
         return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
 
-    def open(self) -> Depth:
-        layers_that_are_read = self.spec.num_layers * self.spec.loops - 1
-        return Depth(Bank(len(self.entry_kinds) * layers_that_are_read))
+    def open_depth(self) -> Depth:
+        # nothing reads the entries of the last layer in the last loop
+        return Depth(Bank(len(self.entry_kinds) * (self.spec.num_layers * self.spec.loops - 1)))
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
@@ -99,7 +101,7 @@ class Moda(SelfAttention):
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
         """Return the depth list with one more entry, limited to the newest `slots`.
 
-        Without another loop nothing reads the entries of the last layer, and it adds none.
+        The last layer adds none in the last loop.
         """
         assert isinstance(depth, Depth)
         if depth.end == depth.bank.capacity and self.spec.layer == self.spec.num_layers - 1:

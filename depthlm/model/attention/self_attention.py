@@ -44,8 +44,8 @@ class SelfAttention(nn.Module):
 
     A layer calls `project`, `attend` and `output`, in this order, and `after_mlp` after the MLP. `project` and `output`
     are matrix products. torch.compile may compile them, so they must not use the depth list. A depth mechanism
-    overrides `attend`. `after_mlp` receives the input of the MLP. The depth list contains tuples of tensors of this
-    forward pass, in the order in which the layers appended them. No method changes it in place: return a new list.
+    overrides `attend`. `after_mlp` receives the input of the MLP. The depth list is a sequence of tuples of tensors of
+    this forward pass, in the order in which the layers appended them. No method changes it in place: return a new one.
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -62,8 +62,8 @@ class SelfAttention(nn.Module):
             self.q_norm = Norm(size.head_size if self.qk_norm == "head" else q_width, backbone)
             self.k_norm = Norm(size.head_size if self.qk_norm == "head" else kv_width, backbone)
 
-    def open(self) -> DepthKV:
-        """Return the depth list before the first layer. Only the first layer is asked."""
+    def open_depth(self) -> DepthKV:
+        """Return the depth list before layer 0. A decoder calls this method of layer 0 in every forward pass."""
         return []
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
