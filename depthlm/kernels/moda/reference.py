@@ -125,10 +125,7 @@ def add_depth_backward(
             grad_score_rgn = torch.baddbmm(delta, grad, value_rne.mT, beta=-1).mul_(p_rgn).mul_(scale)
             total.copy_(torch.baddbmm(grad_q.to(dtype), grad_score_rgn, key_rne))
             for weights_rgn, x_rge, sums in zip((grad_score_rgn, p_rgn), (q, grad), sums_nre, strict=True):
-                product_rne = buffer[: len(q) * len(sums)].view(len(q), len(sums), -1)
-                product_nre = torch.bmm(weights_rgn.mT, x_rge, out=product_rne).transpose(0, 1)
-                sums[:fresh, part].copy_(product_nre[:fresh])
-                sums[fresh:, part].add_(product_nre[fresh:])
+                _add_products(sums[:, part], weights_rgn, x_rge, fresh, buffer)
     return _heads(total_rge, q_bhte)
 
 
@@ -154,6 +151,23 @@ def _buffer(entries_nre: Tensor, dtype: torch.dtype) -> tuple[int, Tensor]:
     n, r, e = entries_nre.shape
     step = min(r, max(1, (CHUNK if entries_nre.is_cpu else GPU_CHUNK) // (e * n)))
     return step, entries_nre.new_empty(n * step, e, dtype=dtype)
+
+
+def _add_products(sums_nre: Tensor, weights_rgn: Tensor, x_rge: Tensor, fresh: int, buffer: Tensor) -> None:
+    """Add the gradients of a chunk of entries to their sums; replace the first `fresh` sums."""
+    n, r, _ = sums_nre.shape
+    product_rne = buffer[: n * r].view(r, n, -1)
+    product_nre = product_rne.transpose(0, 1)
+    if sums_nre.dtype == buffer.dtype:
+        torch.bmm(weights_rgn.mT, x_rge, out=product_rne)
+        sums_nre[:fresh].copy_(product_nre[:fresh])
+        sums_nre[fresh:].add_(product_nre[fresh:])
+    else:
+        # an addition in place of two dtypes would make copies of both
+        product_nre[:fresh].zero_()
+        product_nre[fresh:].copy_(sums_nre[fresh:])
+        product_rne.baddbmm_(weights_rgn.mT, x_rge)
+        sums_nre.copy_(product_nre)
 
 
 def _exact(entries_nre: Tensor, buffer: Tensor) -> Tensor:
