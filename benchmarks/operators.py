@@ -24,6 +24,7 @@ from depthlm.kernels.backend import using
 from depthlm.kernels.depth_attention.reference import depth_value_mix
 from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
 from depthlm.kernels.mhc.reference import mhc_post_pre
+from depthlm.kernels.moda.bank import depth_of
 from depthlm.kernels.moda.merge import merged_attention
 from depthlm.model.connections.phases import READS
 
@@ -208,7 +209,8 @@ def moda(shape: Shape, make: Make) -> Case:
     h, k, n = shape.h, shape.k, shape.entries
     (q,), (key, value) = make.heads(shape, h, 1), make.heads(shape, k, 2)
     entries = make.heads(shape, k, 2 * n)
-    depth = list(zip(entries[:n], entries[n:], strict=True))
+    # the entries are copied to the bank only once, which a decoder does when it makes them
+    depth = depth_of(list(zip(entries[:n], entries[n:], strict=True)))
     values = depth_part_values(n, h, k, shape.e)
     return Case(
         lambda: (merged_attention(q, key, value, depth),),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.backend import using
-from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory, DepthKV
+from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
 from depthlm.model.documents import find_documents
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
         stream = self.connections[0].open(self.embedding(tokens_bt, positions))
-        depth: DepthKV = []
+        depth = self.layers[0].attention.open_depth()
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections = self.connections[2 * position], self.connections[2 * position + 1]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
+from depthlm.kernels.moda.bank import depth_of
 from depthlm.locations import CONF
 from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
@@ -58,7 +59,8 @@ def test_connections_do_not_mix_positions(build: Any, connection: str) -> None:
 
 @pytest.mark.parametrize("attention", ["depth_attention", "moda"])
 def test_attention_over_depth_does_not_mix_positions(build: Any, attention: str) -> None:
-    layer = build(f"model/attention={attention}").layers[2].attention
+    # with moda the last layer, which adds no entry to those of `depth_of`
+    layer = build(f"model/attention={attention}").layers[3 if attention == "moda" else 2].attention
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
     depth = [tuple(torch.randn(1, 2, 6, 8, generator=generator) for _ in "kv") for _ in range(2)]
@@ -66,6 +68,8 @@ def test_attention_over_depth_does_not_mix_positions(build: Any, attention: str)
     for pair in changed:
         for x in pair:
             x[:, :, 3] += 1
+    if attention == "moda":
+        depth, changed = depth_of(depth), depth_of(changed)
     (context, passed_on), (other, other_passed_on) = (
         layer.attend((q, k, v), d, AttentionContext()) for d in (depth, changed)
     )

@@ -10,7 +10,6 @@ key/value head, e head size.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from depthlm.kernels.backend import chosen, gpu_capability, using
 from depthlm.kernels.call import call
 from depthlm.kernels.dtypes import upcast
+from depthlm.kernels.moda.bank import Bank, Depth, Pair
 from depthlm.kernels.moda.reference import moda_depth, moda_depth_backward
 
 
@@ -26,17 +26,24 @@ def merged_attention(
     q_bhte: Tensor,
     k_bkse: Tensor,
     v_bkse: Tensor,
-    depth: Sequence[Sequence[Tensor]],
+    depth: Depth,
     mask_b1ts: Tensor | None = None,
 ) -> Tensor:
     """Return context_bhte of the last t of s tokens.
 
     Each token attends to itself and to all tokens before it, and to the depth entries at its own position.
-    depth: at least one pair (k_bkte, v_bkte). mask_b1ts: replaces the causal mask; each token must attend to at least
-    one token.
+    depth: at least one entry. mask_b1ts: replaces the causal mask; each token must attend to at least one token.
     """
-    attend = partial(call, DepthMerge) if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
-    return attend(q_bhte, k_bkse, v_bkse, mask_b1ts, *(tensor for pair in depth for tensor in pair))
+    attend = attend_with_flash if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
+    return attend(q_bhte, k_bkse, v_bkse, depth, mask_b1ts)
+
+
+def attend_with_flash(
+    q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Depth, mask_b1ts: Tensor | None = None
+) -> Tensor:
+    """Return context_bhte from a flash attention and a depth part."""
+    read = depth.entries_n2btke, depth.token, depth.bank, depth.start
+    return call(DepthMerge, q_bhte, k_bkse, v_bkse, mask_b1ts, *read)
 
 
 def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
@@ -51,13 +58,13 @@ def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
 
 
 def attend_with_scores(
-    q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
+    q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Sequence[Pair], mask_b1ts: Tensor | None = None
 ) -> Tensor:
     """Return context_bhte from materialized scores: the definition of `DepthMerge`, and the fallback for it."""
     s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
-    p = probabilities(q_bhte, k_bkse, depth[::2], mask_b1ts)
+    p = probabilities(q_bhte, k_bkse, [key for key, _ in depth], mask_b1ts)
     context = p[..., :s] @ _repeated(v_bkse, groups)
-    for j, value in enumerate(depth[1::2]):
+    for j, (_, value) in enumerate(depth):
         context = torch.addcmul(context, p[..., s + j, None], _repeated(value, groups))
     return context.to(q_bhte.dtype)
 
@@ -77,22 +84,32 @@ def probabilities(
 class DepthMerge(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, mask_b1ts: Tensor | None, *depth: Tensor
+        ctx: Any,
+        q_bhte: Tensor,
+        k_bkse: Tensor,
+        v_bkse: Tensor,
+        mask_b1ts: Tensor | None,
+        entries_n2btke: Tensor,
+        token: Tensor | None,
+        bank: Bank,
+        start: int,
     ) -> Tensor:
         out_bhte, lse_bht, *ctx.rest = _flash(q_bhte, k_bkse, v_bkse, mask_b1ts)
-        context_bhte, merged_bht = moda_depth(q_bhte, out_bhte, lse_bht, depth[::2], depth[1::2])
-        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, *depth)
+        context_bhte, merged_bht = moda_depth(q_bhte, out_bhte, lse_bht, entries_n2btke)
+        ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, bank.entries_n2btke)
+        # the context must not hold the bank: a graph that lives on after its backward pass would keep the entries
+        ctx.sums, ctx.range = bank.sums, (start, start + len(entries_n2btke))
         ctx.kernels = chosen()
         return context_bhte
 
     @staticmethod
     def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, context, merged_bht, *depth = ctx.saved_tensors
+        q, k, v, mask, context, merged_bht, bank_n2btke = ctx.saved_tensors
         grad_q, grad_k, grad_v = _flash_backward(grad_bhte, q, k, v, mask, context, merged_bht, ctx.rest)
+        entries, (sums, fresh) = bank_n2btke[slice(*ctx.range)], ctx.sums.reserve(bank_n2btke, *ctx.range)
         with using(ctx.kernels):
-            grad_depth_q, *grads = moda_depth_backward(grad_bhte, q, context, merged_bht, depth[::2], depth[1::2])
-        pairs = zip(*grads, strict=True)
-        return grad_depth_q.add_(grad_q).to(q.dtype), grad_k, grad_v, None, *(grad for pair in pairs for grad in pair)
+            grad_q = moda_depth_backward(grad_bhte, q, context, merged_bht, grad_q, entries, sums, fresh)
+        return grad_q, grad_k, grad_v, None, None, None, None, None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:

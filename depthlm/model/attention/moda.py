@@ -5,6 +5,7 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 
 from torch import Tensor
 
+from depthlm.kernels.moda.bank import Bank, Depth
 from depthlm.kernels.moda.merge import merged_attention
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
 from depthlm.model.layers import Linear, Rope
@@ -29,6 +30,8 @@ class Moda(SelfAttention):
     attn_kv: whether an attention has a separate projection for its depth entry, even if depth_kv is false.
     last_layer_kv: whether the last layer has these projections although no layer reads them. With loops it always has.
     slots: the number of newest entries to keep; None: all.
+
+    The depth list is a `Depth`, whose entries are in one tensor.
     """
 
     def __init__(
@@ -64,17 +67,26 @@ class Moda(SelfAttention):
             return projected
         return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
 
+    def open_depth(self) -> Depth:
+        # nothing reads the entries of the last layer in the last loop
+        return Depth(Bank(len(self.entry_kinds) * (self.spec.num_layers * self.spec.loops - 1)))
+
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
+        kept = depth
+        if own_entry:
+            kept = self.keep(depth, *own_entry)
+        elif self.depth_kv:
+            kept = self.keep(depth, k, v)
+            if kept is not depth:
+                # the bank has a copy, so nothing keeps the projections in memory
+                k, v = kept[-1]
         if depth:
+            assert isinstance(depth, Depth)
             context = merged_attention(q, *past.extend(k, v), depth, past.mask_b1ts).transpose(1, 2).flatten(2)
         else:
             context = causal_attention(q, k, v, past)
-        if own_entry:
-            depth = self.keep(depth, own_entry[0], own_entry[1])
-        elif self.depth_kv:
-            depth = self.keep(depth, k, v)
-        return context, depth
+        return context, kept
 
     def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
         if not self.ffn_kv:
@@ -87,9 +99,14 @@ class Moda(SelfAttention):
         return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
-        """Return the depth list with one more entry, limited to the newest `slots`."""
-        depth = [*depth, (k_bkte, v_bkte)]
-        return depth if self.slots is None else depth[-self.slots :]
+        """Return the depth list with one more entry, limited to the newest `slots`.
+
+        The last layer adds none in the last loop.
+        """
+        assert isinstance(depth, Depth)
+        if depth.end == depth.bank.capacity and self.spec.layer == self.spec.num_layers - 1:
+            return depth
+        return depth.append(k_bkte, v_bkte, self.slots)
 
     def num_entries(self) -> float:
         """Return the number of depth entries that this layer's queries attend to, as a mean over the loops."""

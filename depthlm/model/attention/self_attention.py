@@ -4,7 +4,7 @@ Shapes: b batch, t new tokens, s cached and new tokens, d hidden size, h query h
 n either of the two, e head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
 
-DepthKV = list[tuple[Tensor, ...]]
+DepthKV = Sequence[tuple[Tensor, ...]]
 
 
 class AttentionContext(NamedTuple):
@@ -44,8 +44,8 @@ class SelfAttention(nn.Module):
 
     A layer calls `project`, `attend` and `output`, in this order, and `after_mlp` after the MLP. `project` and `output`
     are matrix products. torch.compile may compile them, so they must not use the depth list. A depth mechanism
-    overrides `attend`. `after_mlp` receives the input of the MLP. The depth list contains tuples of tensors of this
-    forward pass, in the order in which the layers appended them. No method changes it in place: return a new list.
+    overrides `attend`. `after_mlp` receives the input of the MLP. The depth list is a sequence of tuples of tensors of
+    this forward pass, in the order in which the layers appended them. No method changes it in place: return a new one.
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -61,6 +61,10 @@ class SelfAttention(nn.Module):
         if self.qk_norm != "none":
             self.q_norm = Norm(size.head_size if self.qk_norm == "head" else q_width, backbone)
             self.k_norm = Norm(size.head_size if self.qk_norm == "head" else kv_width, backbone)
+
+    def open_depth(self) -> DepthKV:
+        """Return the depth list before layer 0. A decoder calls this method of layer 0 in every forward pass."""
+        return []
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         """Return q_bhte, k_bkte, v_bkte, and any further tensors that `attend` of a subclass needs.

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from depthlm.kernels.moda import merge as depth_merge
 from depthlm.kernels.moda import reference as moda_depth
-from depthlm.kernels.moda.merge import DepthMerge, attend_with_scores, merged_attention
+from depthlm.kernels.moda.bank import depth_of
+from depthlm.kernels.moda.merge import attend_with_flash, attend_with_scores, merged_attention
 
 
 def tensors(heads: int, kv_heads: int, t: int, s: int, entries: int, e: int = 4) -> list[torch.Tensor]:
@@ -19,8 +20,10 @@ def tensors(heads: int, kv_heads: int, t: int, s: int, entries: int, e: int = 4)
 
 
 def call(attend: Any, inputs: list[torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The entries are in a bank for flash attention, and separate tensors for the definition."""
     q, k, v, *depth = inputs
-    return attend(q, k, v, mask, *depth)
+    pairs = list(zip(depth[::2], depth[1::2], strict=True))
+    return attend(q, k, v, depth_of(pairs) if attend is attend_with_flash else pairs, mask)
 
 
 def any_mask(t: int, s: int, seed: int) -> torch.Tensor:
@@ -38,7 +41,7 @@ def test_merge_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: i
     """held: the number of cached tokens, with a mask; None: no mask."""
     inputs = tensors(kv_heads * groups, kv_heads, t, t + (held or 0), entries)
     mask = None if held is None else any_mask(t, t + held, seed=t)
-    outputs = [call(attend, inputs, mask) for attend in (DepthMerge.apply, attend_with_scores)]
+    outputs = [call(attend, inputs, mask) for attend in (attend_with_flash, attend_with_scores)]
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
     along = torch.randn(outputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     grads = [torch.autograd.grad(output, inputs, along) for output in outputs]
@@ -48,14 +51,14 @@ def test_merge_equals_one_softmax(kv_heads: int, groups: int, t: int, entries: i
 
 def test_one_new_token_over_a_cache() -> None:
     inputs = tensors(4, 2, 1, 9, 3)
-    torch.testing.assert_close(call(DepthMerge.apply, inputs), call(attend_with_scores, inputs))
+    torch.testing.assert_close(call(attend_with_flash, inputs), call(attend_with_scores, inputs))
 
 
 def test_mask_may_hide_complete_blocks_of_flash_attention() -> None:
     """The blocks of flash attention have up to 512 keys. The last tokens attend to no key of the first block."""
     inputs, document = tensors(2, 1, 1100, 1100, 1), torch.arange(1100) // 700
     mask = ((document[:, None] == document) & torch.ones(1100, 1100, dtype=torch.bool).tril()).expand(2, 1, -1, -1)
-    outputs = [call(attend, inputs, mask) for attend in (DepthMerge.apply, attend_with_scores)]
+    outputs = [call(attend, inputs, mask) for attend in (attend_with_flash, attend_with_scores)]
     torch.testing.assert_close(*outputs)
     grads = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
     torch.testing.assert_close(*grads)
@@ -67,10 +70,10 @@ def test_scores_equal_the_formula() -> None:
     weights = torch.stack([q[:, 0, 1] @ k[0, 0].T, q[:, 0, 1] @ k[1, 0].T])
     rows = [torch.cat([weights[b, b], (q[b, 0, 1] * key[b, 0, 1]).sum()[None]]) / 2 for b in range(2)]
     expected = [row.softmax(0) @ torch.cat([v[b, 0], value[b, 0, 1:]]) for b, row in enumerate(rows)]
-    torch.testing.assert_close(call(DepthMerge.apply, [q, k, v, key, value])[:, 0, 1], torch.stack(expected))
+    torch.testing.assert_close(call(attend_with_flash, [q, k, v, key, value])[:, 0, 1], torch.stack(expected))
 
 
-@pytest.mark.parametrize("attend", [DepthMerge.apply, attend_with_scores], ids=["merged", "with scores"])
+@pytest.mark.parametrize("attend", [attend_with_flash, attend_with_scores], ids=["merged", "with scores"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_lower_precision_is_close(masked: bool, dtype: torch.dtype, attend: Any) -> None:
@@ -89,7 +92,7 @@ def test_lower_precision_is_close(masked: bool, dtype: torch.dtype, attend: Any)
 
 def test_result_is_the_same_without_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, *depth = tensors(4, 2, 7, 7, 2)
-    pairs = list(zip(depth[::2], depth[1::2], strict=True))
+    pairs = depth_of(list(zip(depth[::2], depth[1::2], strict=True)))
     masks = (None, any_mask(7, 7, seed=0))
     expected = [merged_attention(q, k, v, pairs, mask) for mask in masks]
     monkeypatch.setattr(depth_merge, "has_flash", lambda *_: False)
@@ -102,7 +105,7 @@ def test_the_depth_part_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch, c
     inputs = tensors(4, 2, 7, 7, 3)
     expected = call(attend_with_scores, inputs)
     monkeypatch.setattr(moda_depth, "CHUNK", chunk)
-    output = call(DepthMerge.apply, inputs)
+    output = call(attend_with_flash, inputs)
     torch.testing.assert_close(output, expected)
     grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (output, expected)]
     torch.testing.assert_close(*grads)
@@ -112,7 +115,7 @@ def test_entries_with_any_memory_layout_and_used_twice() -> None:
     q, k, v, key, value = tensors(4, 2, 5, 5, 1)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
     wide = torch.cat([value, key], -1)[..., 4:]
-    outputs = [call(attend, [q, k, v, *turned, wide, value]) for attend in (DepthMerge.apply, attend_with_scores)]
+    outputs = [call(attend, [q, k, v, *turned, wide, value]) for attend in (attend_with_flash, attend_with_scores)]
     torch.testing.assert_close(*outputs)
     grads = [torch.autograd.grad(y.sum(), [q, k, v, key, value]) for y in outputs]
     torch.testing.assert_close(*grads)
@@ -123,6 +126,6 @@ def test_autocast_does_not_round_the_depth_part() -> None:
     found = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            output = call(DepthMerge.apply, inputs)
+            output = call(attend_with_flash, inputs)
             found.append([output, *torch.autograd.grad(output.sum(), inputs)])
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.kernels.backend import using
+from depthlm.kernels.moda.bank import depth_of
 from depthlm.kernels.moda.merge import merged_attention
 from depthlm.kernels.moda.reference import moda_depth, moda_depth_backward
 
@@ -23,83 +24,91 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
-    """Return grad_bhte, q_bhte, out_bhte, lse_bht, n keys and n values, with the layouts that a decoder has."""
+    """Return grad_bhte, q_bhte, out_bhte, lse_bht, grad_q_bhte, entries_n2btke and their sums, as in a decoder."""
     h = kv_heads * groups
-    shapes = [*[(b, t, h, e)] * 3, *[(b, t, kv_heads, e)] * (2 * n)]
-    grad, q, out, *entries = (normal(*shape, seed=j).transpose(1, 2) for j, shape in enumerate(shapes))
-    return [grad, q, out, normal(b, h, t, seed=99), *entries]
+    grad, q, out, grad_q = (normal(b, t, h, e, seed=j).transpose(1, 2) for j in range(4))
+    entries, sums = (normal(n, 2, b, t, kv_heads, e, seed=j) for j in (4, 5))
+    return [grad, q, out, normal(b, h, t, seed=99), grad_q, entries, sums]
 
 
-def results(kernels: str, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the merged context and log-sum-exp, and the gradients of q, keys and values from the depth part."""
-    grad, q, out, lse, *entries = inputs
-    keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
+def results(kernels: str, inputs: list[Tensor], fresh: int = 0) -> list[Tensor]:
+    """Return the merged context and log-sum-exp, the gradient of q, and the sums of the gradients of the entries."""
+    grad, q, out, lse, grad_q, entries, sums = inputs
+    summed = sums.clone()
+    # values that are not replaced make the result NaN
+    summed[:fresh] = torch.nan
     with using(kernels):
-        context, merged = moda_depth(q, out, lse, keys, values)
-        grad_q, grad_keys, grad_values = moda_depth_backward(grad, q, context, merged, keys, values)
-    return [context, merged, grad_q, *grad_keys, *grad_values]
+        context, merged = moda_depth(q, out, lse, entries)
+        total = moda_depth_backward(grad, q, context, merged, grad_q, entries, summed, fresh)
+    return [context, merged, total, summed]
 
 
-def assert_same(inputs: list[Tensor], tolerance: float = 1e-5) -> None:
-    found, expected = results("triton", inputs), results("torch", [x.double() for x in inputs])
+def assert_same(inputs: list[Tensor], tolerance: float = 1e-5, fresh: int = 0) -> None:
+    found, expected = results("triton", inputs, fresh), results("torch", [x.double() for x in inputs], fresh)
     assert found[1].is_contiguous()
-    exact = torch.empty(0)
-    for x, y, like in zip(found, expected, [inputs[1], exact, exact, *inputs[4:]], strict=True):
+    for x, y, dtype in zip(found, expected, [inputs[1].dtype, torch.float32, inputs[1].dtype, None], strict=True):
         assert x.shape == y.shape
-        assert x.dtype == like.dtype
+        assert dtype in (x.dtype, None)
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=6, deadline=None)
 @given(
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 9),
-    e=st.integers(1, 40),
+    e=st.integers(1, 40), fresh=st.integers(0, 7),
 )  # fmt: skip
-def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
-    assert_same(tensors(n, kv_heads, groups, t, e))
+def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int, fresh: int) -> None:
+    assert_same(tensors(n, kv_heads, groups, t, e), fresh=min(fresh, n))
 
 
 @pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (1, 40, 4)])
 def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
-    assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 7])
-def test_many_entries_need_several_launches(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    monkeypatch.setattr(triton_ops, "PER_LAUNCH", 2)
-    assert_same(tensors(n, 2, 3, 5, 8))
-    low = [x.half() if x.ndim == 4 else x for x in tensors(n, 2, 3, 5, 8)]
-    assert_same(low, 4e-3)
+    assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=1)
 
 
 def test_a_hundred_entries() -> None:
-    assert_same(tensors(100, 1, 2, 3, 4, b=1))
+    assert_same(tensors(100, 1, 2, 3, 4, b=1), fresh=60)
+
+
+def test_a_range_of_a_bank() -> None:
+    """Entries and sums are slices, and the sums around them keep their values."""
+    *queries, bank, all_sums = tensors(6, 2, 3, 5, 8)
+    before = all_sums.clone()
+    with using("triton"):
+        context, merged = moda_depth(queries[1], *queries[2:4], bank[2:5])
+        moda_depth_backward(queries[0], queries[1], context, merged, queries[4], bank[2:5], all_sums[2:5], 1)
+    expected = results("torch", [*queries, bank[2:5], before[2:5]], fresh=1)
+    torch.testing.assert_close(all_sums[2:5], expected[3], rtol=1e-5, atol=1e-5)
+    assert torch.equal(all_sums[[0, 1, 5]], before[[0, 1, 5]])
 
 
 @pytest.mark.parametrize(
     "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
 )
 def test_16_bit_inputs(kind: torch.dtype) -> None:
-    grad, q, out, lse, *entries = tensors(5, 2, 2, 7, 16)
-    assert_same([grad.to(kind), q.to(kind), out.to(kind), lse, *(x.to(kind) for x in entries)], 8e-3)
+    inputs = tensors(5, 2, 2, 7, 16)
+    assert_same([x if x.ndim == 3 else x.to(kind) for x in inputs], 1e-2, fresh=2)
 
 
 def test_inputs_may_have_different_dtypes() -> None:
-    grad, q, out, lse, *entries = tensors(3, 2, 2, 5, 8)
-    assert_same([grad, q.half(), out.half(), lse, *(x if j % 2 else x.half() for j, x in enumerate(entries))], 5e-3)
+    grad, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 5, 8)
+    assert_same([grad, q.half(), out.half(), lse, grad_q, entries, sums], 5e-3)
+    assert_same([grad.half(), q, out, lse, grad_q, entries.half(), sums.half()], 1e-2)
 
 
 def test_memory_layouts_do_not_matter() -> None:
-    _, q, out, lse, *entries = tensors(3, 2, 2, 5, 8)
-    wide = [torch.cat([x, x], -1)[..., 8:] for x in entries]
+    _, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 5, 8)
+    wide = torch.cat([entries, entries], -1)[..., 8:]
     # the layout of the log-sum-exp of flash attention on a CPU
     turned = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_same([normal(2, 1, 1, 8).expand(2, 4, 5, 8), q.contiguous(), out.contiguous(), turned, *wide])
+    grad = normal(2, 1, 1, 8).expand(2, 4, 5, 8)
+    assert_same([grad, q.contiguous(), out.contiguous(), turned, grad_q.contiguous(), wide, sums])
 
 
 def test_large_scores_stay_finite() -> None:
-    grad, q, out, lse, *entries = tensors(3, 1, 2, 4, 8)
-    assert_same([grad, 30 * q, out, 30 * lse, *(30 * x for x in entries[:3]), *entries[3:]], 2e-3)
+    grad, q, out, lse, grad_q, entries, sums = tensors(3, 1, 2, 4, 8)
+    entries[:, 0] *= 30
+    assert_same([grad, 30 * q, out, 30 * lse, grad_q, entries, sums], 2e-3)
 
 
 def test_results_are_bitwise_reproducible() -> None:
@@ -111,50 +120,54 @@ def test_results_are_bitwise_reproducible() -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="flash attention on a GPU takes 16 bits only")
 def test_attention_over_sequence_and_depth() -> None:
     """The autograd function over both parts, with an entry that is used twice."""
-    _, q, _, _, k, v, *entries = tensors(4, 2, 3, 6, 8)
+    q = tensors(1, 2, 3, 6, 8)[1]
+    k, v, *entries = (normal(2, 6, 2, 8, seed=j).transpose(1, 2) for j in range(7))
     found = []
     for kernels in ("triton", "torch"):
         inputs = [x.detach().requires_grad_() for x in (q, k, v, *entries)]
-        depth = [(inputs[3], inputs[4]), (inputs[5], inputs[6]), (inputs[3], inputs[4]), (inputs[1], inputs[7])]
+        pairs = [(inputs[3], inputs[4]), (inputs[5], inputs[6]), (inputs[3], inputs[4]), (inputs[1], inputs[7])]
         with using(kernels):
-            output = merged_attention(*inputs[:3], depth)
-            found.append([output, *torch.autograd.grad(output.square().sum(), inputs[:8])])
+            output = merged_attention(*inputs[:3], depth_of(pairs))
+            found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_operators_pass_opcheck() -> None:
-    grad, q, out, lse, *entries = tensors(2, 1, 2, 3, 4, b=1)
-    torch.library.opcheck(triton_ops.forward, (q, out, lse, entries[:2], entries[2:]))
-    context, merged = triton_ops.forward(q, out, lse, entries[:2], entries[2:])
-    torch.library.opcheck(triton_ops.backward, (grad, q, context, merged, entries[:2], entries[2:]))
+    grad, q, out, lse, grad_q, entries, sums = tensors(2, 1, 2, 3, 4, b=1)
+    torch.library.opcheck(triton_ops.forward, (q, out, lse, entries))
+    context, merged = triton_ops.forward(q, out, lse, entries)
+    torch.library.opcheck(triton_ops.backward, (grad, q, context, merged, grad_q, entries, sums, 1))
 
 
 def test_unsupported_arguments_are_refused() -> None:
-    _, q, out, lse, key, value = tensors(1, 2, 2, 3, 4)
-    wide, wide_lse = normal(1, 1, 1, 300), normal(1, 1, 1)
+    grad, q, out, lse, grad_q, entries, sums = tensors(1, 2, 2, 3, 4)
+    wide, wide_lse, wide_entries = normal(1, 1, 1, 300), normal(1, 1, 1), normal(1, 2, 1, 1, 1, 300)
     refused: list[tuple[Any, type[Exception], str]] = [
-        ((wide, wide, wide_lse, [wide], [wide]), ValueError, "head size 300 is above 256"),
-        ((q, out, lse, [key], [value.double()]), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
-        ((q, out, lse.double(), [key], [value]), TypeError, "lse is torch.float64"),
-        ((q, out, lse[..., 1:], [key], [value]), ValueError, r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
-        ((q, out, lse, [key], [value[:, :, 1:]]), ValueError, r"values\[0\] is \[2, 2, 2, 4\], must be"),
-        ((q, out.to("meta"), lse, [key], [value]), ValueError, "out is on meta, must be on"),
+        ((wide, wide, wide_lse, wide_entries), ValueError, "head size 300 is above 256"),
+        ((q, out, lse, entries.double()), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
+        ((q, out, lse.double(), entries), TypeError, "lse is torch.float64"),
+        ((q, out, lse[..., 1:], entries), ValueError, r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
+        ((q, out, lse, entries[:, :, :, 1:]), ValueError, r"entries is \[1, 2, 2, 2, 2, 4\], must be"),
+        ((q[:, 1:], out, lse, entries), ValueError, "3 query heads, must be a multiple of the 2 key/value heads"),
+        ((q, out.to("meta"), lse, entries), ValueError, "out is on meta, must be on"),
     ]
     for arguments, error, message in refused:
         with using("triton"), pytest.raises(error, match=message):
             moda_depth(*arguments)
+    with using("triton"), pytest.raises(ValueError, match=r"sums is \[1, 1, 2, 3, 2, 4\], must be"):
+        moda_depth_backward(grad, q, out, lse, grad_q, entries, sums[:, 1:])
 
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in ("q", "out", "context", "grad")}
-    types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged", "grad_q")}
-    types |= {f"{name}_ptrs": ["*bf16"] * 4 for name in ("key", "value", "grad_key", "grad_value")}
-    types |= dict.fromkeys(("rows", "tokens", "n"), "i32")
-    tiles = {"_forward": triton_ops.FORWARD_TILE, "_backward": triton_ops.BACKWARD_TILE}
-    for e, ep, groups, gp in ((64, 64, 2, 2), (128, 128, 3, 4), (256, 256, 8, 8)):
-        values = {"SCALE": e**-0.5, "K": 4, "G": groups, "GP": gp, "E": e, "EP": ep}
-        blocks = {name: max(1, tile // (gp * ep)) for name, tile in tiles.items()}
-        kernels = [(name, types, values | {"BR": block}) for name, block in blocks.items()]
-        compile_kernels("depthlm.kernels.moda.triton", kernels)
+    names = ("q", "out", "entries", "context", "grad", "grad_q", "total", "sums")
+    types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
+    types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
+    types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
+    kernels = []
+    for e, groups in ((64, 4), (128, 3), (256, 16)):
+        for name in ("_forward", "_backward"):
+            tiles = triton_ops.tile_sizes(e, groups, name == "_backward")
+            kernels.append((name, types, {"SCALE": e**-0.5, "K": 4, "G": groups, "E": e, **tiles}))
+    compile_kernels("depthlm.kernels.moda.triton", kernels)
