@@ -76,22 +76,24 @@ def narrow_dtype(sources: Sequence[Tensor]) -> Any:
     return NARROW.get(next((x.dtype for x in sources if x.dtype in NARROW), torch.bfloat16))
 
 
-def scores(query: Tensor, table: Tensor, sources: Sequence[Tensor], reads: int, normed: bool) -> tuple[Tensor, Tensor]:
-    """Return the products raw_nsp of sources and queries, and sum(x^2)_np if `normed`.
+def scores(
+    query: Tensor, table: Tensor, sources: Sequence[Tensor], reads: int, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the products raw_nsp of sources and queries, and the scale_np of a source: 1 / rms(x), or 1 without eps.
 
-    query: [s, d], or [s, n, d] with a query for each source.
+    query: [s, d], or [s, n, d] with a query for each source, for which no scale is computed.
     """
     d, n = sources[0].shape[-1], len(sources)
     positions = sources[0].numel() // d
     raw = table.new_empty(n, reads, positions, dtype=torch.float32)
-    squares = table.new_empty(n, positions, dtype=torch.float32) if normed else raw
-    strides = {"PER_SOURCE": query.ndim == 3, "NORMED": normed}
+    scale = raw if query.ndim == 3 else table.new_empty(n, positions, dtype=torch.float32)
+    settings = {"PER_SOURCE": query.ndim == 3, "EPS": eps or 0.0, "NORMED": eps is not None}
     with torch.cuda.device_of(table):
         _scores[(triton.cdiv(positions, SCORE_ROWS), n)](
-            table, query, raw, squares, n, positions, reads, D=d, R=SCORE_ROWS, C=SCORE_WIDTH, S=DOT_READS,
-            NARROW=narrow_dtype(sources), **strides, num_warps=FEW_WARPS,
+            table, query, raw, scale, n, positions, reads, D=d, R=SCORE_ROWS, C=SCORE_WIDTH, S=DOT_READS,
+            NARROW=narrow_dtype(sources), **settings, num_warps=FEW_WARPS,
         )  # fmt: skip
-    return raw, squares
+    return raw, scale
 
 
 def row_programs(positions: int) -> tuple[int, int]:
@@ -178,8 +180,9 @@ def store_reads(ptr, at, tiles, inside, positions, reads, D: tl.constexpr, S: tl
 
 @triton.jit(do_not_specialize=COUNTS)
 def _scores(
-    table_ptr, query_ptr, raw_ptr, squares_ptr, n, positions, reads, D: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, S: tl.constexpr, NARROW: tl.constexpr, PER_SOURCE: tl.constexpr, NORMED: tl.constexpr,
+    table_ptr, query_ptr, raw_ptr, scale_ptr, n, positions, reads, D: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, NARROW: tl.constexpr, PER_SOURCE: tl.constexpr, EPS: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(1)
     p = tl.program_id(0) * R + tl.arange(0, R)
@@ -200,5 +203,6 @@ def _scores(
             squares += tl.sum(x * x, axis=1)
     at = ((j * reads + s) * positions)[None, :] + p[:, None]
     tl.store(raw_ptr + at, products, (p < positions)[:, None] & (s < reads)[None, :])
-    if NORMED:
-        tl.store(squares_ptr + j * positions + p, squares, p < positions)
+    if not PER_SOURCE:
+        scale = tl.rsqrt(squares / D + EPS) if NORMED else tl.full([R], 1.0, tl.float32)
+        tl.store(scale_ptr + j * positions + p, scale, p < positions)

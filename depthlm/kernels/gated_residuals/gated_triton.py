@@ -51,7 +51,7 @@ def forward(
     d, positions = shape[-1], shape[:-1].numel()
     xs, bias = [aligned(x) for x in sources], aligned(bias_snd)
     table = table_of(xs, [])
-    score, _ = scores(aligned(gate_snd), table, xs, reads, normed=False)
+    score, _ = scores(aligned(gate_snd), table, xs, reads, None)
     out = bias.new_empty(reads, *shape, dtype=dtype)
     start = out if start_spd is None else aligned(start_spd)
     with torch.cuda.device_of(out):
@@ -73,7 +73,11 @@ def backward(
     table, grad_score = table_of(xs, grads), torch.empty_like(score_nsp)
     programs, rows = row_programs(positions)
     partial = bias.new_empty(2, programs, reads, n, d, dtype=torch.float32)
-    counts, rows_of_tiles, columns = (n, positions, reads), triton.cdiv(positions, TILE_ROWS), triton.cdiv(d, TILE_WIDTH)
+    counts, rows_of_tiles, columns = (
+        (n, positions, reads),
+        triton.cdiv(positions, TILE_ROWS),
+        triton.cdiv(d, TILE_WIDTH),
+    )
     settings = {"D": d, "C": TILE_WIDTH, "NARROW": narrow_dtype(xs)}
     with torch.cuda.device_of(grad):
         _score_grads[(rows_of_tiles,)](

@@ -95,7 +95,7 @@ def _differentiate(ctx, grad):
 forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def _forward(
     table_ptr, weights_ptr, start_ptr, out_ptr, n, positions, reads, started, D: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, S: tl.constexpr, NARROW: tl.constexpr,
@@ -114,7 +114,7 @@ def _forward(
     store_reads(out_ptr, at, out, inside, positions, reads, D, S)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def _backward(
     grad_ptr, table_ptr, weights_ptr, partial_ptr, n, positions, reads, steps, D: tl.constexpr, V: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, NARROW: tl.constexpr,
@@ -141,5 +141,5 @@ def _backward(
         wide_ptr = tl.multiple_of(tl.cast(grad_address, tl.pointer_type(tl.float32)), 16)[:, None] + v[None, :]
         tl.store(narrow_ptr, grad_x.to(NARROW), inside & (wide == 0))
         tl.store(wide_ptr, grad_x, inside & wide)
-    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * N + j) [:, None] * S + s[None, :]
+    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * N + j)[:, None] * S + s[None, :]
     tl.store(to_ptr, of_weights)
