@@ -124,7 +124,7 @@ def _write_table(x_ptrs, grad_ptrs, table_ptr, first, n, wide):
 
 @triton.jit
 def _row(table_ptr, j, WHICH: tl.constexpr, NARROW: tl.constexpr):
-    """Return the address of a source (WHICH 0) or of its gradient (1) as pointers of both dtypes, and which is right."""
+    """Return the address of a source (WHICH 0) or of its gradient (1) as a pointer of each dtype, and if it is fp32."""
     address = tl.load(table_ptr + j * 3 + WHICH)
     # the compiler learns here that it may load 128 bits at once
     narrow_ptr = tl.multiple_of(tl.cast(address, tl.pointer_type(NARROW)), 16)
@@ -153,7 +153,7 @@ def zeros_of_reads(S: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Return a tile of zeros for each read."""
     tiles = ()
     for _ in tl.static_range(S):
-        tiles = tiles + (tl.zeros([R, C], tl.float32),)
+        tiles += (tl.zeros([R, C], tl.float32),)
     return tiles
 
 
@@ -165,7 +165,7 @@ def load_reads(ptr, at, inside, positions, reads, D: tl.constexpr, S: tl.constex
         tile = tl.zeros(at.shape, tl.float32)
         if s < reads:
             tile = tl.load(ptr + tl.cast(positions, tl.int64) * (s * D) + at, inside, other=0.0).to(tl.float32)
-        tiles = tiles + (tile,)
+        tiles += (tile,)
     return tiles
 
 

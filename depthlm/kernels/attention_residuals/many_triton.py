@@ -62,7 +62,7 @@ def forward(
     counts, started = (n, positions, reads), int(start_spd is not None)
     with torch.cuda.device_of(out):
         _softmax[(triton.cdiv(positions, SOFTMAX_ROWS),)](
-            raw, scale, raw if bias_n is None else bias_n.contiguous(), start_lse, weight, lse, *counts, started,
+            raw, scale, raw if bias_n is None else aligned(bias_n), start_lse, weight, lse, *counts, started,
             int(bias_n is not None), R=SOFTMAX_ROWS, S=MAX_READS, num_warps=FEW_WARPS,
         )  # fmt: skip
         _forward[(triton.cdiv(positions, TILE_ROWS), triton.cdiv(d, TILE_WIDTH))](
@@ -200,7 +200,7 @@ def _forward(
         shared = ()
         for s in tl.static_range(S):
             share = _load_row(start_lse_ptr, s, p, positions, reads) - _load_row(lse_ptr, s, p, positions, reads)
-            shared = shared + (out[s] * tl.exp(share)[:, None],)
+            shared += (out[s] * tl.exp(share)[:, None],)
         out = shared
     for j in range(n):
         x = load_source(table_ptr, j, at, inside, NARROW)
@@ -209,7 +209,7 @@ def _forward(
             total = out[s]
             if s < reads:
                 total += _load_row(weight_ptr, j * reads + s, p, positions, n * reads)[:, None] * x
-            sums = sums + (total,)
+            sums += (total,)
         out = sums
     store_reads(out_ptr, at, out, inside, positions, reads, D, S)
 

@@ -20,10 +20,8 @@ except ImportError as error:
 ROWS = 16
 # programs of a backward pass, each with its own partial sums
 PROGRAMS = 512
-# values per thread: as many fp32 numbers of each tensor as leave room for four blocks per multiprocessor
+# values of a tensor per thread: several tensors fit into its registers
 VALUES = 16
-# tensors whose addresses may be any, such as a part of the log-sum-exps of several reads
-UNALIGNED = ["bias_ptr", "start_lse_ptr", "grad_start_lse_ptr", "grad_lse_ptr", "lse_ptr"]
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend_one"), mutates_args=())
@@ -44,7 +42,7 @@ def forward(
     flags = int(start_pd is not None), int(bias_n is not None)
     with torch.cuda.device_of(out):
         _forward[(triton.cdiv(positions, ROWS),)](
-            table_of(xs, []), query, query if bias_n is None else bias_n.contiguous(), start, start_lse, out, lse,
+            table_of(xs, []), query, query if bias_n is None else aligned(bias_n), start, start_lse, out, lse,
             n, positions, ROWS, *flags, **_settings(d, eps, xs),
         )  # fmt: skip
     return out, lse
@@ -80,8 +78,8 @@ def backward(
     flags = int(start_pd is not None), int(bias_n is not None)
     with torch.cuda.device_of(query):
         _backward[(programs,)](
-            *taken, table_of(xs, grads), query, query if bias_n is None else bias_n.contiguous(), *starts,
-            partial_query, partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags, **_settings(d, eps, xs),
+            *taken, table_of(xs, grads), query, query if bias_n is None else aligned(bias_n), *starts, partial_query,
+            partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags, **_settings(d, eps, xs),
         )  # fmt: skip
     grad_bias = query.new_empty(0) if bias_n is None else partial_bias.sum(0).to(bias_n.dtype)
     return partial_query.sum(0).to(query_d.dtype), grads, grad_bias, grad_start, grad_start_lse
@@ -138,7 +136,7 @@ def _score(q, x, bias_ptr, j, biased, WIDTH: tl.constexpr, EPS: tl.constexpr, NO
     return raw, scale, raw * scale + tl.load(bias_ptr + j, biased != 0, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=COUNTS)
 def _forward(
     table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr, n, positions, rows, started, biased,
     WIDTH: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
@@ -164,7 +162,7 @@ def _forward(
         tl.store(lse_ptr + row, top + tl.log(total))
 
 
-@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=COUNTS)
 def _backward(
     grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr,
     partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr, n, positions, rows, started, biased,

@@ -152,7 +152,7 @@ def _forward(
             if s < reads:
                 score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
                 total += tl.maximum(_load_bias(bias_ptr, s, j, n, c, D) + score, 0.0) * x
-            sums = sums + (total,)
+            sums += (total,)
         out = sums
     store_reads(out_ptr, at, out, inside, positions, reads, D, S)
 
@@ -228,7 +228,8 @@ def _parameter_grads(
             if first_s == 0:
                 of_scores = _load_score(grad_score_ptr, dot_s[:, None], j, p[None, :], positions, reads)
                 of_gate = tl.dot(of_scores, x, of_gate, input_precision="tf32x3")
-            xs, grad_gates = xs + (x,), grad_gates + (of_gate,)
+            xs += (x,)
+            grad_gates += (of_gate,)
         for s in tl.static_range(S):
             read = first_s + s
             grad_at = tl.cast(positions, tl.int64) * (read * D) + at
@@ -240,7 +241,7 @@ def _parameter_grads(
                     score = _load_score(score_ptr, read, j, p, positions, reads)[:, None]
                     open_ = _load_bias(bias_ptr, read, j, n, c, D) + score > 0.0
                     of_bias += tl.where(open_, grad * xs[k], 0.0)
-                grad_biases = grad_biases + (of_bias,)
+                grad_biases += (of_bias,)
         grad_gate, grad_bias = grad_gates, grad_biases
     # the partial sums of the biases come first, then those of the gates
     size = tl.cast(reads * n, tl.int64) * D

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.backend import expect
-from depthlm.kernels.gated_residuals import gated_triton, weighted_triton
+from depthlm.kernels.gated_residuals.gated_triton import forward as gated_forward
+from depthlm.kernels.gated_residuals.weighted_triton import forward as weighted_forward
 from depthlm.kernels.reads_triton import in_groups, one_narrow_dtype, widest
 
 
@@ -20,7 +21,7 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
     dtype, xs = widest(sources, start_spd), one_narrow_dtype(sources)
     return _joined(
         [
-            weighted_triton.forward(weights_sn[group], xs, None if start_spd is None else start_spd[group], dtype)
+            weighted_forward(weights_sn[group], xs, None if start_spd is None else start_spd[group], dtype)
             for group in in_groups(len(weights_sn))
         ]
     )
@@ -35,7 +36,7 @@ def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_s
     outputs = []
     for group in in_groups(len(bias_snd)):
         start = None if start_spd is None else start_spd[group]
-        outputs.append(gated_triton.forward(bias_snd[group], gate_snd[group], xs, start, dtype)[0])
+        outputs.append(gated_forward(bias_snd[group], gate_snd[group], xs, start, dtype)[0])
     return _joined(outputs)
 
 

@@ -109,7 +109,7 @@ def _forward(
         sums = ()
         for s in tl.static_range(S):
             weight = tl.load(weights_ptr + s * n + j, s < reads, other=0.0).to(tl.float32)
-            sums = sums + (out[s] + weight * x,)
+            sums += (out[s] + weight * x,)
         out = sums
     store_reads(out_ptr, at, out, inside, positions, reads, D, S)
 
