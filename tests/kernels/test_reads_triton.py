@@ -1,5 +1,6 @@
 """The outputs and all gradients of the Triton kernels of reads over depth equal those of the PyTorch references."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READS = ("attend", "weighted", "gated")
 # Triton's interpreter takes time for every position and source, so it gets few of them, in programs of few
 TOKENS, ROWS = (9, 16) if DEVICE == "cuda" else (4, 3)
+KERNELS = {
+    reads_triton: ("_write_table", "_scores"),
+    many_triton: ("_softmax", "_forward", "_score_grads", "_source_grads"),
+    one_triton: ("_forward", "_backward"),
+    gated_triton: ("_forward", "_score_grads", "_source_grads", "_parameter_grads"),
+    weighted_triton: ("_forward", "_backward"),
+}
 # the weighted sums are half of the gated ones
 QUICK_FIRST = ("attend", pytest.param("weighted", marks=pytest.mark.slow), "gated")
 
@@ -188,6 +196,14 @@ def test_operators_pass_opcheck() -> None:
     opcheck(gated_triton.backward, (out, weights, gate, score, detached))
     opcheck(weighted_triton.forward, (weights[:, :, 0].clone().requires_grad_(), xs, out, torch.float16))
     opcheck(weighted_triton.backward, (out, weights[:, :, 0], detached))
+
+
+@pytest.mark.parametrize("kernel", [getattr(module, name) for module, names in KERNELS.items() for name in names])
+def test_numbers_do_not_select_a_compilation(kernel: Any) -> None:
+    """Triton compiles a kernel again for each number that is 1 or a multiple of 16, unless the number is excluded."""
+    names = inspect.signature(kernel.fn).parameters
+    numbers = {name for name in names if not name.endswith(("_ptr", "_ptrs")) and not name.isupper()}
+    assert numbers <= {*reads_triton.COUNTS}
 
 
 def test_invalid_arguments_are_refused() -> None:
