@@ -92,12 +92,13 @@ def backward(
     xs, query, grad, grad_lse = [aligned(x) for x in sources], aligned(query_sd), aligned(grad_spd), aligned(grad_sp)
     grads = [torch.empty_like(x) for x in xs]
     table, started = table_of(xs, grads), int(start_spd is not None)
-    # the sums of products come first, then the gradients of the raw scores
-    grad_raw, along = raw_nsp.new_empty(2, n, reads, positions), torch.empty_like(scale_np)
+    # the products of sources, and of the start, with the gradients of the outputs
+    product = raw_nsp.new_empty(n + started, reads, positions)
+    grad_raw, along = torch.empty_like(raw_nsp), torch.empty_like(scale_np)
     starts = [y if x is None else aligned(x) for x, y in ((start_spd, grad), (start_sp, lse_sp))]
     grad_start, grad_start_lse = (
-        query.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (start_spd, start_sp)
+        like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, like in ((start_spd, grad), (start_sp, lse_sp))
     )
     blocks, (programs, rows) = triton.cdiv(positions, TILE_ROWS), row_programs(positions)
     partial_bias = raw_nsp.new_empty(blocks, n)
@@ -105,11 +106,11 @@ def backward(
     counts, settings = (n, positions, reads), {"D": d, "C": TILE_WIDTH, "NARROW": narrow_dtype(xs), "S": MAX_READS}
     with torch.cuda.device_of(grad):
         _score_grads[(blocks,)](
-            grad, grad_lse, table, lse_sp, raw_nsp, scale_np, weight_nsp, *starts, grad_raw, along, partial_bias,
-            grad_start_lse, *counts, started, **settings, R=TILE_ROWS, NORMED=normed, num_warps=WARPS,
+            grad, grad_lse, table, lse_sp, raw_nsp, scale_np, weight_nsp, *starts, product, grad_raw, along,
+            partial_bias, grad_start_lse, *counts, started, **settings, R=TILE_ROWS, NORMED=normed, num_warps=WARPS,
         )  # fmt: skip
         _source_grads[(triton.cdiv(d, TILE_WIDTH), programs)](
-            grad, table, query, lse_sp, weight_nsp, starts[1], grad_raw[1], along, partial_query, grad_start, *counts,
+            grad, table, query, lse_sp, weight_nsp, starts[1], grad_raw, along, partial_query, grad_start, *counts,
             rows, started, **settings, R=HALF_ROWS, DOT_S=DOT_READS, num_warps=FEW_WARPS,
         )  # fmt: skip
     grad_bias = query.new_empty(0) if bias_n is None else partial_bias.sum(0).to(bias_n.dtype)
@@ -128,7 +129,8 @@ def _(query_sd, sources, eps, bias_n, start_spd, start_sp, dtype):
 @backward.register_fake
 def _(grad_spd, grad_sp, lse_sp, raw_nsp, scale_np, weight_nsp, query_sd, sources, normed, bias_n, start_spd, start_sp):
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
-    others = (query_sd.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias_n, start_spd, start_sp))
+    likes = (bias_n, query_sd), (start_spd, grad_spd), (start_sp, lse_sp)
+    others = (like.new_empty(0) if x is None else x.new_empty(x.shape) for x, like in likes)
     return query_sd.new_empty(query_sd.shape), grads, *others
 
 
@@ -214,32 +216,39 @@ def _forward(
     store_reads(out_ptr, at, out, inside, positions, reads, D, S)
 
 
+@triton.jit
+def _add(to_ptr, products, inside, first):
+    """Add the sum over a tile's dimensions, of which `first` is the first, to those of the tiles before."""
+    total = tl.load(to_ptr, inside & (first > 0), other=0.0)
+    tl.store(to_ptr, total + tl.sum(products, axis=1), inside)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def _score_grads(
     grad_ptr, grad_lse_ptr, table_ptr, lse_ptr, raw_ptr, scale_ptr, weight_ptr, start_ptr, start_lse_ptr,
-    grad_raw_ptr, along_ptr, partial_bias_ptr, grad_start_lse_ptr, n, positions, reads, started, D: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, S: tl.constexpr, NARROW: tl.constexpr, NORMED: tl.constexpr,
+    product_ptr, grad_raw_ptr, along_ptr, partial_bias_ptr, grad_start_lse_ptr, n, positions, reads, started,
+    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, S: tl.constexpr, NARROW: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     p, of_reads = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, S)[:, None]
-    of_start = tl.zeros([S, R], tl.float32)
+    # a loop of its own, since a start beside the gradients of all reads would not fit into registers
+    for k in range(tl.cdiv(D, C) * reads * started):
+        s, first = k % reads, k // reads * C
+        c = first + tl.arange(0, C)
+        inside = (p < positions)[:, None] & (c < D)[None, :]
+        at = (tl.cast(positions, tl.int64) * s + p)[:, None] * D + c[None, :]
+        of_out = tl.load(grad_ptr + at, inside, other=0.0).to(tl.float32)
+        start = tl.load(start_ptr + at, inside, other=0.0).to(tl.float32)
+        _add(product_ptr + (n * reads + s) * positions + p, of_out * start, p < positions, first)
     for first in range(0, D, C):
         c = first + tl.arange(0, C)
         inside = (p < positions)[:, None] & (c < D)[None, :]
         at = tl.cast(p, tl.int64)[:, None] * D + c[None, :]
         grad = load_reads(grad_ptr, at, inside, positions, reads, D, S)
-        if started != 0:
-            for s in tl.static_range(S):
-                read_at = tl.cast(positions, tl.int64) * (s * D) + at
-                start = tl.load(start_ptr + read_at, inside & (s < reads), other=0.0).to(tl.float32)
-                of_start += tl.where(of_reads == s, tl.sum(grad[s] * start, axis=1)[None, :], 0.0)
         for j in range(n):
             x = load_source(table_ptr, j, at, inside, NARROW)
             for s in tl.static_range(S):
                 if s < reads:
-                    to_ptr = grad_raw_ptr + (j * reads + s) * positions + p
-                    product = tl.sum(grad[s] * x, axis=1)
-                    product += tl.load(to_ptr, (p < positions) & (first > 0), other=0.0)
-                    tl.store(to_ptr, product, p < positions)
+                    _add(product_ptr + (j * reads + s) * positions + p, grad[s] * x, p < positions, first)
         # the sums that one thread stored are read by others
         tl.debug_barrier()
     q = p[None, :]
@@ -249,22 +258,23 @@ def _score_grads(
     at = of_reads * positions + q
     start_lse = tl.load(start_lse_ptr + at, inside & (started != 0), other=float("-inf")).to(tl.float32)
     share = tl.exp(start_lse - tl.load(lse_ptr + at, inside, other=0.0))
+    of_start = tl.load(product_ptr + (n * reads + of_reads) * positions + q, inside & (started != 0), other=0.0)
     common += share * of_start
     for j in range(n):
         at = (j * reads + of_reads) * positions + q
-        common += tl.load(weight_ptr + at, inside, other=0.0) * tl.load(grad_raw_ptr + at, inside, other=0.0)
+        common += tl.load(weight_ptr + at, inside, other=0.0) * tl.load(product_ptr + at, inside, other=0.0)
     if started != 0:
         grad_start_lse = share * (of_start - common)
         to_ptr = grad_start_lse_ptr + of_reads * positions + q
         tl.store(to_ptr, grad_start_lse.to(grad_start_lse_ptr.dtype.element_ty), inside)
     for j in range(n):
         at = (j * reads + of_reads) * positions + q
-        product, weight = tl.load(grad_raw_ptr + at, inside, other=0.0), tl.load(weight_ptr + at, inside, other=0.0)
+        product, weight = tl.load(product_ptr + at, inside, other=0.0), tl.load(weight_ptr + at, inside, other=0.0)
         scale = tl.load(scale_ptr + j * positions + p, p < positions, other=0.0)
         grad_score = weight * (product - common)
         tl.store(partial_bias_ptr + tl.program_id(0) * n + j, tl.sum(tl.sum(grad_score, axis=0), axis=0))
         grad_raw = grad_score * scale[None, :]
-        tl.store(grad_raw_ptr + tl.cast(n * reads, tl.int64) * positions + at, grad_raw, inside)
+        tl.store(grad_raw_ptr + at, grad_raw, inside)
         along = tl.zeros([R], tl.float32)
         if NORMED:
             # the gradient of rms(x) is parallel to x

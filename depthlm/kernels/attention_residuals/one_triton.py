@@ -72,8 +72,8 @@ def backward(
     taken = [aligned(x) for x in (grad_pd, grad_p, out_pd, lse_p)]
     starts = [y if x is None else aligned(x) for x, y in ((start_pd, taken[2]), (start_p, taken[3]))]
     grad_start, grad_start_lse = (
-        query.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (start_pd, start_p)
+        like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, like in ((start_pd, out_pd), (start_p, lse_p))
     )
     flags = int(start_pd is not None), int(bias_n is not None)
     with torch.cuda.device_of(query):
@@ -94,7 +94,8 @@ def _(query_d, sources, eps, bias_n, start_pd, start_p, dtype):
 @backward.register_fake
 def _(grad_pd, grad_p, out_pd, lse_p, query_d, sources, eps, bias_n, start_pd, start_p):
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
-    others = (query_d.new_empty(0) if x is None else x.new_empty(x.shape) for x in (bias_n, start_pd, start_p))
+    likes = (bias_n, query_d), (start_pd, out_pd), (start_p, lse_p)
+    others = (like.new_empty(0) if x is None else x.new_empty(x.shape) for x, like in likes)
     return query_d.new_empty(query_d.shape), grads, *others
 
 
