@@ -237,7 +237,7 @@ def test_the_kernels_compile_for_gpus() -> None:
     tables = {"table_ptr": "*i64", "x_ptrs": ["*u8"] * 16, "grad_ptrs": ["*u8"] * 16}
     given = ("query", "bias", "gate", "weights", "start", "out", "grad", "grad_start")
     fp32 = ("raw", "scale", "weight", "score", "lse", "start_lse", "grad_lse", "grad_start_lse", "grad_score",
-            "grad_raw", "along", "partial", "partial_bias", "partial_query")  # fmt: skip
+            "grad_raw", "product", "along", "partial", "partial_bias", "partial_query")  # fmt: skip
     types = {**tables, **{f"{name}_ptr": "*fp32" for name in (*given, *fp32)},
              **dict.fromkeys(reads_triton.COUNTS, "i32")}  # fmt: skip
     half = {"R": 16, "C": 64}
