@@ -239,6 +239,8 @@ def _score_grads(
         of_out = tl.load(grad_ptr + at, inside, other=0.0).to(tl.float32)
         start = tl.load(start_ptr + at, inside, other=0.0).to(tl.float32)
         _add(product_ptr + (n * reads + s) * positions + p, of_out * start, p < positions, first)
+        # the sums that one thread stored may be read by others
+        tl.debug_barrier()
     for first in range(0, D, C):
         c = first + tl.arange(0, C)
         inside = (p < positions)[:, None] & (c < D)[None, :]
@@ -249,7 +251,7 @@ def _score_grads(
             for s in tl.static_range(S):
                 if s < reads:
                     _add(product_ptr + (j * reads + s) * positions + p, grad[s] * x, p < positions, first)
-        # the sums that one thread stored are read by others
+        # as above
         tl.debug_barrier()
     q = p[None, :]
     inside = (q < positions) & (of_reads < reads)
