@@ -10,13 +10,15 @@ ARCHITECTURES = (80, 90)
 # in a separate process, since triton cannot compile after it was imported for its interpreter
 PROGRAM = """
 import importlib, json, sys
-from triton import compile
+from triton import compile, language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 for module, name, types, constants, warps, architecture in json.load(sys.stdin):
     kernel = getattr(importlib.import_module(module), name)
     types = {key: tuple(kind) if isinstance(kind, list) else kind for key, kind in types.items()}
+    # a dtype among the constants is given by its name
+    constants = {key: getattr(language, value) if key == "NARROW" else value for key, value in constants.items()}
     signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
     places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", architecture, 32),

@@ -1,5 +1,6 @@
 """The outputs and all gradients of the Triton kernels of reads over depth equal those of the PyTorch references."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +16,22 @@ from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_read
 
 from .compiling import compile_kernels
 
+reads_triton = pytest.importorskip("depthlm.kernels.reads_triton")
 attend_ops = pytest.importorskip("depthlm.kernels.attention_residuals.triton")
-sums_ops = pytest.importorskip("depthlm.kernels.gated_residuals.triton")
+from depthlm.kernels.attention_residuals import many_triton, one_triton  # noqa: E402
+from depthlm.kernels.gated_residuals import gated_triton, weighted_triton  # noqa: E402
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READS = ("attend", "weighted", "gated")
 # Triton's interpreter takes time for every position and source, so it gets few of them, in programs of few
 TOKENS, ROWS = (9, 16) if DEVICE == "cuda" else (4, 3)
+KERNELS = {
+    reads_triton: ("_write_table", "_scores"),
+    many_triton: ("_softmax", "_forward", "_score_grads", "_source_grads"),
+    one_triton: ("_forward", "_backward"),
+    gated_triton: ("_forward", "_score_grads", "_source_grads", "_parameter_grads"),
+    weighted_triton: ("_forward", "_backward"),
+}
 # the weighted sums are half of the gated ones
 QUICK_FIRST = ("attend", pytest.param("weighted", marks=pytest.mark.slow), "gated")
 
@@ -29,8 +40,7 @@ QUICK_FIRST = ("attend", pytest.param("weighted", marks=pytest.mark.slow), "gate
 def few_rows() -> Iterator[None]:
     """Several programs for few positions, the last of which is not full."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (attend_ops, sums_ops):
-            patch.setattr(module, "ROWS", ROWS)
+        patch.setattr(one_triton, "ROWS", ROWS)
         yield
 
 
@@ -91,7 +101,7 @@ def test_reads_equal_the_reference(kind: str, reads: int, n: int, t: int, d: int
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
-def test_more_sources_than_one_launch_supports(kind: str) -> None:
+def test_more_sources_than_one_table_launch_takes(kind: str) -> None:
     assert_same(kind, tensors(kind, 2, 18, 1, 8, started=True))
 
 
@@ -114,21 +124,37 @@ def test_16_bit_sources_with_one_wider_source(kind: str, dtype: torch.dtype, tol
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
-def test_chain_of_launches_rounds_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend_ops, "MAX_SOURCES", 4)
-    monkeypatch.setattr(sums_ops, "MAX_SOURCES", 4)
-    arguments = tensors(kind, 1, 9, 1, 4, started=False)
-    arguments["sources"] = [x.half() for x in arguments["sources"]]
-    assert assert_same(kind, arguments, 2e-3)[0].dtype == torch.float16
-    arguments["sources"][0] = arguments["sources"][0].float()
-    assert results(kind, "triton", arguments)[0].dtype == torch.float32
+def test_several_tiles_of_positions_and_dimensions(kind: str) -> None:
+    """One tile has 64 dimensions, and 32 or 16 positions. Two programs of the backward pass have several tiles each."""
+    arguments = tensors(kind, 3, 2, 25, 70, started=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (reads_triton, weighted_triton):
+            patch.setattr(module, "PROGRAMS", 2)
+        assert_same(kind, arguments)
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
-def test_more_reads_than_fit_into_registers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend_ops, "TILE", 24)
-    monkeypatch.setattr(sums_ops, "TILE", 24)
-    assert_same(kind, tensors(kind, 5, 3, 2, 8, started=True))
+def test_more_reads_than_one_launch_supports(kind: str) -> None:
+    assert_same(kind, tensors(kind, 9, 2, 1, 8, started=True))
+
+
+@pytest.mark.parametrize("kind", QUICK_FIRST)
+def test_fp16_with_bf16_is_computed_in_fp32(kind: str) -> None:
+    arguments = tensors(kind, 2, 2, 1, 8, started=False)
+    arguments["sources"] = [arguments["sources"][0].half(), arguments["sources"][1].bfloat16()]
+    found = assert_same(kind, arguments, 1e-2)
+    assert found[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", QUICK_FIRST)
+def test_sources_at_any_address(kind: str) -> None:
+    """The kernels load 16 bytes at once, which an address that is no multiple of 16 does not allow."""
+    arguments = tensors(kind, 2, 2, 2, 8, started=False)
+    arguments["sources"] = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in arguments["sources"]]
+    assert_same(kind, arguments)
+    shifted = arguments["sources"][0]
+    assert shifted.storage_offset() == 1
+    assert reads_triton.aligned(shifted).storage_offset() == 0
 
 
 @pytest.mark.parametrize("kind", QUICK_FIRST)
@@ -155,15 +181,29 @@ def test_results_are_bitwise_reproducible(kind: str) -> None:
 def test_operators_pass_opcheck() -> None:
     q, xs, out, lse = (normal(2, 8).requires_grad_(), [normal(3, 8).requires_grad_(), normal(3, 8)],
                        normal(2, 3, 8), normal(2, 3))  # fmt: skip
-    for start in ((None, None), (out, lse)):
-        bias = None if start[0] is None else normal(2)
-        torch.library.opcheck(attend_ops.forward, (q, xs, 1e-5, bias, *start, torch.float32))
-        detached = q.detach(), [x.detach() for x in xs]
-        torch.library.opcheck(attend_ops.backward, (out, lse, out, lse, *detached, 1e-5, bias, *start))
-    weights, gate = normal(2, 2, 8).requires_grad_(), normal(2, 2, 8)
-    for arguments in ((weights, gate), (weights[:, :, 0].detach().requires_grad_(), None)):
-        torch.library.opcheck(sums_ops.forward, (*arguments, xs, out, torch.float16))
-        torch.library.opcheck(sums_ops.backward, (out, arguments[0].detach(), arguments[1], [x.detach() for x in xs]))
+    detached, opcheck = [x.detach() for x in xs], torch.library.opcheck
+    for starts in ((None, None), (out, lse)):
+        bias = None if starts[0] is None else normal(2)
+        opcheck(many_triton.forward, (q, xs, 1e-5, bias, *starts, torch.float32))
+        saved = many_triton.forward(q.detach(), detached, 1e-5, bias, *starts, torch.float32)
+        opcheck(many_triton.backward, (out, lse, *saved[1:], q.detach(), detached, True, bias, *starts))
+        one = [None if x is None else x[0] for x in starts]
+        opcheck(one_triton.forward, (q[0].detach().requires_grad_(), xs, 1e-5, bias, *one, torch.float32))
+        opcheck(one_triton.backward, (out[0], lse[0], out[0], lse[0], q[0].detach(), detached, 1e-5, bias, *one))
+    weights, gate = normal(2, 2, 8), normal(2, 2, 8)
+    opcheck(gated_triton.forward, (weights.clone().requires_grad_(), gate, xs, out, torch.float16))
+    score = gated_triton.forward(weights, gate, detached, out, torch.float32)[1]
+    opcheck(gated_triton.backward, (out, weights, gate, score, detached))
+    opcheck(weighted_triton.forward, (weights[:, :, 0].clone().requires_grad_(), xs, out, torch.float16))
+    opcheck(weighted_triton.backward, (out, weights[:, :, 0], detached))
+
+
+@pytest.mark.parametrize("kernel", [getattr(module, name) for module, names in KERNELS.items() for name in names])
+def test_numbers_do_not_select_a_compilation(kernel: Any) -> None:
+    """Triton compiles a kernel again for each number that is 1 or a multiple of 16, unless the number is excluded."""
+    names = inspect.signature(kernel.fn).parameters
+    numbers = {name for name in names if not name.endswith(("_ptr", "_ptrs")) and not name.isupper()}
+    assert numbers <= {*reads_triton.COUNTS}
 
 
 def test_invalid_arguments_are_refused() -> None:
@@ -191,23 +231,27 @@ def test_invalid_arguments_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    sources, sizes = ["*fp32", *["*bf16"] * 15], {"S": 8, "D": 2048}
-    counts = {"n": "i32", "positions": "i32", "rows": "i32", "d": "i32", "reads": "i32"}
-    read_from = {"x_ptrs": sources, "query_ptr": "*fp32", "bias_ptr": "*fp32", "start_ptr": "*fp32",
-                 "start_lse_ptr": "*fp32", "out_ptr": "*fp32", "lse_ptr": "*fp32", **counts}  # fmt: skip
-    backward = {**read_from, "grad_ptr": "*fp32", "grad_lse_ptr": "*fp32", "grad_x_ptrs": sources,
-                "partial_dq_ptr": "*fp32", "partial_dbias_ptr": "*fp32", "grad_start_ptr": "*fp32",
-                "grad_start_lse_ptr": "*fp32"}  # fmt: skip
-    switches = {**sizes, "EPS": 1e-5, "NORMED": True, "BIAS": True, "START": True}
-    compile_kernels(
-        attend_ops.__name__, [("_forward", read_from, switches), ("_backward", backward, switches)], warps=16
-    )
-    sums = {"x_ptrs": sources, "weights_ptr": "*fp32", "gate_ptr": "*fp32", "start_ptr": "*fp32", "out_ptr": "*fp32",
-            "grad_ptr": "*fp32", "grad_x_ptrs": sources, "partial_dweights_ptr": "*fp32", "partial_dgate_ptr": "*fp32",
-            **counts}  # fmt: skip
-    kernels = [
-        (name, sums, {**sizes, "GATED": gated, **({"START": True} if name == "_forward" else {})})
-        for name in ("_forward", "_backward")
-        for gated in (True, False)
-    ]
-    compile_kernels(sums_ops.__name__, kernels, warps=16)
+    d, tile = {"D": 2048}, {"R": 32, "C": 64}
+    narrow, normed = {"NARROW": "bfloat16"}, {"EPS": 1e-5, "NORMED": True}
+    eight, dot = {"S": 8}, {"DOT_S": 16}
+    tables = {"table_ptr": "*i64", "x_ptrs": ["*u8"] * 16, "grad_ptrs": ["*u8"] * 16}
+    given = ("query", "bias", "gate", "weights", "start", "out", "grad", "grad_start")
+    fp32 = ("raw", "scale", "weight", "score", "lse", "start_lse", "grad_lse", "grad_start_lse", "grad_score",
+            "grad_raw", "product", "along", "partial", "partial_bias", "partial_query")  # fmt: skip
+    types = {**tables, **{f"{name}_ptr": "*fp32" for name in (*given, *fp32)},
+             **dict.fromkeys(reads_triton.COUNTS, "i32")}  # fmt: skip
+    half = {"R": 16, "C": 64}
+    scored = {**d, "R": 64, "C": 64, "S": 16, **narrow, "PER_SOURCE": False, **normed}
+    for module, warps, kernels in (
+        (reads_triton, 4, {"_scores": scored, "_write_table": {}}),
+        (weighted_triton, 8, {"_forward": {**d, **tile, **eight, **narrow}}),
+        (weighted_triton, 2, {"_backward": {**d, "V": 64, "S": 16, "N": 16, **narrow}}),
+        (gated_triton, 8, {name: {**d, **tile, **eight, **narrow} for name in ("_forward", "_score_grads")}),
+        (gated_triton, 4, {"_source_grads": {**d, **tile, **eight, **dot, **narrow},
+                           "_parameter_grads": {**d, **half, "S": 3, **dot, "J": 3, **narrow}}),
+        (many_triton, 8, {"_forward": {**d, **tile, **eight, **narrow},
+                          "_score_grads": {**d, **tile, **eight, **narrow, "NORMED": True}}),
+        (many_triton, 4, {"_softmax": {"R": 128, **eight}, "_source_grads": {**d, **half, **eight, **dot, **narrow}}),
+        (one_triton, 4, {name: {"WIDTH": 1536, **d, **normed, **narrow} for name in ("_forward", "_backward")}),
+    ):  # fmt: skip
+        compile_kernels(module.__name__, [(name, types, values) for name, values in kernels.items()], warps)
