@@ -1,6 +1,6 @@
 """What a training step of a preset requires of an H100, computed on a machine without a GPU.
 
-    python benchmarks/rehearsal.py [--size 1.5b 3b] [--presets moda dca] [--micro-batch 8] [--code] [overrides]
+    python benchmarks/rehearsal.py [--size 1.5b,3b] [--presets moda,dca] [--compile] [--code] [overrides]
 
 Runs one forward and one backward pass of a micro-batch on fake CUDA tensors, which have shapes but no values, and
 counts launches and bytes. With --code it compiles every Triton kernel for sm_90 with its real arguments, and counts
@@ -88,7 +88,8 @@ def rehearse_preset(
         "compiled": compiled,
         "activation_checkpointing": config.training.activation_checkpointing,
         **rehearsal.record(),
-        **estimate(config, micro_batch_size, precision),
+        # the estimate is that of a step without compilation
+        **({} if compiled else estimate(config, micro_batch_size, precision)),
     }
     if code:
         line["machine_code"] = [
@@ -129,8 +130,9 @@ def main() -> int:
     parser.add_argument(
         "overrides", nargs="*", help="as for train.py, for example training.activation_checkpointing=true"
     )
-    parser.add_argument("--presets", nargs="+", default=PRESETS)
-    parser.add_argument("--size", nargs="+", default=["1.5b"])
+    # separated by commas: with spaces, overrides would be taken for further values
+    parser.add_argument("--presets", default=",".join(PRESETS), help="separated by commas (default: %(default)s)")
+    parser.add_argument("--size", default="1.5b", help="sizes, separated by commas (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences (default: %(default)s)")
     parser.add_argument(
         "--precision",
@@ -152,7 +154,7 @@ def main() -> int:
     from rich.console import Console
     from rich.progress import track
 
-    jobs = [(preset, size) for size in arguments.size for preset in arguments.presets]
+    jobs = [(preset, size) for size in arguments.size.split(",") for preset in arguments.presets.split(",")]
     results: dict[str, Any] = {"lines": [], "errors": []}
     for preset, size in track(jobs, "rehearsing", transient=True):
         overrides = [f"model={preset}", f"size={size}", f"kernels={arguments.kernels}", *arguments.overrides]
@@ -187,7 +189,7 @@ def table(columns: dict[str, str], lines: list[dict[str, Any]]) -> Any:
 
     shown = Table(*columns.values(), box=box.SIMPLE)
     for line in lines:
-        shown.add_row(*(cell(line[key]) for key in columns))
+        shown.add_row(*(cell(line.get(key, "")) for key in columns))
     return shown
 
 

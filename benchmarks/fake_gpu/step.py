@@ -119,6 +119,8 @@ def compile_regions(model: Decoder, counter: "_Counter") -> None:
     """Compile the sublayers, the head and the loss, and let the counter count their launches."""
     from fake_gpu.compiled import backend
 
+    # otherwise the compilations of earlier rehearsals count towards the limit of recompilations
+    torch._dynamo.reset()
     compile_sublayers(model, backend=backend(counter))
 
     def without_counter(compiled: Callable[..., Any]) -> Callable[..., Any]:
