@@ -73,7 +73,7 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
 
 def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
     line = rehearsed(tmp_path, "--compile", "--presets", "vanilla", "size.num_layers=24")["vanilla"]
-    assert line["launches"] <= 1600
+    assert line["launches"] <= 1750
     assert line["saved_gib"] < SAVED_GIB["vanilla"]
 
 
