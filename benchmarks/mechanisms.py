@@ -30,6 +30,7 @@ from depthlm.machine import environment
 from depthlm.model import compile_sublayers
 from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
+from depthlm.training.setup import compiles
 from depthlm.training.step import train_step
 
 SHAPE = ["size.hidden_size=512", "size.intermediate_size=1408", "size.num_layers=24", "size.num_heads=8",
@@ -60,7 +61,7 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
     model = depthlm.build_model(config, device)
     if config.training.activation_checkpointing:
         model.checkpoint_activations()
-    if config.training.compile:
+    if compiles(config, device):
         compile_sublayers(model)
     engine = build_engine(config, plan, model)
     shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)

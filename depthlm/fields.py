@@ -13,7 +13,7 @@ def key(
     default: Any = dataclasses.MISSING,
     doc: str = "",
     *,
-    choices: tuple[str, ...] = (),
+    choices: tuple[str | bool, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -23,7 +23,7 @@ def key(
 ) -> Any:
     """Return a documented dataclass field.
 
-    choices: the allowed strings. minimum, maximum: inclusive bounds. above: exclusive lower bound.
+    choices: the allowed values. minimum, maximum: inclusive bounds. above: exclusive lower bound.
     count: whether the value is an integer that may also be written as `300M` or `10B`.
     on_resume: whether a run may resume with another value. free: yes, since it does not affect the result; logged: yes,
     with a line in the log, since it affects at most rounding or the treatment of bad batches; fixed: no.

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -18,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.model import Decoder, compile_sublayers
-from depthlm.model.layer import Regions
 from fake_gpu import machine_code
 from fake_gpu.machine_code import Grid, Specialization
 
@@ -121,19 +121,20 @@ def compile_regions(model: Decoder, counter: "_Counter") -> None:
 
     # otherwise the compilations of earlier rehearsals count towards the limit of recompilations
     torch._dynamo.reset()
-    compile_sublayers(model, backend=backend(counter))
+    compile_function = torch.compile
 
-    def without_counter(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_without_counter(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
         # torch.compile does not compile under a dispatch mode
+        compiled = compile_function(function, **settings)
+
         def call(*arguments: Any) -> Any:
             with _pop_mode_temporarily():
                 return compiled(*arguments)
 
         return call
 
-    for layer in model.layers:
-        layer.regions = Regions(*map(without_counter, layer.regions))
-    model.head_and_loss = without_counter(model.head_and_loss)
+    with mock.patch("torch.compile", compile_without_counter):
+        compile_sublayers(model, backend=backend(counter))
 
 
 class _Counter(TorchDispatchMode):

@@ -158,7 +158,7 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
         except OmegaConfBaseException:
             value = None
         default = "(see the group)" if isinstance(value, DictConfig) else override_text(value)
-        choices = f" ({', '.join(key.metadata['choices'])})" if key.metadata["choices"] else ""
+        choices = f" ({', '.join(key.choices)})" if key.choices else ""
         table.add_row(key.name, escape(default), escape(key.metadata["doc"] + choices))
     return table
 

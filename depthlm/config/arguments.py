@@ -34,7 +34,7 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
             values[name] = None if value == "null" else value
     read, wrong = validate(schema, values)
     for name in (name for name in values if name in wrong):
-        close = nearest(str(values[name]), known[name].metadata["choices"])
+        close = nearest(str(values[name]), known[name].choices)
         errors.append(f"{prefix}{name}={override_text(values[name])}: must be {known[name].wanted}{close}")
     errors += [
         f"{prefix}{key.name}=...: is missing: {key.metadata['doc']}"

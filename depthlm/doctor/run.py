@@ -26,7 +26,7 @@ def looks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callabl
         "driver": machine.driver,
         "NCCL": partial(machine.communication, device_type),
         "C compiler": partial(software.c_compiler, device_type),
-        "C++ compiler": partial(software.cpp_compiler, device_type, config.training.compile),
+        "C++ compiler": partial(software.cpp_compiler, device_type, config.training.compile is True),
         "memory": machine.memory,
         "shared memory": machine.shared_memory,
         "disk, run": partial(machine.disk, "disk, run", Path(config.output_dir or "outputs")),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthlm.kernels.dtypes import compute_dtype, no_autocast, upcast
 
@@ -41,6 +41,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = torch.linalg.vecdot(weight, x.view(-1))
         return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
+
+
+def linear_together(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Return the result of each layer for the same x. All have a bias, or none has.
+
+    torch.compile gets one product on a GPU, where it casts the weights to 16 bits, and thus copies them, in any case.
+    """
+    if x.is_cpu or not torch.compiler.is_compiling():
+        return tuple(layer(x) for layer in layers)
+    return linear_joined(x, *layers)
+
+
+def linear_joined(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """Return the result of each layer as a slice of one product with their concatenated weights."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers]
+    bias = None if biases[0] is None else torch.cat(biases)
+    return F.linear(x, torch.cat(weights), bias).split([layer.out_features for layer in layers], dim=-1)
 
 
 def gated_projection(gate: Tensor, up: Tensor, weight_df: Tensor, bias_d: Tensor | None = None) -> Tensor:

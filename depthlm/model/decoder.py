@@ -6,7 +6,7 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from depthlm.model.attention.self_attention import AttentionContext, AttentionFa
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
 from depthlm.model.documents import find_documents
-from depthlm.model.layer import REGIONS, Layer, Regions
+from depthlm.model.layer import Layer, Regions, Sublayers
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.model.shape import Backbone, Size
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.size, self.backbone, self.loops = size, backbone, loops
-        self.activation_checkpointing = False
+        self.activation_checkpointing = self.is_compiled = False
         self.kernels = "auto"
         self.end_of_text: int | None = None
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor], Loss] = head_and_loss
@@ -197,7 +197,30 @@ def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
 
     All layers share one compilation. The depth mechanism itself is not compiled. Names in state_dict do not change.
     """
-    regions = Regions(*(torch.compile(region, backend=backend) for region in REGIONS))
+    # imported here, since it takes seconds
+    from torch._dynamo import lookup_backend
+
+    compiler = _recomputing(lookup_backend(backend))
+    whole = Regions(*(torch.compile(region, backend=compiler) for region in Regions()))
+    sublayers = Sublayers(*(torch.compile(function, backend=compiler) for function in Sublayers()))
     for layer in model.layers:
-        layer.regions = regions
-    model.head_and_loss = torch.compile(head_and_loss, backend=backend)
+        layer.regions = whole
+        layer.sublayer_regions = Regions(*(partial(region, sublayers=sublayers) for region in Regions()))
+    model.head_and_loss = torch.compile(head_and_loss, backend=compiler)
+    model.is_compiled = True
+
+
+def _recomputing(compiler: Callable) -> Callable:
+    """Let the backward pass recompute cheap factors of a matrix product on a GPU, such as the activation of an MLP.
+
+    By default torch.compile stores them, and a step needs more memory than without it. On a CPU memory is not scarce.
+    """
+
+    from torch._functorch import config as functorch_config
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        on_cpu = all(x.is_cpu for x in inputs if isinstance(x, Tensor))
+        with functorch_config.patch(ban_recompute_materialized_backward=on_cpu):
+            return compiler(graph, inputs)
+
+    return compile_graph

@@ -32,7 +32,9 @@ class Layer(nn.Module):
         self.attention = attention
         self.mlp_norm = _norms(counts[1], size, backbone)
         self.mlp = MLP(size, backbone)
-        self.regions: Regions = REGIONS
+        # an output that is not used would cost a gradient of zeros under torch.compile
+        self.shows_mlp_input = type(attention).after_mlp is not SelfAttention.after_mlp
+        self.regions = self.sublayer_regions = Regions()
 
     def forward(
         self,
@@ -43,23 +45,13 @@ class Layer(nn.Module):
         past: AttentionContext,
         observer: Observer = UNOBSERVED,
     ) -> tuple[Stream, DepthKV]:
-        for_attention, for_mlp = connections
-
-        observer.read(for_attention, stream)
-        inputs, carry = for_attention.read(stream)
-        projected = self.regions.project(self, inputs, rope)
-        observer.attend(for_attention.spec, self.attention, projected, depth, past)
+        whole = observer is UNOBSERVED and all(connection.is_compiled for connection in connections)
+        regions = self.regions if whole else self.sublayer_regions
+        projected, carry = regions.enter(self, connections[0], stream, rope, observer)
+        observer.attend(connections[0].spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
-        output_btd = self.regions.output(self, context)
-        observer.write(for_attention.spec, output_btd)
-        stream = for_attention.write(stream, output_btd, carry)
-
-        observer.read(for_mlp, stream)
-        inputs, carry = for_mlp.read(stream)
-        output_btd, seen_btd = self.regions.transform(self, inputs)
-        depth = self.attention.after_mlp(seen_btd, rope, depth)
-        observer.write(for_mlp.spec, output_btd)
-        return for_mlp.write(stream, output_btd, carry), depth
+        stream, seen_btd = regions.leave(self, connections, stream, carry, context, observer)
+        return stream, depth if seen_btd is None else self.attention.after_mlp(seen_btd, rope, depth)
 
 
 def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
@@ -84,15 +76,63 @@ def transform(layer: Layer, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return (output_btd if layer.pre_norm else layer.mlp_norm(output_btd)), inputs[0]
 
 
+class Sublayers(NamedTuple):
+    """The functions between the read and the write of a connection. Compiled, they take any connection."""
+
+    project: Any = project
+    output: Any = output
+    transform: Any = transform
+
+
+PLAIN = Sublayers()
+
+
+def enter(
+    layer: Layer,
+    connection: Connection,
+    stream: Stream,
+    rope: Rope | None,
+    observer: Observer,
+    sublayers: Sublayers = PLAIN,
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Read for the attention. Return what `SelfAttention.project` makes of it, and the carry."""
+    observer.read(connection, stream)
+    inputs, carry = connection.read(stream)
+    return sublayers.project(layer, inputs, rope), carry
+
+
+def leave(
+    layer: Layer,
+    connections: tuple[Connection, Connection],
+    stream: Stream,
+    carry: Any,
+    context: Tensor,
+    observer: Observer,
+    sublayers: Sublayers = PLAIN,
+) -> tuple[Stream, Tensor | None]:
+    """Write the output of the attention, and read and write for the MLP.
+
+    Return the stream, and the input of the MLP if the attention uses it.
+    """
+    for_attention, for_mlp = connections
+    output_btd = sublayers.output(layer, context)
+    observer.write(for_attention.spec, output_btd)
+    stream = for_attention.write(stream, output_btd, carry)
+    observer.read(for_mlp, stream)
+    inputs, carry = for_mlp.read(stream)
+    output_btd, seen_btd = sublayers.transform(layer, inputs)
+    observer.write(for_mlp.spec, output_btd)
+    return for_mlp.write(stream, output_btd, carry), seen_btd if layer.shows_mlp_input else None
+
+
 class Regions(NamedTuple):
-    """The functions that `torch.compile` compiles. They take the layer as an argument, so all layers share them."""
+    """What a layer does before and after its attention over the sequence.
 
-    project: Any
-    output: Any
-    transform: Any
+    The functions take the layer as an argument, so that all layers share their compilation.
+    """
 
-
-REGIONS = Regions(project, output, transform)
+    enter: Any = enter
+    leave: Any = leave
 
 
 def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from depthlm.kernels.cross_entropy.reference import linear_cross_entropy
 from depthlm.kernels.dtypes import compute_dtype, upcast
-from depthlm.kernels.functions import gated_projection, linear, rms_norm
+from depthlm.kernels.functions import gated_projection, linear, linear_together, rms_norm
 from depthlm.model.shape import Backbone, Size
 
 Rope = tuple[Tensor, Tensor]
@@ -67,7 +67,7 @@ class MLP(nn.Module):
     def forward(self, x_btd: Tensor) -> Tensor:
         if self.gate_proj is None:
             return self.down_proj(F.relu(self.up_proj(x_btd)))
-        return self.down_proj(self.gate_proj(x_btd), self.up_proj(x_btd))
+        return self.down_proj(*linear_together(x_btd, self.gate_proj, self.up_proj))
 
 
 class Embedding(nn.Module):

@@ -1,6 +1,7 @@
 """What a run and a dry run have in common: their process, their data, and the model in its engine."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from depthlm.distributed.process_group import leave_distributed, start_distribut
 from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
+from depthlm.kernels.backend import missing
 from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
@@ -31,6 +33,8 @@ from depthlm.training.memory_check import check_memory
 from depthlm.training.monitoring.describe import derived
 from depthlm.training.monitoring.display import show_table, start_logging
 from depthlm.training.plan import Plan, make_plan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,19 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
         model.checkpoint_activations()
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     cost = Cost(count_parameters(model)["total"], flops_per_token(model, plan.sequence_length).training)
+    if compiles(config, setup.device):
+        compile_sublayers(model)
     rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
     show_table("depthlm", rows, setup.ranks.rank)
-    if config.training.compile:
-        compile_sublayers(model)
     return build_engine(config, plan, model), cost
+
+
+def compiles(config: Config, device: torch.device) -> bool:
+    """Return whether torch.compile compiles the sublayers."""
+    if config.training.compile != "auto":
+        return config.training.compile is True
+    if device.type != "cuda" or config.deepspeed.stage == 3:
+        return False
+    if lack := missing(device.type):
+        log.warning("training.compile=auto: the sublayers are not compiled: %s", lack)
+    return lack is None

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthlm.kernels.functions import GatedProjection, rms_norm
+from depthlm.kernels.functions import GatedProjection, linear_joined, linear_together, rms_norm
 
 
 def random(*shape, seed=0):
@@ -49,3 +49,16 @@ def test_the_gated_projection_rounds_like_autocast():
         assert ours.dtype == expected.dtype
         # PyTorch sums the gradient of the bias in bf16
         torch.testing.assert_close(ours, expected, rtol=1e-2 if ours.shape == bias.shape else 0, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_for_several_layers_equals_one_for_each(bias):
+    layers = [torch.nn.Linear(8, width, bias=bias, dtype=torch.float64) for width in (6, 3, 1)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    x = random(2, 5, 8).requires_grad_()
+    results = []
+    for function in (linear_joined, linear_together):
+        outputs = function(x, *layers)
+        results.append((*outputs, *torch.autograd.grad(sum(y.sin().sum() for y in outputs), [x, *weights])))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.training.setup import start_process
+from depthlm.training.setup import compiles, start_process
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +39,30 @@ def test_the_gpu_allocator_does_not_fragment_unless_the_user_chose_another_setti
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     start_process(config)
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "stage", "lack", "compiled"),
+    [
+        ("auto", "cuda", 0, None, True),
+        ("auto", "cuda", 2, None, True),
+        ("auto", "cuda", 3, None, False),
+        ("auto", "cuda", 0, "Triton needs a C compiler", False),
+        ("auto", "cpu", 0, None, False),
+        ("true", "cpu", 0, None, True),
+        ("false", "cuda", 0, None, False),
+    ],
+)
+def test_sublayers_are_compiled_where_it_helps_or_where_the_user_says_so(
+    choice: str,
+    device: str,
+    stage: int,
+    lack: str | None,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = depthlm.compose([f"training.compile={choice}", f"deepspeed=zero{stage}"])
+    monkeypatch.setattr("depthlm.training.setup.missing", lambda device: lack)
+    assert compiles(config, torch.device(device)) is compiled
+    assert (lack is not None) == any(f"not compiled: {lack}" in line for line in caplog.messages)

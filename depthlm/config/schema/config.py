@@ -1,7 +1,7 @@
 """The schema: every key a run can set, with its type, default, bounds and meaning."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from depthlm.config.schema.experiment import Budget, Experiment
 from depthlm.fields import key, section
@@ -167,7 +167,12 @@ class Training:
     activation_checkpointing: bool = key(
         False, "recompute each layer in the backward pass instead of storing it", on_resume="logged"
     )
-    compile: bool = key(False, "torch.compile of each sublayer and of the loss", on_resume="logged")
+    compile: Union[bool, str] = key(
+        "auto",
+        "torch.compile of each sublayer and of the loss; auto: on a GPU, except with ZeRO 3",
+        choices=("auto", True, False),
+        on_resume="logged",
+    )
     num_threads: Optional[int] = key(
         None,
         "CPU threads per rank; null: the available cores, divided by the ranks of the node",

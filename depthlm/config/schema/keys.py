@@ -48,6 +48,11 @@ class Key:
         return inner[0] if self.optional and inner else self.type
 
     @property
+    def choices(self) -> list[str]:
+        """The allowed values as a user writes them; empty if there is no list of them."""
+        return [str(value).lower() if isinstance(value, bool) else value for value in self.metadata["choices"]]
+
+    @property
     def validated_type(self) -> Any:
         """The type and its bounds, as pydantic validates them."""
         limits = self.metadata
@@ -68,7 +73,7 @@ class Key:
         """The allowed values, in words."""
         limits = self.metadata
         if limits["choices"]:
-            return "one of " + ", ".join(limits["choices"])
+            return "one of " + ", ".join(self.choices)
         words = "a whole number such as 2000000, 300M or 10B" if limits["count"] else WORDS[self.plain_type]
         for name, text in (("minimum", "at least"), ("above", "above"), ("maximum", "at most")):
             if limits[name] is not None:

@@ -47,7 +47,7 @@ def check_fields(raw: DictConfig) -> list[str]:
     _, wrong = validate(Config, values)
     for key in (known[name] for name in known if name in wrong):
         value = values[key.name]
-        errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.metadata["choices"]))
+        errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.choices))
     return errors + check_sources(raw)
 
 
@@ -205,10 +205,10 @@ def _check_sharding(config: Config) -> list[str]:
             f"deepspeed.offload={config.deepspeed.offload} with deepspeed.stage={config.deepspeed.stage}: only ZeRO 3 "
             "can offload its shards; allowed: deepspeed=zero3_offload"
         ]
-    if config.deepspeed.stage == 3 and config.training.compile:
+    if config.deepspeed.stage == 3 and config.training.compile is True:
         return [
             "training.compile=true with deepspeed.stage=3: torch.compile cannot follow weights that ZeRO 3 frees; "
-            "allowed: deepspeed=zero0, zero1 or zero2, or training.compile=false"
+            "allowed: deepspeed=zero0, zero1 or zero2, or training.compile=auto"
         ]
     return []
 
@@ -226,12 +226,12 @@ def _check_device(config: Config) -> list[str]:
 
     if config.kernels == "triton" and (lack := missing(device)):
         errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
-    if config.training.compile and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+    if config.training.compile is True and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         errors.append(
             "training.compile=true: torch.compile on a CPU needs a C++ compiler; install g++ or clang++, "
             "or leave it out"
         )
-    if config.training.compile and device == "cuda" and (lack := launch_lacks()):
+    if config.training.compile is True and device == "cuda" and (lack := launch_lacks()):
         errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
     return errors
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthlm.kernels.functions import linear_together
 from depthlm.model.cache import causal_mask
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size
@@ -71,9 +72,13 @@ class SelfAttention(nn.Module):
 
         q_in, k_in, v_in: x_btd, normalized on a pre-norm backbone. Most connections pass the same tensor three times.
         """
-        q = self.rotate(self.q_proj(q_in), self.q_norm if self.qk_norm != "none" else None, rope)
-        k = self.rotate(self.k_proj(k_in), self.k_norm if self.qk_norm != "none" else None, rope)
-        return q, k, self.heads(self.v_proj(v_in)).transpose(1, 2)
+        if q_in is k_in is v_in:
+            q, k, v = linear_together(q_in, self.q_proj, self.k_proj, self.v_proj)
+        else:
+            q, k, v = self.q_proj(q_in), self.k_proj(k_in), self.v_proj(v_in)
+        q = self.rotate(q, self.q_norm if self.qk_norm != "none" else None, rope)
+        k = self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope)
+        return q, k, self.heads(v).transpose(1, 2)
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         """Return context_bt(he) and the depth list for later layers."""

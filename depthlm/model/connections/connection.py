@@ -31,7 +31,12 @@ class Connection(nn.Module):
 
     A subclass that owns parameters must define `init_parameter` (see `depthlm.model.initialization`). It may also set
     `optimizer_settings` (see `depthlm.model.parameters`).
+
+    is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
+        then be short, without registered operators, and the same for all layers, on a stream of constant length.
     """
+
+    is_compiled = False
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()

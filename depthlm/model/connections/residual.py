@@ -12,6 +12,8 @@ class Residual(Connection):
             `-> sublayer f ----'
     """
 
+    is_compiled = True
+
     def read(self, stream: Stream) -> tuple[Inputs, None]:
         return (stream[0],), None
 

@@ -27,7 +27,7 @@ def derived(
     memory: Memory | None,
 ) -> dict[str, str]:
     """Return the values derived from the configuration, by name."""
-    size, training = config.size, config.training
+    size = config.size
     counts = count_parameters(model)
     epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
     entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
@@ -50,7 +50,7 @@ def derived(
         "memory estimate": memory_text(config, memory),
         "dtypes": dtypes(config),
         "device": f"{environment.device_name(environment.device_type(config.device))}, {config.precision.name}"
-        f"{', compiled' if training.compile else ''}, {ranks().launcher}",
+        f"{', compiled' if model.is_compiled else ''}, {ranks().launcher}",
         "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),
     }

@@ -62,7 +62,7 @@ BROKEN_OVERRIDES = [
     ("training.keep_every=0", ["keep_every=0", "at least 1"]),
     ("precision.min_loss_scale=0.5", ["min_loss_scale=0.5", "an integer"]),
     ("resume=maybe", ["resume=maybe", "one of auto, extend, retrain, never"]),
-    ("training.compile=perhaps", ["training.compile=perhaps", "true or false"]),
+    ("training.compile=perhaps", ["training.compile=perhaps", "one of auto, true, false"]),
     ("schedule.name=cosines", ["schedule.name=cosines", "did you mean `cosine`?"]),
     ("schedule.warmup_ratio=2", ["schedule.warmup_ratio=2", "at most 1"]),
     ("backbone.norm=batchnorm", ["backbone.norm=batchnorm", "rmsnorm, layernorm"]),

@@ -70,7 +70,7 @@ def test_norms_equal_plain_pytorch(small_run: Callable[..., list[str]], settings
     start_distributed(ranks())
     plan, model = make_plan(config, ranks()), depthlm.build_model(config)
     model.activation_checkpointing = config.training.activation_checkpointing
-    if config.training.compile:
+    if config.training.compile is True:
         from depthlm.model import compile_sublayers
 
         compile_sublayers(model)
