@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from depthlm.kernels.backend import using
+from depthlm.kernels.backend import fused, using
 from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         self.activation_checkpointing = self.is_compiled = False
         self.kernels = "auto"
         self.end_of_text: int | None = None
-        self.head_and_loss: Callable[[Decoder, Tensor, Tensor], Loss] = head_and_loss
+        self.head_and_loss: Callable[[Decoder, Tensor, Tensor, bool], Loss] = head_and_loss
         depth = loops * size.num_layers
         specs = [SublayerSpec(layer, kind, depth) for layer in range(depth) for kind in ("attention", "mlp")]
         self.embedding = Embedding(size, backbone)
@@ -102,7 +102,9 @@ class Decoder(nn.Module):
         hidden_btd = self.hidden(tokens_bt, cache, observer, ends_bt)
         if targets_bt is None:
             return self.logits(hidden_btd)
-        return self.head_and_loss(self, hidden_btd, targets_bt)
+        with using(self.kernels):
+            by_kernels = fused("cross_entropy", [hidden_btd])
+        return self.head_and_loss(self, hidden_btd, targets_bt, by_kernels)
 
     def hidden(
         self,
@@ -163,12 +165,12 @@ class Decoder(nn.Module):
         """Return logits_btv."""
         return self.head(self.final_norm(hidden_btd), self._tied())
 
-    def losses(self, hidden_btd: Tensor, targets_bt: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, hidden_btd: Tensor, targets_bt: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
         """Return nll_r and logsumexp_r of all r = b * t tokens, without the full logits of a large batch in memory.
 
         The nll of a target of -100 is undefined and must get no gradient.
         """
-        return self.head(self.final_norm(hidden_btd), self._tied(), targets_bt.flatten())
+        return self.head(self.final_norm(hidden_btd), self._tied(), targets_bt.flatten(), fused)
 
     def _tied(self) -> Tensor | None:
         # an untied head must not read the embedding matrix: with sharded weights each read costs an all-gather
@@ -184,9 +186,9 @@ def _recomputation(kernels: str) -> tuple[AbstractContextManager, AbstractContex
     return nullcontext(), using(kernels)
 
 
-def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor) -> Loss:
+def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor, fused: bool) -> Loss:
     """Return the summed loss of hidden_btd, which is before the final norm."""
-    nll, logsumexp = model.losses(hidden_btd, targets_bt)
+    nll, logsumexp = model.losses(hidden_btd, targets_bt, fused)
     counted = targets_bt.flatten() != -100
     z = logsumexp.square()
     return Loss(nll.where(counted, 0).sum(), z.where(counted, 0).sum(), counted.sum())

@@ -101,7 +101,11 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size.vocab_size)) if backbone.head_bias else None
 
     def forward(
-        self, hidden_btd: Tensor, embedding_vd: Tensor | None, targets_r: Tensor | None = None
+        self,
+        hidden_btd: Tensor,
+        embedding_vd: Tensor | None,
+        targets_r: Tensor | None = None,
+        fused: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits_btv, or with targets nll_r and logsumexp_r of all r = b * t rows. Targets of -100 are ignored.
 
@@ -111,7 +115,7 @@ class Head(nn.Module):
         assert weight_vd is not None
         if targets_r is None:
             return linear(hidden_btd, weight_vd, self.bias)
-        return linear_cross_entropy(hidden_btd.flatten(0, 1), weight_vd, self.bias, targets_r)
+        return linear_cross_entropy(hidden_btd.flatten(0, 1), weight_vd, self.bias, targets_r, fused)
 
 
 def rope_tables(positions: Tensor, head_size: int, theta: float) -> Rope:

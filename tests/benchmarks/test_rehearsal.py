@@ -47,7 +47,8 @@ def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_i
         assert line["estimated_peak_gib"] == pytest.approx(line["peak_gib"], rel=0.03), preset
         assert not line["host_synchronizations"], preset
         assert not line["parameters_without_gradient"], preset
-        assert line["compilations"] <= 8, preset
+        # beyond those of the head
+        assert line["compilations"] - lines["vanilla"]["compilations"] <= 8, preset
     # the gradients of depth entries are summed in the kernel
     assert lines["moda"]["gradient_sums"] <= lines["vanilla"]["gradient_sums"] + 100
 
@@ -73,8 +74,9 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
 
 def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
     line = rehearsed(tmp_path, "--compile", "--presets", "vanilla", "size.num_layers=24")["vanilla"]
-    assert line["launches"] <= 1750
-    assert line["saved_gib"] < SAVED_GIB["vanilla"]
+    assert line["launches"] <= 1250
+    # less than without torch.compile, which the estimate before a run assumes
+    assert line["saved_gib"] < 15
 
 
 def test_mistakes_are_reported_and_other_presets_continue(tmp_path: Path) -> None:
