@@ -107,6 +107,11 @@ def in_groups(reads: int) -> list[slice]:
     return [slice(i, i + MAX_READS) for i in range(0, reads, MAX_READS)]
 
 
+def of_group(x: Tensor, group: slice) -> Tensor:
+    """Return the part of x of a group of reads. If it is the only group, that is x, whose gradient is not copied."""
+    return x if len(x) <= group.stop - group.start else x[group]
+
+
 def widest(sources: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
     """Return the dtype of a result."""
     return common_dtype([*sources, *([] if start is None else [start])])

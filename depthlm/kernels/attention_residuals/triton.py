@@ -11,7 +11,7 @@ from torch import Tensor
 from depthlm.kernels.attention_residuals.many_triton import forward as attend_many
 from depthlm.kernels.attention_residuals.one_triton import forward as attend_one
 from depthlm.kernels.backend import expect
-from depthlm.kernels.reads_triton import in_groups, one_narrow_dtype, widest
+from depthlm.kernels.reads_triton import in_groups, of_group, one_narrow_dtype, widest
 
 
 def attend(
@@ -33,13 +33,13 @@ def attend(
         expect("depth_attend", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
     dtype, xs = widest(sources, out_spd), one_narrow_dtype(sources)
     if reads == 1:
-        starts = (None if x is None else x[0] for x in (out_spd, lse_sp))
-        out, lse = attend_one(query_sd[0], xs, eps, bias_n, *starts, dtype)
+        starts = (None if x is None else x.squeeze(0) for x in (out_spd, lse_sp))
+        out, lse = attend_one(query_sd.squeeze(0), xs, eps, bias_n, *starts, dtype)
         return out[None], lse[None]
     parts = []
     for group in in_groups(reads):
-        starts = (None if x is None else x[group] for x in (out_spd, lse_sp))
-        parts.append(attend_many(query_sd[group], xs, eps, bias_n, *starts, dtype)[:2])
+        starts = (None if x is None else of_group(x, group) for x in (out_spd, lse_sp))
+        parts.append(attend_many(of_group(query_sd, group), xs, eps, bias_n, *starts, dtype)[:2])
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

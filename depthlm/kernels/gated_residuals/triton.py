@@ -11,7 +11,7 @@ from torch import Tensor
 from depthlm.kernels.backend import expect
 from depthlm.kernels.gated_residuals.gated_triton import forward as gated_forward
 from depthlm.kernels.gated_residuals.weighted_triton import forward as weighted_forward
-from depthlm.kernels.reads_triton import in_groups, one_narrow_dtype, widest
+from depthlm.kernels.reads_triton import in_groups, of_group, one_narrow_dtype, widest
 
 
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
@@ -21,7 +21,9 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
     dtype, xs = widest(sources, start_spd), one_narrow_dtype(sources)
     return _joined(
         [
-            weighted_forward(weights_sn[group], xs, None if start_spd is None else start_spd[group], dtype)
+            weighted_forward(
+                of_group(weights_sn, group), xs, None if start_spd is None else of_group(start_spd, group), dtype
+            )
             for group in in_groups(len(weights_sn))
         ]
     )
@@ -35,8 +37,9 @@ def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_s
     dtype, xs = widest(sources, start_spd), one_narrow_dtype(sources)
     outputs = []
     for group in in_groups(len(bias_snd)):
-        start = None if start_spd is None else start_spd[group]
-        outputs.append(gated_forward(bias_snd[group], gate_snd[group], xs, start, dtype)[0])
+        bias, gate = (of_group(x, group) for x in (bias_snd, gate_snd))
+        start = None if start_spd is None else of_group(start_spd, group)
+        outputs.append(gated_forward(bias, gate, xs, start, dtype)[0])
     return _joined(outputs)
 
 

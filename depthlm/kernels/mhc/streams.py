@@ -51,20 +51,24 @@ class NormedProjection(torch.autograd.Function):
         exact = torch.promote_types(x.dtype, torch.float32)
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
         scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        x_low, weight_low = (y.to(compute_dtype(x)) for y in (x, weight_mw))
-        projected = upcast(x_low @ weight_low.mT) * scale
+        # on a GPU, a copy of x in 16 bits would move more bytes than the product
+        dtype = compute_dtype(x) if x.is_cpu else x.dtype
+        with no_autocast(x):
+            projected = upcast(x.to(dtype) @ weight_mw.to(dtype).mT) * scale
         save_streams(ctx, x, weight_mw, scale, projected)
-        ctx.dtype = x_low.dtype
+        ctx.dtype = dtype
         return projected
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight_mw, scale, projected = saved_streams(ctx)
         grad_low = (grad * scale).to(ctx.dtype)
-        grad_weight = grad_low.flatten(0, -2).mT @ x.flatten(0, -2).to(ctx.dtype)
+        with no_autocast(x):
+            grad_weight = grad_low.flatten(0, -2).mT @ x.flatten(0, -2).to(ctx.dtype)
+            grad_projected = upcast(grad_low @ weight_mw.to(ctx.dtype))
         # the gradient of rms(x) is parallel to x
         along = (grad * projected).sum(-1, keepdim=True).mul_(scale.square()).div_(-x.shape[-1])
-        grad_x = upcast(grad_low @ weight_mw.to(ctx.dtype)).addcmul_(x, along)
+        grad_x = grad_projected.addcmul_(x, along)
         return grad_x.to(x.dtype), grad_weight.to(weight_mw.dtype), None
 
 

@@ -146,9 +146,10 @@ def backward(
     widths = (n, n, n * n)
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha.float(), widths, strict=True)])
     per_alpha = (grad_logits * projected).flatten(0, 1).sum(0).split(widths)
-    low_pm = (grad_logits * alpha_m * scale[..., None]).flatten(0, 1).to(dtype)
+    grad_pm = (grad_logits * alpha_m * scale[..., None]).flatten(0, 1)
     with no_autocast(x):
-        grad_phi = low_pm.mT @ new.view(b * t, n * d).to(dtype)
+        # in the dtype of the streams: a copy of them in 16 bits would move more bytes than the product
+        grad_phi = grad_pm.to(new.dtype).mT @ new.view(b * t, n * d)
     grad_alpha = torch.stack([part.sum() for part in per_alpha])
     grad_bias = grad_logits.flatten(0, 1).sum(0)
     weights = grad_phi.to(phi.dtype), grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)

@@ -218,7 +218,7 @@ def read_phase(
         if newest_bias is not None:
             bias_n = torch.cat([newest_bias.new_zeros(len(recent) - 1), newest_bias])
         start = h_btd[None], lse_sbt[-1 - len(later)][None]
-        h_btd = depth_attend(query_sd[:1], recent, reader.eps, bias_n, start)[0][0]
+        h_btd = depth_attend(query_sd[:1], recent, reader.eps, bias_n, start)[0].squeeze(0)
     return h_btd, [*later, lse_sbt] if later else []
 
 

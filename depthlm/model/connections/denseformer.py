@@ -72,7 +72,7 @@ class DenseFormer(Connection):
             read_ahead = [*weighted_reads(torch.stack([c.a[:old] for c in self.phase]), sources)]
         y, *later = read_ahead
         if recent := sources[old:]:
-            y = weighted_reads(self.a[None, old:], recent, y[None])[0]
+            y = weighted_reads(self.a[None, old:], recent, y[None]).squeeze(0)
         elif later:
             # a view would keep the memory of all sums that were read ahead
             y = y.clone()
