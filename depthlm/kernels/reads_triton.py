@@ -38,7 +38,7 @@ ADDRESSES = 16
 PROGRAMS = 64
 NARROW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # arguments that vary from read to read
-COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "first", "wide"]
+COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "first", "wide", "added"]
 
 
 def one_narrow_dtype(sources: Sequence[Tensor]) -> list[Tensor]:
@@ -53,15 +53,19 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
-def table_of(sources: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """Return a row per source: its address, that of its gradient, and whether it is fp32. `grads` may be empty."""
+def table_of(sources: Sequence[Tensor], grads: Sequence[Tensor] = (), added: Sequence[bool] = ()) -> Tensor:
+    """Return a row per source: its address, that of its gradient, and flags.
+
+    Bit 0 of the flags: the source is fp32. Bit 1: the gradient is added to what is at its address (`added`).
+    """
     table = sources[0].new_empty(len(sources), 3, dtype=torch.int64)
     with torch.cuda.device_of(table):
         for i in range(0, len(sources), ADDRESSES):
             part = slice(i, i + ADDRESSES)
             wide = sum((x.dtype == torch.float32) << j for j, x in enumerate(sources[part]))
+            add = sum(flag << j for j, flag in enumerate(added[part]))
             pointers = (_pointers(xs[part]) for xs in (sources, grads or sources))
-            _write_table[(1,)](*pointers, table, i, len(sources), wide, num_warps=1)
+            _write_table[(1,)](*pointers, table, i, len(sources), wide, add, num_warps=1)
     return table
 
 
@@ -118,13 +122,13 @@ def widest(sources: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _write_table(x_ptrs, grad_ptrs, table_ptr, first, n, wide):
+def _write_table(x_ptrs, grad_ptrs, table_ptr, first, n, wide, added):
     for k in tl.static_range(len(x_ptrs)):
         if first + k < n:
             at = (first + k) * 3
             tl.store(table_ptr + at, tl.cast(x_ptrs[k], tl.int64))
             tl.store(table_ptr + at + 1, tl.cast(grad_ptrs[k], tl.int64))
-            tl.store(table_ptr + at + 2, tl.cast((wide >> k) & 1, tl.int64))
+            tl.store(table_ptr + at + 2, tl.cast(((wide >> k) & 1) + ((added >> k) & 1) * 2, tl.int64))
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def _row(table_ptr, j, WHICH: tl.constexpr, NARROW: tl.constexpr):
     # the compiler learns here that it may load 128 bits at once
     narrow_ptr = tl.multiple_of(tl.cast(address, tl.pointer_type(NARROW)), 16)
     wide_ptr = tl.multiple_of(tl.cast(address, tl.pointer_type(tl.float32)), 16)
-    return narrow_ptr, wide_ptr, tl.load(table_ptr + j * 3 + 2) != 0
+    return narrow_ptr, wide_ptr, (tl.load(table_ptr + j * 3 + 2) & 1) != 0
 
 
 @triton.jit
@@ -147,8 +151,11 @@ def load_source(table_ptr, j, at, inside, NARROW: tl.constexpr):
 
 @triton.jit
 def store_grad(table_ptr, j, at, grad, inside, NARROW: tl.constexpr):
-    """Store a tile of the gradient of source j."""
+    """Store a tile of the gradient of source j, or add it to what is stored there."""
     narrow_ptr, wide_ptr, wide = _row(table_ptr, j, 1, NARROW)
+    added = inside & ((tl.load(table_ptr + j * 3 + 2) & 2) != 0)
+    grad += tl.load(narrow_ptr + at, added & (wide == 0), other=0.0).to(tl.float32)
+    grad += tl.load(wide_ptr + at, added & wide, other=0.0)
     tl.store(narrow_ptr + at, grad.to(NARROW), inside & (wide == 0))
     tl.store(wide_ptr + at, grad, inside & wide)
 

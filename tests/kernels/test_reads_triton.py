@@ -182,20 +182,22 @@ def test_operators_pass_opcheck() -> None:
     q, xs, out, lse = (normal(2, 8).requires_grad_(), [normal(3, 8).requires_grad_(), normal(3, 8)],
                        normal(2, 3, 8), normal(2, 3))  # fmt: skip
     detached, opcheck = [x.detach() for x in xs], torch.library.opcheck
+    sums = [torch.zeros_like(x) for x in detached], [False, True]
     for starts in ((None, None), (out, lse)):
         bias = None if starts[0] is None else normal(2)
-        opcheck(many_triton.forward, (q, xs, 1e-5, bias, *starts, torch.float32))
-        saved = many_triton.forward(q.detach(), detached, 1e-5, bias, *starts, torch.float32)
-        opcheck(many_triton.backward, (out, lse, *saved[1:], q.detach(), detached, True, bias, *starts))
+        opcheck(many_triton.forward, (q, xs, 1e-5, bias, *starts, torch.float32, []))
+        saved = many_triton.forward(q.detach(), detached, 1e-5, bias, *starts, torch.float32, [])
+        opcheck(many_triton.backward, (out, lse, *saved[1:], q.detach(), detached, True, bias, *starts, *sums))
         one = [None if x is None else x[0] for x in starts]
-        opcheck(one_triton.forward, (q[0].detach().requires_grad_(), xs, 1e-5, bias, *one, torch.float32))
-        opcheck(one_triton.backward, (out[0], lse[0], out[0], lse[0], q[0].detach(), detached, 1e-5, bias, *one))
+        opcheck(one_triton.forward, (q[0].detach().requires_grad_(), xs, 1e-5, bias, *one, torch.float32, []))
+        of_one = (out[0], lse[0], out[0], lse[0], q[0].detach(), detached, 1e-5, bias, *one, *sums)
+        opcheck(one_triton.backward, of_one)
     weights, gate = normal(2, 2, 8), normal(2, 2, 8)
-    opcheck(gated_triton.forward, (weights.clone().requires_grad_(), gate, xs, out, torch.float16))
-    score = gated_triton.forward(weights, gate, detached, out, torch.float32)[1]
-    opcheck(gated_triton.backward, (out, weights, gate, score, detached))
-    opcheck(weighted_triton.forward, (weights[:, :, 0].clone().requires_grad_(), xs, out, torch.float16))
-    opcheck(weighted_triton.backward, (out, weights[:, :, 0], detached))
+    opcheck(gated_triton.forward, (weights.clone().requires_grad_(), gate, xs, out, torch.float16, []))
+    score = gated_triton.forward(weights, gate, detached, out, torch.float32, [])[1]
+    opcheck(gated_triton.backward, (out, weights, gate, score, detached, *sums))
+    opcheck(weighted_triton.forward, (weights[:, :, 0].clone().requires_grad_(), xs, out, torch.float16, []))
+    opcheck(weighted_triton.backward, (out, weights[:, :, 0], detached, *sums))
 
 
 @pytest.mark.parametrize("kernel", [getattr(module, name) for module, names in KERNELS.items() for name in names])

@@ -30,6 +30,7 @@ from depthlm.kernels.reads_triton import (
     store_reads,
     table_of,
 )
+from depthlm.kernels.source_sums import reserve_sums, returned
 
 try:
     import triton
@@ -50,11 +51,12 @@ def forward(
     start_spd: Tensor | None,
     start_sp: Tensor | None,
     dtype: torch.dtype,
+    tokens: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return out_spd in `dtype`, lse_sp, and for the backward pass raw_nsp, the scale_np of raw and weight_nsp."""
     (reads, d), shape, n = query_sd.shape, sources[0].shape, len(sources)
     xs, positions = [aligned(x) for x in sources], shape[:-1].numel()
-    table = table_of(xs, [])
+    table = table_of(xs)
     raw, scale = scores(aligned(query_sd), table, xs, reads, eps)
     out, lse = raw.new_empty(reads, *shape, dtype=dtype), raw.new_empty(reads, *shape[:-1])
     weight = torch.empty_like(raw)
@@ -72,7 +74,7 @@ def forward(
     return out, lse, raw, scale, weight
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_attend_many_backward"), mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_attend_many_backward"), mutates_args=("grads",))
 def backward(
     grad_spd: Tensor,
     grad_sp: Tensor,
@@ -86,12 +88,16 @@ def backward(
     bias_n: Tensor | None,
     start_spd: Tensor | None,
     start_sp: Tensor | None,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
-    """Return the gradients of query_sd, of each source, and of bias_n, start_spd and start_sp, empty if missing."""
+    grads: list[Tensor],
+    added: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query_sd, and of bias_n, start_spd and start_sp, empty if missing.
+
+    Write those of the sources to `grads`, or add them to it.
+    """
     (reads, d), n, positions = query_sd.shape, len(sources), lse_sp[0].numel()
     xs, query, grad, grad_lse = [aligned(x) for x in sources], aligned(query_sd), aligned(grad_spd), aligned(grad_sp)
-    grads = [torch.empty_like(x) for x in xs]
-    table, started = table_of(xs, grads), int(start_spd is not None)
+    table, started = table_of(xs, grads, added), int(start_spd is not None)
     # the products of sources, and of the start, with the gradients of the outputs
     product = raw_nsp.new_empty(n + started, reads, positions)
     grad_raw, along = torch.empty_like(raw_nsp), torch.empty_like(scale_np)
@@ -114,11 +120,11 @@ def backward(
             rows, started, **settings, R=HALF_ROWS, DOT_S=DOT_READS, num_warps=FEW_WARPS,
         )  # fmt: skip
     grad_bias = query.new_empty(0) if bias_n is None else partial_bias.sum(0).to(bias_n.dtype)
-    return partial_query.sum(0).to(query.dtype), grads, grad_bias, grad_start, grad_start_lse
+    return partial_query.sum(0).to(query.dtype), grad_bias, grad_start, grad_start_lse
 
 
 @forward.register_fake
-def _(query_sd, sources, eps, bias_n, start_spd, start_sp, dtype):
+def _(query_sd, sources, eps, bias_n, start_spd, start_sp, dtype, tokens):
     shape, n, reads = sources[0].shape, len(sources), len(query_sd)
     positions = shape[:-1].numel()
     shapes = (reads, *shape[:-1]), (n, reads, positions), (n, positions), (n, reads, positions)
@@ -127,15 +133,30 @@ def _(query_sd, sources, eps, bias_n, start_spd, start_sp, dtype):
 
 
 @backward.register_fake
-def _(grad_spd, grad_sp, lse_sp, raw_nsp, scale_np, weight_nsp, query_sd, sources, normed, bias_n, start_spd, start_sp):
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
+def _(
+    grad_spd,
+    grad_sp,
+    lse_sp,
+    raw_nsp,
+    scale_np,
+    weight_nsp,
+    query_sd,
+    sources,
+    normed,
+    bias_n,
+    start_spd,
+    start_sp,
+    grads,
+    added,
+):
     likes = (bias_n, query_sd), (start_spd, grad_spd), (start_sp, lse_sp)
     others = (like.new_empty(0) if x is None else x.new_empty(x.shape) for x, like in likes)
-    return query_sd.new_empty(query_sd.shape), grads, *others
+    return query_sd.new_empty(query_sd.shape), *others
 
 
 def _setup_context(ctx, inputs, output):
-    query, sources, eps, bias, start, start_lse, _ = inputs
+    query, sources, eps, bias, start, start_lse, _, tokens = inputs
+    ctx.num_tokens = len(tokens)
     ctx.normed = eps is not None
     _, *saved = output
     ctx.mark_non_differentiable(*saved[1:])
@@ -144,11 +165,13 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, grad, grad_lse, *_):
     lse, raw, scale, weight, query, bias, start, start_lse, *sources = ctx.saved_tensors
-    grad_query, grads, *others = backward(
-        grad, grad_lse, lse, raw, scale, weight, query, sources, ctx.normed, bias, start, start_lse
+    grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
+    grad_query, *others = backward(
+        grad, grad_lse, lse, raw, scale, weight, query, sources, ctx.normed, bias, start, start_lse, grads, added
     )
     others = [None if x is None else g for x, g in zip((bias, start, start_lse), others, strict=True)]
-    return grad_query, grads, None, *others, None
+    of_sources, of_tokens = returned(ctx.num_tokens, grads)
+    return grad_query, of_sources, None, *others, None, of_tokens
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)

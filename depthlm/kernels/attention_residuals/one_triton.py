@@ -9,6 +9,7 @@ from torch import Tensor
 
 from depthlm.kernels.call import operator_name
 from depthlm.kernels.reads_triton import COUNTS, aligned, load_source, narrow_dtype, store_grad, table_of
+from depthlm.kernels.source_sums import reserve_sums, returned
 
 try:
     import triton
@@ -33,6 +34,7 @@ def forward(
     start_pd: Tensor | None,
     start_p: Tensor | None,
     dtype: torch.dtype,
+    tokens: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return out_pd in `dtype`, and lse_p in fp32."""
     d, shape, n = len(query_d), sources[0].shape, len(sources)
@@ -42,13 +44,13 @@ def forward(
     flags = int(start_pd is not None), int(bias_n is not None)
     with torch.cuda.device_of(out):
         _forward[(triton.cdiv(positions, ROWS),)](
-            table_of(xs, []), query, query if bias_n is None else aligned(bias_n), start, start_lse, out, lse,
+            table_of(xs), query, query if bias_n is None else aligned(bias_n), start, start_lse, out, lse,
             n, positions, ROWS, *flags, **_settings(d, eps, xs),
         )  # fmt: skip
     return out, lse
 
 
-@torch.library.custom_op(operator_name(__name__, "depth_attend_one_backward"), mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "depth_attend_one_backward"), mutates_args=("grads",))
 def backward(
     grad_pd: Tensor,
     grad_p: Tensor,
@@ -60,11 +62,15 @@ def backward(
     bias_n: Tensor | None,
     start_pd: Tensor | None,
     start_p: Tensor | None,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
-    """Return the gradients of query_d, of each source, and of bias_n, start_pd and start_p, empty if missing."""
+    grads: list[Tensor],
+    added: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of query_d, and of bias_n, start_pd and start_p, empty if missing.
+
+    Write those of the sources to `grads`, or add them to it.
+    """
     d, n, positions = len(query_d), len(sources), lse_p.numel()
     xs, query = [aligned(x) for x in sources], aligned(query_d)
-    grads = [torch.empty_like(x) for x in xs]
     rows = triton.cdiv(positions, PROGRAMS)
     programs = triton.cdiv(positions, rows)
     partial_query = query.new_empty(programs, d, dtype=torch.float32)
@@ -78,37 +84,42 @@ def backward(
     flags = int(start_pd is not None), int(bias_n is not None)
     with torch.cuda.device_of(query):
         _backward[(programs,)](
-            *taken, table_of(xs, grads), query, query if bias_n is None else aligned(bias_n), *starts, partial_query,
-            partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags, **_settings(d, eps, xs),
+            *taken, table_of(xs, grads, added), query, query if bias_n is None else aligned(bias_n), *starts,
+            partial_query, partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags,
+            **_settings(d, eps, xs),
         )  # fmt: skip
     grad_bias = query.new_empty(0) if bias_n is None else partial_bias.sum(0).to(bias_n.dtype)
-    return partial_query.sum(0).to(query_d.dtype), grads, grad_bias, grad_start, grad_start_lse
+    return partial_query.sum(0).to(query_d.dtype), grad_bias, grad_start, grad_start_lse
 
 
 @forward.register_fake
-def _(query_d, sources, eps, bias_n, start_pd, start_p, dtype):
+def _(query_d, sources, eps, bias_n, start_pd, start_p, dtype, tokens):
     shape = sources[0].shape
     return query_d.new_empty(shape, dtype=dtype), query_d.new_empty(shape[:-1], dtype=torch.float32)
 
 
 @backward.register_fake
-def _(grad_pd, grad_p, out_pd, lse_p, query_d, sources, eps, bias_n, start_pd, start_p):
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
+def _(grad_pd, grad_p, out_pd, lse_p, query_d, sources, eps, bias_n, start_pd, start_p, grads, added):
     likes = (bias_n, query_d), (start_pd, out_pd), (start_p, lse_p)
     others = (like.new_empty(0) if x is None else x.new_empty(x.shape) for x, like in likes)
-    return query_d.new_empty(query_d.shape), grads, *others
+    return query_d.new_empty(query_d.shape), *others
 
 
 def _setup_context(ctx, inputs, output):
-    query, sources, ctx.eps, bias, start, start_lse, _ = inputs
+    query, sources, ctx.eps, bias, start, start_lse, _, tokens = inputs
+    ctx.num_tokens = len(tokens)
     ctx.save_for_backward(*output, query, bias, start, start_lse, *sources)
 
 
 def _differentiate(ctx, grad, grad_lse):
     out, lse, query, bias, start, start_lse, *sources = ctx.saved_tensors
-    grad_query, grads, *others = backward(grad, grad_lse, out, lse, query, sources, ctx.eps, bias, start, start_lse)
+    grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
+    grad_query, *others = backward(
+        grad, grad_lse, out, lse, query, sources, ctx.eps, bias, start, start_lse, grads, added
+    )
     others = [None if x is None else g for x, g in zip((bias, start, start_lse), others, strict=True)]
-    return grad_query, grads, None, *others, None
+    of_sources, of_tokens = returned(ctx.num_tokens, grads)
+    return grad_query, of_sources, None, *others, None, of_tokens
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -12,6 +12,7 @@ from depthlm.kernels.attention_residuals.many_triton import forward as attend_ma
 from depthlm.kernels.attention_residuals.one_triton import forward as attend_one
 from depthlm.kernels.backend import expect
 from depthlm.kernels.reads_triton import in_groups, of_group, one_narrow_dtype, widest
+from depthlm.kernels.source_sums import tokens_of
 
 
 def attend(
@@ -32,14 +33,15 @@ def attend(
         expect("depth_attend", query_sd, **{"start of out": (out_spd, (reads, *shape))})
         expect("depth_attend", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
     dtype, xs = widest(sources, out_spd), one_narrow_dtype(sources)
+    tokens = tokens_of(xs)
     if reads == 1:
         starts = (None if x is None else x.squeeze(0) for x in (out_spd, lse_sp))
-        out, lse = attend_one(query_sd.squeeze(0), xs, eps, bias_n, *starts, dtype)
+        out, lse = attend_one(query_sd.squeeze(0), xs, eps, bias_n, *starts, dtype, tokens)
         return out[None], lse[None]
     parts = []
     for group in in_groups(reads):
         starts = (None if x is None else of_group(x, group) for x in (out_spd, lse_sp))
-        parts.append(attend_many(of_group(query_sd, group), xs, eps, bias_n, *starts, dtype)[:2])
+        parts.append(attend_many(of_group(query_sd, group), xs, eps, bias_n, *starts, dtype, tokens)[:2])
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

@@ -31,6 +31,7 @@ from depthlm.kernels.reads_triton import (
     table_of,
     zeros_of_reads,
 )
+from depthlm.kernels.source_sums import reserve_sums, returned
 
 try:
     import triton
@@ -44,13 +45,21 @@ SOURCES, READS = 3, 3
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads"), mutates_args=())
 def forward(
-    bias_snd: Tensor, gate_snd: Tensor, sources: list[Tensor], start_spd: Tensor | None, dtype: torch.dtype
+    bias_snd: Tensor,
+    gate_snd: Tensor,
+    sources: list[Tensor],
+    start_spd: Tensor | None,
+    dtype: torch.dtype,
+    tokens: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return out_spd in `dtype`, and the scores_nsp of the gates."""
+    """Return out_spd in `dtype`, and the scores_nsp of the gates.
+
+    tokens: see `depthlm.kernels.source_sums`; may be empty.
+    """
     reads, shape, n = len(bias_snd), sources[0].shape, len(sources)
     d, positions = shape[-1], shape[:-1].numel()
     xs, bias = [aligned(x) for x in sources], aligned(bias_snd)
-    table = table_of(xs, [])
+    table = table_of(xs)
     score, _ = scores(aligned(gate_snd), table, xs, reads, None)
     out = bias.new_empty(reads, *shape, dtype=dtype)
     start = out if start_spd is None else aligned(start_spd)
@@ -62,15 +71,20 @@ def forward(
     return out, score
 
 
-@torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), mutates_args=())
+@torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), mutates_args=("grads",))
 def backward(
-    grad_spd: Tensor, bias_snd: Tensor, gate_snd: Tensor, score_nsp: Tensor, sources: list[Tensor]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return the gradients of the biases, the gates and each source."""
+    grad_spd: Tensor,
+    bias_snd: Tensor,
+    gate_snd: Tensor,
+    score_nsp: Tensor,
+    sources: list[Tensor],
+    grads: list[Tensor],
+    added: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the biases and the gates. Write those of the sources to `grads`, or add them to it."""
     (reads, n, d), positions = bias_snd.shape, sources[0].shape[:-1].numel()
     xs, bias, gate, grad = [aligned(x) for x in sources], aligned(bias_snd), aligned(gate_snd), aligned(grad_spd)
-    grads = [torch.empty_like(x) for x in xs]
-    table, grad_score = table_of(xs, grads), torch.empty_like(score_nsp)
+    table, grad_score = table_of(xs, grads, added), torch.empty_like(score_nsp)
     programs, rows = row_programs(positions)
     partial = bias.new_empty(2, programs, reads, n, d, dtype=torch.float32)
     counts, rows_of_tiles, columns = (
@@ -93,24 +107,24 @@ def backward(
         )  # fmt: skip
     grad_bias, grad_gate = partial.sum(1)
     # an output of a custom operator must not be a view
-    return grad_bias.to(bias.dtype, copy=True), grad_gate.to(gate.dtype, copy=True), grads
+    return grad_bias.to(bias.dtype, copy=True), grad_gate.to(gate.dtype, copy=True)
 
 
 @forward.register_fake
-def _(bias_snd, gate_snd, sources, start_spd, dtype):
+def _(bias_snd, gate_snd, sources, start_spd, dtype, tokens):
     shape = sources[0].shape
     score = bias_snd.new_empty(len(sources), len(bias_snd), shape[:-1].numel(), dtype=torch.float32)
     return bias_snd.new_empty(len(bias_snd), *shape, dtype=dtype), score
 
 
 @backward.register_fake
-def _(grad_spd, bias_snd, gate_snd, score_nsp, sources):
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
-    return bias_snd.new_empty(bias_snd.shape), gate_snd.new_empty(gate_snd.shape), grads
+def _(grad_spd, bias_snd, gate_snd, score_nsp, sources, grads, added):
+    return bias_snd.new_empty(bias_snd.shape), gate_snd.new_empty(gate_snd.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    bias, gate, sources, start, _ = inputs
+    bias, gate, sources, start, _, tokens = inputs
+    ctx.num_tokens = len(tokens)
     ctx.start = None if start is None else start.dtype
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(bias, gate, output[1], *sources)
@@ -118,8 +132,10 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, grad, _):
     bias, gate, score, *sources = ctx.saved_tensors
-    grad_bias, grad_gate, grads = backward(grad, bias, gate, score, sources)
-    return grad_bias, grad_gate, grads, None if ctx.start is None else grad.to(ctx.start), None
+    grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
+    of_parameters = backward(grad, bias, gate, score, sources, grads, added)
+    of_sources, of_tokens = returned(ctx.num_tokens, grads)
+    return *of_parameters, of_sources, None if ctx.start is None else grad.to(ctx.start), None, of_tokens
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)

@@ -12,6 +12,7 @@ from depthlm.kernels.backend import expect
 from depthlm.kernels.gated_residuals.gated_triton import forward as gated_forward
 from depthlm.kernels.gated_residuals.weighted_triton import forward as weighted_forward
 from depthlm.kernels.reads_triton import in_groups, of_group, one_narrow_dtype, widest
+from depthlm.kernels.source_sums import tokens_of
 
 
 def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> Tensor:
@@ -19,10 +20,15 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
     expect("depth_sums", weights_sn, weights=(weights_sn, (len(weights_sn), len(sources))))
     _check(weights_sn, sources, start_spd)
     dtype, xs = widest(sources, start_spd), one_narrow_dtype(sources)
+    tokens = tokens_of(xs)
     return _joined(
         [
             weighted_forward(
-                of_group(weights_sn, group), xs, None if start_spd is None else of_group(start_spd, group), dtype
+                of_group(weights_sn, group),
+                xs,
+                None if start_spd is None else of_group(start_spd, group),
+                dtype,
+                tokens,
             )
             for group in in_groups(len(weights_sn))
         ]
@@ -35,11 +41,11 @@ def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_s
     expect("depth_sums", bias_snd, bias=(bias_snd, shape), gate=(gate_snd, shape))
     _check(bias_snd, sources, start_spd)
     dtype, xs = widest(sources, start_spd), one_narrow_dtype(sources)
-    outputs = []
+    outputs, tokens = [], tokens_of(xs)
     for group in in_groups(len(bias_snd)):
         bias, gate = (of_group(x, group) for x in (bias_snd, gate_snd))
         start = None if start_spd is None else of_group(start_spd, group)
-        outputs.append(gated_forward(bias, gate, xs, start, dtype)[0])
+        outputs.append(gated_forward(bias, gate, xs, start, dtype, tokens)[0])
     return _joined(outputs)
 
 

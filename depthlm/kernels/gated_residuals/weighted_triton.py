@@ -23,6 +23,7 @@ from depthlm.kernels.reads_triton import (
     store_reads,
     table_of,
 )
+from depthlm.kernels.source_sums import reserve_sums, returned
 
 try:
     import triton
@@ -37,59 +38,65 @@ PROGRAMS = 512
 
 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads"), mutates_args=())
-def forward(weights_sn: Tensor, sources: list[Tensor], start_spd: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return out_spd in `dtype`."""
+def forward(
+    weights_sn: Tensor, sources: list[Tensor], start_spd: Tensor | None, dtype: torch.dtype, tokens: list[Tensor]
+) -> Tensor:
+    """Return out_spd in `dtype`. tokens: see `depthlm.kernels.source_sums`; may be empty."""
     (reads, n), shape = weights_sn.shape, sources[0].shape
     d, positions = shape[-1], shape[:-1].numel()
     xs, out = [aligned(x) for x in sources], weights_sn.new_empty(reads, *shape, dtype=dtype)
     start = out if start_spd is None else aligned(start_spd)
     with torch.cuda.device_of(out):
         _forward[(triton.cdiv(positions, TILE_ROWS), triton.cdiv(d, TILE_WIDTH))](
-            table_of(xs, []), weights_sn.contiguous(), start, out, n, positions, reads, int(start_spd is not None),
+            table_of(xs), weights_sn.contiguous(), start, out, n, positions, reads, int(start_spd is not None),
             D=d, R=TILE_ROWS, C=TILE_WIDTH, S=MAX_READS, NARROW=narrow_dtype(xs), num_warps=WARPS,
         )  # fmt: skip
     return out
 
 
-@torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), mutates_args=())
-def backward(grad_spd: Tensor, weights_sn: Tensor, sources: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradients of the weights and of each source."""
+@torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), mutates_args=("grads",))
+def backward(
+    grad_spd: Tensor, weights_sn: Tensor, sources: list[Tensor], grads: list[Tensor], added: list[bool]
+) -> Tensor:
+    """Return the gradients of the weights. Write those of the sources to `grads`, or add them to it."""
     (reads, n), shape = weights_sn.shape, sources[0].shape
     d, positions = shape[-1], shape[:-1].numel()
     xs, grad = [aligned(x) for x in sources], aligned(grad_spd)
-    grads = [torch.empty_like(x) for x in xs]
     tiles = triton.cdiv(positions * d, TILE_VALUES)
     steps, blocks = triton.cdiv(tiles, PROGRAMS), triton.cdiv(n, SOURCES)
     programs = triton.cdiv(tiles, steps)
     partial = grad.new_empty(programs, blocks * SOURCES, DOT_READS, dtype=torch.float32)
     with torch.cuda.device_of(grad):
         _backward[(blocks, programs)](
-            grad, table_of(xs, grads), weights_sn.contiguous(), partial, n, positions, reads, steps, D=d,
+            grad, table_of(xs, grads, added), weights_sn.contiguous(), partial, n, positions, reads, steps, D=d,
             V=TILE_VALUES, S=DOT_READS, N=SOURCES, NARROW=narrow_dtype(xs), num_warps=BACKWARD_WARPS,
         )  # fmt: skip
-    return partial.sum(0)[:n, :reads].T.contiguous().to(weights_sn.dtype), grads
+    return partial.sum(0)[:n, :reads].T.contiguous().to(weights_sn.dtype)
 
 
 @forward.register_fake
-def _(weights_sn, sources, start_spd, dtype):
+def _(weights_sn, sources, start_spd, dtype, tokens):
     return weights_sn.new_empty((len(weights_sn), *sources[0].shape), dtype=dtype)
 
 
 @backward.register_fake
-def _(grad_spd, weights_sn, sources):
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
-    return weights_sn.new_empty(weights_sn.shape), grads
+def _(grad_spd, weights_sn, sources, grads, added):
+    return weights_sn.new_empty(weights_sn.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    weights, sources, start, _ = inputs
+    weights, sources, start, _, tokens = inputs
+    ctx.num_tokens = len(tokens)
     ctx.start = None if start is None else start.dtype
     ctx.save_for_backward(weights, *sources)
 
 
 def _differentiate(ctx, grad):
     weights, *sources = ctx.saved_tensors
-    return *backward(grad, weights, sources), None if ctx.start is None else grad.to(ctx.start), None
+    grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
+    grad_weights = backward(grad, weights, sources, grads, added)
+    of_sources, of_tokens = returned(ctx.num_tokens, grads)
+    return grad_weights, of_sources, None if ctx.start is None else grad.to(ctx.start), None, of_tokens
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)
@@ -122,7 +129,8 @@ def _backward(
     j, s = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, S)
     x_address = tl.load(table_ptr + j * 3, j < n, other=0)
     grad_address = tl.load(table_ptr + j * 3 + 1, j < n, other=0)
-    wide = tl.load(table_ptr + j * 3 + 2, j < n, other=0)[:, None] != 0
+    flags = tl.load(table_ptr + j * 3 + 2, j < n, other=0)[:, None]
+    wide, added = (flags & 1) != 0, (flags & 2) != 0
     weights = tl.load(weights_ptr + s[None, :] * n + j[:, None], (j < n)[:, None] & (s < reads)[None, :], other=0.0)
     values, of_weights = tl.cast(positions, tl.int64) * D, tl.zeros([N, S], tl.float32)
     for step in range(steps):
@@ -139,6 +147,8 @@ def _backward(
         grad_x = tl.dot(weights.to(tl.float32), grad, input_precision="tf32x3")
         narrow_ptr = tl.multiple_of(tl.cast(grad_address, tl.pointer_type(NARROW)), 16)[:, None] + v[None, :]
         wide_ptr = tl.multiple_of(tl.cast(grad_address, tl.pointer_type(tl.float32)), 16)[:, None] + v[None, :]
+        grad_x += tl.load(narrow_ptr, inside & added & (wide == 0), other=0.0).to(tl.float32)
+        grad_x += tl.load(wide_ptr, inside & added & wide, other=0.0)
         tl.store(narrow_ptr, grad_x.to(NARROW), inside & (wide == 0))
         tl.store(wide_ptr, grad_x, inside & wide)
     to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * N + j)[:, None] * S + s[None, :]
