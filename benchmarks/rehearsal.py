@@ -38,6 +38,7 @@ STEP = {
     "launches_forward_triton": "Triton",
     "launches_backward_triton": "backward",
     "gradient_sums": "sums",
+    "moved_gb": "GB",
     "saved_gib": "saved",
     "estimated_saved_gib": "estimate",
     "peak_gib": "peak",

@@ -41,6 +41,7 @@ class Rehearsal:
     synchronizations: how often the host waits for a number or a copy, by operator and line.
     saved: bytes that are kept for the backward pass, without weights, with their 16-bit copies.
     peak: the most bytes alive at once, with weights, gradients and AdamW's states.
+    moved: bytes of the inputs and outputs of PyTorch's launches outside compiled regions.
     operators: launches of PyTorch's operators by name. triton: the grids of each version of a kernel.
     """
 
@@ -51,6 +52,7 @@ class Rehearsal:
     synchronizations: Counter[str]
     saved: int
     peak: int
+    moved: int
     operators: Counter[str]
     triton: dict[Specialization, Counter[Grid]]
 
@@ -69,6 +71,7 @@ class Rehearsal:
             "host_synchronizations": self.synchronizations,
             "saved_gib": self.saved / GIB,
             "peak_gib": self.peak / GIB,
+            "moved_gb": self.moved / 1e9,
             "compilations": len(self.triton),
             "triton": kernels,
             "operators": dict(self.operators.most_common()),
@@ -110,6 +113,7 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
         synchronizations=counter.synchronizations,
         saved=saved,
         peak=counter.peak + ADAMW[precision] * parameters,
+        moved=counter.moved,
         operators=counter.operators,
         triton=counter.triton,
     )
@@ -150,7 +154,7 @@ class _Counter(TorchDispatchMode):
         self.triton: dict[Specialization, Counter[Grid]] = defaultdict(Counter)
         self.held: dict[int, int] = {}
         self.saved: set[int] = set()
-        self.gradient_sums = self.live = self.peak = 0
+        self.gradient_sums = self.live = self.peak = self.moved = 0
         self.in_region = False
 
     def launched(self, version: Specialization, grid: Grid) -> None:
@@ -204,6 +208,7 @@ class _Counter(TorchDispatchMode):
         written = schema.is_mutable and any(x.is_cuda for x in before)
         if (new or written) and not self.in_region and not name.removeprefix("new_").startswith("empty"):
             self.launches[f"{self.phase}_pytorch"] += LAUNCHES.get(name, 1)
+            self.moved += sum(x.numel() * x.itemsize for x in (*before, *after) if x.is_cuda)
             self.operators[f"{self.phase} {name}"] += 1
             self.gradient_sums += self.phase == "backward" and name in ("add", "add_") and _called_by_autograd()
         copied = name in ("_to_copy", "copy_") and {x.device.type for x in (*before, *after)} == {"cpu", "cuda"}
