@@ -32,8 +32,6 @@ class Layer(nn.Module):
         self.attention = attention
         self.mlp_norm = _norms(counts[1], size, backbone)
         self.mlp = MLP(size, backbone)
-        # an output that is not used would cost a gradient of zeros under torch.compile
-        self.shows_mlp_input = type(attention).after_mlp is not SelfAttention.after_mlp
         self.regions = self.sublayer_regions = Regions()
 
     def forward(
@@ -50,8 +48,8 @@ class Layer(nn.Module):
         projected, carry = regions.enter(self, connections[0], stream, rope, observer)
         observer.attend(connections[0].spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
-        stream, seen_btd = regions.leave(self, connections, stream, carry, context, observer)
-        return stream, depth if seen_btd is None else self.attention.after_mlp(seen_btd, rope, depth)
+        stream, projected = regions.leave(self, connections, stream, carry, context, rope, observer)
+        return stream, self.attention.after_mlp(projected, depth)
 
 
 def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
@@ -68,12 +66,13 @@ def output(layer: Layer, context: Tensor) -> Tensor:
     return output_btd if layer.pre_norm else layer.attention_norm(output_btd)
 
 
-def transform(layer: Layer, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return output_btd of the MLP sublayer, and the input of its MLP."""
+def transform(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return output_btd of the MLP sublayer, and what `SelfAttention.project_mlp` makes of its input."""
     if layer.pre_norm:
         inputs = _normed(layer.mlp_norm, inputs)
     output_btd = layer.mlp(inputs[0])
-    return (output_btd if layer.pre_norm else layer.mlp_norm(output_btd)), inputs[0]
+    projected = layer.attention.project_mlp(inputs[0], rope)
+    return (output_btd if layer.pre_norm else layer.mlp_norm(output_btd)), projected
 
 
 class Sublayers(NamedTuple):
@@ -107,12 +106,13 @@ def leave(
     stream: Stream,
     carry: Any,
     context: Tensor,
+    rope: Rope | None,
     observer: Observer,
     sublayers: Sublayers = PLAIN,
-) -> tuple[Stream, Tensor | None]:
+) -> tuple[Stream, tuple[Tensor, ...]]:
     """Write the output of the attention, and read and write for the MLP.
 
-    Return the stream, and the input of the MLP if the attention uses it.
+    Return the stream, and what `SelfAttention.project_mlp` makes of the input of the MLP.
     """
     for_attention, for_mlp = connections
     output_btd = sublayers.output(layer, context)
@@ -120,9 +120,9 @@ def leave(
     stream = for_attention.write(stream, output_btd, carry)
     observer.read(for_mlp, stream)
     inputs, carry = for_mlp.read(stream)
-    output_btd, seen_btd = sublayers.transform(layer, inputs)
+    output_btd, projected = sublayers.transform(layer, inputs, rope)
     observer.write(for_mlp.spec, output_btd)
-    return for_mlp.write(stream, output_btd, carry), seen_btd if layer.shows_mlp_input else None
+    return for_mlp.write(stream, output_btd, carry), projected
 
 
 class Regions(NamedTuple):

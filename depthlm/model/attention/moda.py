@@ -5,6 +5,7 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 
 from torch import Tensor
 
+from depthlm.kernels.functions import linear_together
 from depthlm.kernels.moda.bank import Bank, Depth
 from depthlm.kernels.moda.merge import merged_attention
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
@@ -88,11 +89,14 @@ class Moda(SelfAttention):
             context = causal_attention(q, k, v, past)
         return context, kept
 
-    def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
+    def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         if not self.ffn_kv:
-            return depth
-        k_flat, v_flat = self.ffn_k_proj(mlp_input_btd), self.ffn_v_proj(mlp_input_btd)
-        return self.keep(depth, *self.entry(k_flat, v_flat, rope))
+            return ()
+        k_flat, v_flat = linear_together(mlp_input_btd, self.ffn_k_proj, self.ffn_v_proj)
+        return self.entry(k_flat, v_flat, rope)
+
+    def after_mlp(self, projected: tuple[Tensor, ...], depth: DepthKV) -> DepthKV:
+        return self.keep(depth, *projected) if projected else depth
 
     def entry(self, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Return the entry k_bkte, v_bkte of k_bt(ke), v_bt(ke). The key gets the K-norm of this layer and RoPE."""

@@ -43,10 +43,10 @@ class SelfAttention(nn.Module):
            -> v_proj -----------------> v --'    ^ `-> depth list for later layers
                                                depth list from earlier layers
 
-    A layer calls `project`, `attend` and `output`, in this order, and `after_mlp` after the MLP. `project` and `output`
-    are matrix products. torch.compile may compile them, so they must not use the depth list. A depth mechanism
-    overrides `attend`. `after_mlp` receives the input of the MLP. The depth list is a sequence of tuples of tensors of
-    this forward pass, in the order in which the layers appended them. No method changes it in place: return a new one.
+    A layer calls `project`, `attend` and `output`, in this order, and `project_mlp` and `after_mlp` after the MLP.
+    `project`, `output` and `project_mlp` are matrix products. torch.compile may compile them, so they must not use the
+    depth list. A depth mechanism overrides `attend`. The depth list is a sequence of tuples of tensors of this forward
+    pass, in the order in which the layers appended them. No method changes it in place: return a new one.
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
@@ -89,8 +89,12 @@ class SelfAttention(nn.Module):
         """Project context_bt(he) to output_btd."""
         return self.o_proj(context)
 
-    def after_mlp(self, mlp_input_btd: Tensor, rope: Rope | None, depth: DepthKV) -> DepthKV:
-        """Return the depth list after the MLP of this layer. mlp_input_btd is the input of that MLP."""
+    def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+        """Return any tensors that `after_mlp` of a subclass needs. mlp_input_btd is the input of this layer's MLP."""
+        return ()
+
+    def after_mlp(self, projected: tuple[Tensor, ...], depth: DepthKV) -> DepthKV:
+        """Return the depth list after the MLP of this layer. projected is the result of `project_mlp`."""
         return depth
 
     def heads(self, x: Tensor) -> Tensor:
