@@ -10,6 +10,7 @@ and what a rehearsal cannot show.
 
 import argparse
 import atexit
+import json
 import os
 import shutil
 import sys
@@ -145,7 +146,11 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="count launches with training.compile=true")
     parser.add_argument("--code", action="store_true", help="compile the Triton kernels for sm_90")
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
     arguments = parser.parse_intermixed_args()
+    if arguments.markdown:
+        print(markdown(json.loads(arguments.markdown.read_text())))
+        return 0
     try:
         prepare()
     except RuntimeError as error:
@@ -192,6 +197,29 @@ def table(columns: dict[str, str], lines: list[dict[str, Any]]) -> Any:
     for line in lines:
         shown.add_row(*(cell(line.get(key, "")) for key in columns))
     return shown
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Return a table of the steps, and one of the kernels with the largest values of all of their versions."""
+    compiled = [line for line in results["lines"] if "machine_code" in line]
+    largest: dict[str, dict[str, Any]] = {}
+    for version in (version for line in compiled for version in line["machine_code"]):
+        worst = largest.setdefault(version["kernel"], dict(version))
+        worst |= {key: max(worst[key], version[key]) for key in ("registers", "stack", "seconds")}
+        worst["blocks_per_sm"] = min(worst["blocks_per_sm"], version["blocks_per_sm"])
+    kernels = {key: CODE[key] for key in ("kernel", "warps", "registers", "stack", "blocks_per_sm", "load_bits")}
+    tables = [(STEP, results["lines"]), *([(kernels, [largest[name] for name in sorted(largest)])] if largest else [])]
+    return "\n\n".join(
+        "\n".join(
+            f"| {' | '.join(row)} |"
+            for row in (
+                list(columns.values()),
+                ["---"] * len(columns),
+                *([cell(line.get(key, "")) for key in columns] for line in lines),
+            )
+        )
+        for columns, lines in tables
+    )
 
 
 def cell(value: Any) -> str:

@@ -49,8 +49,8 @@ def test_a_step_of_each_preset_stays_within_its_memory_and_the_estimate_equals_i
         assert not line["parameters_without_gradient"], preset
         # beyond those of the head
         assert line["compilations"] - lines["vanilla"]["compilations"] <= 8, preset
-    # the gradients of depth entries are summed in the kernel
-    assert lines["moda"]["gradient_sums"] <= lines["vanilla"]["gradient_sums"] + 100
+        # the gradients of sources and of depth entries are summed in the kernels
+        assert line["gradient_sums"] <= lines["vanilla"]["gradient_sums"] + 150, preset
 
 
 @pytest.mark.parametrize(("precision", "presets"), [("autocast", "moda,dca"), ("bf16", "vanilla,mhc")])
@@ -86,4 +86,7 @@ def test_mistakes_are_reported_and_other_presets_continue(tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 1
     assert "nonsense" in done.stderr
-    assert [line["preset"] for line in json.loads(output.read_text())["lines"]] == ["vanilla"]
+    (line,) = json.loads(output.read_text())["lines"]
+    assert line["preset"] == "vanilla"
+    shown = subprocess.run([*command[:2], "--markdown", str(output)], cwd=REPOSITORY, capture_output=True, text=True)
+    assert f"| vanilla | 1.5b | {line['launches']:,} |" in shown.stdout
