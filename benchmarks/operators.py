@@ -8,7 +8,7 @@ Shapes: b batch, t tokens, s reads, n sources or streams, i new and j old stream
 streams, d hidden size, h query heads, k key/value heads, e head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,11 +85,19 @@ class Make(NamedTuple):
         ]
 
 
-def step(run: Callable[[], Outputs], inputs: list[Tensor], kernels: str) -> Callable[[], Outputs]:
-    """Return a step that runs forward and backward, and returns outputs and gradients."""
+def step(
+    run: Callable[[], Outputs], inputs: list[Tensor], kernels: str, rounded: Sequence[torch.dtype] | None = None
+) -> Callable[[], Outputs]:
+    """Return a step that runs forward and backward, and returns outputs and gradients.
+
+    rounded: the dtypes to which the gradients of the outputs are rounded (default: those of the outputs).
+    """
     with torch.no_grad():
         generator = torch.Generator(inputs[0].device).manual_seed(1)
-        grads = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in run()]
+        outputs = run()
+        noise = [torch.randn(y.shape, generator=generator, device=y.device) for y in outputs]
+        dtypes = [y.dtype for y in outputs]
+        grads = [x.to(r).to(dtype) for x, r, dtype in zip(noise, rounded or dtypes, dtypes, strict=True)]
 
     def turn() -> Outputs:
         with using(kernels):
