@@ -39,7 +39,8 @@ class Stopped(Exception):
 def environment(rehearse: bool) -> dict[str, str]:
     """Return the environment variables of a rung."""
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
-    settings["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    given = [path] if (path := os.environ.get("PYTHONPATH")) else []
+    settings["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), str(REPOSITORY), *given])
     # Triton's interpreter would take the place of the GPU
     settings.pop("TRITON_INTERPRET", None)
     if rehearse:

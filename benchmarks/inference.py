@@ -197,6 +197,8 @@ def main() -> int:
         for name in ["vanilla", *names, AGAIN]:
             used = gpu_bytes()
             model = build(name, overrides)
+            # the weights were in fp32 at first
+            gpu_bytes()
             built[name] = steps(model, prompt_of(model, args.batch, args.prompt), args.new)
             if CUDA:
                 memory.setdefault(name, peak_gib_above(used))

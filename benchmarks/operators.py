@@ -109,8 +109,11 @@ def step(
 
 def difference(actual: Outputs, expected: Outputs) -> float:
     """Return the largest difference, relative to the largest value of its tensor."""
-    pairs = [(x.float(), y.float()) for x, y in zip(actual, expected, strict=True)]
-    shares = [(x - y).abs().max() / y.abs().max().clamp_min(1e-30) for x, y in pairs]
+    # one tensor at a time, since fp32 copies of all of them may not fit in memory
+    shares = [
+        (x.to(y.dtype) - y).abs().max() / y.abs().max().clamp_min(1e-30)
+        for x, y in ((x, y if y.dtype == torch.float64 else y.float()) for x, y in zip(actual, expected, strict=True))
+    ]
     # torch's max propagates a NaN, Python's max ignores it
     return torch.stack(shares).max().item()
 

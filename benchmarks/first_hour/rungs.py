@@ -55,12 +55,21 @@ RUNGS = (
     Rung(
         "kernels",
         "whether every operator's outputs and gradients are right, and 20 steps of every preset, in bf16 and fp32",
-        3,
+        2.5,
         "first_hour/correctness.py",
         (),
         words(
             "--tiny --tokens 4 --types float32 --operators depth_value_mix merged_attention --presets moda --steps 2"
         ),
+    ),
+    Rung(
+        "tests",
+        "whether the tests of the kernels pass on the device",
+        2,
+        "first_hour/device_tests.py",
+        words("tests/kernels tests/model/test_kernels.py --processes 8"),
+        words("tests/kernels/test_depth_reduce.py"),
+        ("pytest", "xdist"),
     ),
     Rung(
         "vanilla",
@@ -73,10 +82,10 @@ RUNGS = (
     Rung(
         "mechanisms",
         "what each of seven mechanisms adds to a step at 1.5b, in us per token and memory",
-        4.5,
+        4,
         "mechanisms.py",
         (*words("--size 1.5b training.batch_size=4 --pairs --rounds 5 --presets"), *MECHANISMS),
-        (*TINY_STEP, *words("training.batch_size=1 --pairs --presets moda mhc")),
+        (*TINY_STEP, *words("training.batch_size=1 --threads 1 --pairs --presets moda mhc")),
     ),
     Rung(
         "operators",
@@ -84,7 +93,7 @@ RUNGS = (
         2.5,
         "kernels.py",
         words("--size 1.5b 3b --length 2048 --rounds 5"),
-        words("--size 1.5b --length 4 --rounds 1"),
+        words("--size 1.5b --length 4 --rounds 1 --threads 1"),
     ),
     Rung(
         "peers",
@@ -101,7 +110,7 @@ RUNGS = (
         1.5,
         "kernels.py",
         words("--table moda_efficiency --rounds 3"),
-        words("--table moda_efficiency --rounds 1 --divide 2048"),
+        words("--table moda_efficiency --rounds 1 --threads 1 --divide 2048"),
     ),
     Rung(
         "3b",
@@ -117,9 +126,9 @@ RUNGS = (
         1.5,
         "inference.py",
         (*words("size=1.5b --prompt 1024 --new 32 --rounds 3 --presets"), *MECHANISMS),
-        words("size=micro --prompt 8 --new 2 --rounds 1 --presets moda"),
+        words("size=micro --prompt 8 --new 2 --rounds 1 --threads 1 --presets moda"),
     ),
     run_rung("fp16", "whether fp16 trains, and its loss scale doubles", 1),
     run_rung("resume", "whether a run that is killed while it saves asynchronously resumes with the same losses", 2),
-    run_rung("gpu_hour", "budget=gpu_hour at 1.5b, cut to two minutes", 3),
+    run_rung("gpu_hour", "budget=gpu_hour at 1.5b, cut to two minutes", 2.5),
 )

@@ -68,7 +68,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="timed steps")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_intermixed_args()
-    torch.set_num_threads(environment.cores())
     device = start_distributed(ranks())
     results: dict[str, Any] = {"lines": []}
     for preset, mode in ((preset, mode) for preset in arguments.presets for mode in arguments.modes):

@@ -6,6 +6,7 @@ A table stands between `<!-- gpu: <rung> -->` and `<!-- end -->`; `<!-- gpu: run
 `gpu-*` of the results hold the JSON, one folder per device.
 """
 
+import importlib
 import json
 import re
 import sys
@@ -81,7 +82,7 @@ def device(results: Results) -> str:
         ("Python", results["machine"]["python"]),
         ("Triton's kernels", results["triton_missing"] or "can run"),
         ("copies", f"{results['copied_bytes_per_second'] / 1e9:,.0f} GB/s"),
-        ("bf16 matrix products", f"{results['bf16_flops_per_second'] / 1e12:,.0f} TFLOP/s"),
+        ("bf16 matrix products", f"{results['bf16_flops_per_second'] / 1e12:,.3g} TFLOP/s"),
     ]
     return markdown(("", ""), lines)
 
@@ -136,6 +137,12 @@ def steps(results: Results) -> str:
     return headed(results, markdown(STEP, lines))
 
 
+def tests(results: Results) -> str:
+    counts = ", ".join(f"{results[key]} {key}" for key in ("passed", "failed", "skipped"))
+    failures = "".join(f"\n- `{x['test']}`: {x['message']}" for x in results["failures"])
+    return headed(results, f"{counts}.{failures and chr(10)}{failures}")
+
+
 def runs(results: Results) -> str:
     hidden = ("machine", "rung", "loss_scales")
     shown = {key.replace("_", " "): value for key, value in results.items() if key not in hidden}
@@ -150,8 +157,7 @@ def of_script(name: str) -> Callable[[Results], str]:
 
     def table(results: Results) -> str:
         # each of these scripts imports torch, which takes seconds
-        module = __import__(name)
-        return module.markdown(results)
+        return importlib.import_module(name).markdown(results)
 
     return table
 
@@ -159,6 +165,7 @@ def of_script(name: str) -> Callable[[Results], str]:
 TABLES: dict[str, Callable[[Results], str]] = {
     "device": device,
     "kernels": kernels,
+    "tests": tests,
     "vanilla": steps,
     "mechanisms": of_script("mechanisms"),
     "operators": of_script("kernels"),
