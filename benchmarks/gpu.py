@@ -33,7 +33,7 @@ TAIL = 30
 
 
 class Stopped(Exception):
-    """The command was told to stop."""
+    """A signal asks the command to stop."""
 
 
 def environment(rehearse: bool) -> dict[str, str]:
@@ -41,6 +41,9 @@ def environment(rehearse: bool) -> dict[str, str]:
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
     given = [path] if (path := os.environ.get("PYTHONPATH")) else []
     settings["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), str(REPOSITORY), *given])
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & settings.keys():
+        # as in train.py: without it, fragmentation wastes several GiB
+        settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # Triton's interpreter would take the place of the GPU
     settings.pop("TRITON_INTERPRET", None)
     if rehearse:

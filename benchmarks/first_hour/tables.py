@@ -90,14 +90,14 @@ def device(results: Results) -> str:
 def kernels(results: Results) -> str:
     operators, presets = [], []
     for line in results["lines"]:
-        verdict = "passed" if line["passed"] else line.get("error", "failed").replace("|", "\\|")
+        outcome = "passed" if line["passed"] else line.get("error", "failed").replace("|", "\\|")
         if line["kind"] == "operator":
             errors = line.get("errors", {})
             cells = [number(errors.get(kind), ".1e") for kind in ("triton", "torch")]
-            operators.append((line["name"], line["dtype"], *cells, verdict))
+            operators.append((line["name"], line["dtype"], *cells, outcome))
         else:
             cells = [number(line.get(key), form) for key, form in (("difference", ".1e"), ("last_loss", ".3f"))]
-            presets.append((line["name"], line["dtype"], *cells, verdict))
+            presets.append((line["name"], line["dtype"], *cells, outcome))
     first = markdown(("operator", "dtype", "error of Triton", "error of PyTorch", ""), operators)
     second = markdown(("preset", "dtype", "largest difference of losses", "last loss", ""), presets)
     return headed(results, f"{first}\n\nAfter {results['steps']} steps:\n\n{second}")
