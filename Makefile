@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 
-.PHONY: train test test-slow lint format install pins resolve clean
+.PHONY: train test test-slow gpu lint format install pins resolve clean
 
 train: .venv/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -16,6 +16,10 @@ test: .venv/.installed-dev lint
 # two processes, since `make train`, which is one of these tests, computes on all cores
 test-slow: .venv/.installed-dev
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --no-loadscope-reorder
+
+# the first hour on an H100 or H200, at most 25 minutes; ARGS=--list shows the rungs, ARGS=--rehearse needs no GPU
+gpu: .venv/.installed-dev
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .

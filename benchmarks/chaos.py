@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 REPOSITORY = Path(__file__).resolve().parent.parent
 WORLD_SIZE = 2
 RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200K", "tracker=none", "precision=fp32",
-       "deepspeed=zero1", "training.sequence_length=64", "training.batch_size=4", "training.checkpoint_every=3",
-       "training.validate_every=10", "training.validation_tokens=2K", "training.log_every=1", "training.sample=null",
-       "training.num_threads=1", "training.rank_timeout=5"]  # fmt: skip
+       "device=cpu", "deepspeed=zero1", "training.sequence_length=64", "training.batch_size=4", "training.log_every=1",
+       "training.checkpoint_every=3", "training.validate_every=10", "training.validation_tokens=2K",
+       "training.sample=null", "training.num_threads=1", "training.rank_timeout=5"]  # fmt: skip
 
 
 # starts both ranks of a run

@@ -55,14 +55,15 @@ def settle() -> None:
 
 def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return the seconds of saving and of dd in every round, and the cost of asynchronous saving to training."""
-    start_distributed(ranks())
-    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
+    device = start_distributed(ranks())
+    plan, model = make_plan(config, ranks()), depthlm.build_model(config, device)
     engine = build_engine(config, plan, model)
     shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
-    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
     def step() -> None:
-        train_step(engine, batch, plan, 0.0)
+        # a GPU computes the step while the host continues
+        train_step(engine, batch, plan, 0.0).item()
 
     step()  # creates the optimizer states
     about = {"corpus": "", "world_size": 1, "stage": 0, "config": asdict(config)}

@@ -10,19 +10,31 @@ says whether both generate the same tokens.
 """
 
 import argparse
-import gc
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import Step, against, measure, peak_memory_gib, print_peak_memory, ratio, result_path, write_json
+from interleaved import (
+    Step,
+    against,
+    error_text,
+    gpu_bytes,
+    measure,
+    peak_gib_above,
+    peak_memory_gib,
+    print_peak_memory,
+    ratio,
+    release,
+    result_path,
+    write_json,
+)
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthlm
 from depthlm.config import mechanisms
@@ -80,12 +92,17 @@ def steps(model: Decoder, tokens_bt: Tensor, new: int) -> tuple[Step, Step, int]
 
 def twin(model: Decoder) -> Any:
     """Return the same decoder as a transformers model, with its default attention."""
+    # reading this package takes seconds, and only this function needs it
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     kind = native_type(model)
     assert kind is not None
     settings = native_config(kind, model.size, model.backbone, 2**15)
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
+    # drawing weights that are replaced would take a CPU long
+    with torch.device(environment.device_type()):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
     theirs.load_state_dict({their_name(kind, name): tensor for name, tensor in model.state_dict().items()})
-    return theirs.to(next(model.parameters()).device, next(model.parameters()).dtype)
+    return theirs.to(next(model.parameters()).dtype)
 
 
 def against_transformers(overrides: list[str], batch: int, length: int, new: int, rounds: int) -> dict[str, Any]:
@@ -127,7 +144,7 @@ def rows(
     return lines, again
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, for all contenders")
     parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
@@ -143,7 +160,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if args.markdown:
         print(markdown(json.loads(args.markdown.read_text())))
-        return
+        return 0
     paper: Any = {} if args.table is None else OmegaConf.to_container(OmegaConf.load(TABLES / f"{args.table}.yaml"))
     if paper:
         args.batch, args.prompt, args.new = paper["batch_size"], paper["prompt"], paper["new"]
@@ -154,40 +171,67 @@ def main() -> None:
         model = build(args.memory_of, overrides)
         tokens_bt = prompt_of(model, args.batch, args.prompt)
         print_peak_memory(lambda: prefill(model, tokens_bt, args.new))
-        return
-    memory_arguments = ["--batch", str(args.batch), "--prompt", str(args.prompt), "--new", str(args.new), *overrides]
-    memory = {name: peak_memory_gib(__file__, name, *memory_arguments) for name in ["vanilla", *presets]}
+        return 0
+    memory: dict[str, float | None] = {}
+    if not CUDA:
+        memory_arguments = [
+            "--batch",
+            str(args.batch),
+            "--prompt",
+            str(args.prompt),
+            "--new",
+            str(args.new),
+            *overrides,
+        ]
+        memory |= {name: peak_memory_gib(__file__, name, *memory_arguments) for name in ["vanilla", *presets]}
     results: dict[str, Any] = {
         "shape": [*overrides, f"batch={args.batch}", f"prompt={args.prompt}", f"new={args.new}"],
         "table": args.table,
-        "transformers": against_transformers(overrides, args.batch, args.prompt, args.new, args.rounds),
         "again": [],
         "presets": {},
     }
-    for start in range(0, len(presets), GROUP):
-        models = {name: build(name, overrides) for name in ["vanilla", *presets[start : start + GROUP], AGAIN]}
-        built = {
-            name: steps(model, prompt_of(model, args.batch, args.prompt), args.new) for name, model in models.items()
-        }
+    output = args.output or result_path(f"inference-{args.table}" if args.table else "inference")
+
+    def measure_group(names: list[str]) -> None:
+        built = {}
+        for name in ["vanilla", *names, AGAIN]:
+            used = gpu_bytes()
+            model = build(name, overrides)
+            # the weights were in fp32 at first
+            gpu_bytes()
+            built[name] = steps(model, prompt_of(model, args.batch, args.prompt), args.new)
+            if CUDA:
+                memory.setdefault(name, peak_gib_above(used))
         lines, again = rows(built, args.rounds, (args.batch * args.prompt, args.batch * args.new))
         results["again"] += again
-        # vanilla is in each group, and the line of the first group is kept
-        results["presets"] |= {name: line for name, line in lines.items() if name not in results["presets"]}
-        del models, built
-        gc.collect()
-    for name, line in results["presets"].items():
-        phases = {k: sum(line[k]["seconds"]) / args.rounds for k in ("prefill", "decode")}
-        line |= {"peak_memory_gib": memory[name], "seconds": sum(phases.values())}
-        line |= {"paper_seconds": paper.get("seconds", {}).get(name), "paper_gb": paper.get("prefill_gb", {}).get(name)}
+        for name, line in lines.items():
+            phases = {k: sum(line[k]["seconds"]) / args.rounds for k in ("prefill", "decode")}
+            line |= {"peak_memory_gib": memory[name], "seconds": sum(phases.values())}
+            line |= {"paper_seconds": paper.get("seconds", {}).get(name)}
+            line |= {"paper_gb": paper.get("prefill_gb", {}).get(name)}
+            # vanilla is in each group, and the line of the first group is kept
+            results["presets"].setdefault(name, line)
+
+    for start in range(0, len(presets), GROUP):
+        measure_group(presets[start : start + GROUP])
+        release()
+        write_json(output, results)
     Console(highlight=False).print(table(results))
     same = {line["cache_bytes"] for line in results["presets"].values()}
     print(f"every cache has the size of vanilla's: {len(same) == 1} ({same} bytes)")
-    peer = results["transformers"]
-    comparison = "the same" if peer["same_tokens"] else "OTHER"
-    print(f"transformers' generate takes {peer['ratio']:.2f} times as long, and generates {comparison} tokens")
-    output = args.output or result_path(f"inference-{args.table}" if args.table else "inference")
+    try:
+        peer = against_transformers(overrides, args.batch, args.prompt, args.new, args.rounds)
+    except Exception as error:
+        # the peer is another package, and its failure does not affect the lines above
+        results["transformers"] = {"error": error_text(error)}
+        print(f"error: transformers' generate: {results['transformers']['error']}", file=sys.stderr)
+    else:
+        results["transformers"] = peer
+        comparison = "the same" if peer["same_tokens"] else "OTHER"
+        print(f"transformers' generate takes {peer['ratio']:.2f} times as long, and generates {comparison} tokens")
     write_json(output, results)
     print(f"written to {output}")
+    return int("error" in results["transformers"])
 
 
 COLUMNS = ("preset", "prefill us/token", "added", "decode us/token", "added", "us added", "GiB", "cache bytes", "paper")
@@ -203,7 +247,7 @@ def cells(name: str, line: dict[str, Any], vanilla: dict[str, Any]) -> list[str]
         f"{line['decode']['microseconds_per_token']:,.0f}",
         f"{line['decode']['overhead']:+.1%}",
         f"{line['decode']['microseconds_added']:+,.0f}",
-        f"{line['peak_memory_gib']:.2f}",
+        "" if line["peak_memory_gib"] is None else f"{line['peak_memory_gib']:.2f}",
         f"{line['cache_bytes']:,}",
         "" if paper is None else f"{paper:+.2%}",
     ]
@@ -231,4 +275,4 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """A fair comparison in one process: every contender takes a turn in every round, under the same machine conditions."""
 
+import gc
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from depthlm.distributed.launchers import ranks
+from depthlm.files import replace_text
 from depthlm.machine import environment
 
 Step = Callable[[], object]
@@ -85,6 +87,35 @@ def print_peak_memory(step: Step) -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
+def gpu_bytes() -> int:
+    """Begin a new record of the GPU's peak memory, and return the bytes in use; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak_gib_above(used: int) -> float | None:
+    """Return the GPU's peak memory since the last `gpu_bytes`, above these bytes, in GiB; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - used) / 2**30
+
+
+def release() -> None:
+    """Free the memory of contenders to which nothing refers any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def error_text(error: Exception) -> str:
+    """Return an error in one line, for a result that could not be measured."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
 def result_path(benchmark: str) -> Path:
     """Return the path for the results of a benchmark on this machine."""
     name = torch.cuda.get_device_name().replace(" ", "-").lower() if torch.cuda.is_available() else platform.node()
@@ -92,13 +123,13 @@ def result_path(benchmark: str) -> Path:
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Write results together with the machine that they were measured on."""
+    """Write results together with the machine that they were measured on. An interruption leaves the earlier file."""
     machine = environment.describe(ranks(), environment.device_type())
     machine.pop("command")
     machine["threads"] = torch.get_num_threads()
     machine["load_average"] = os.getloadavg()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+    replace_text(path, json.dumps({"machine": machine, **results}, indent=1) + "\n")
 
 
 def _synchronize() -> None:

@@ -2,22 +2,38 @@
 
     python benchmarks/mechanisms.py [key=value ...] [--presets mhc dca] [--rounds 8] [--output results/...json]
     python benchmarks/mechanisms.py --table depth_attention_step_3b      # a paper's rows, shape and times
+    python benchmarks/mechanisms.py --size 1.5b training.batch_size=4 --pairs        # a large model on a GPU
 
 All take the training step of train.py (DeepSpeed, ZeRO 0) on the same batch, from the same seed. Presets take turns in
 groups, each with two vanilla decoders: a round is compared with their mean, and their ratio shows the noise of the
 machine. The shape is D 512, 24 layers, T 512, batch 4, 8 heads, 4 key/value heads, vocabulary 4 096, bf16 if the device
-is fast at it; overrides change it.
+is fast at it; --size takes one of conf/size instead, and overrides change it. With --pairs, only one preset and one
+vanilla decoder are in memory at once; vanilla's second turn is then of the same decoder, and peak memory is measured in
+this process.
 """
 
 import argparse
-import gc
 import json
 import statistics
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import Step, against, measure, peak_memory_gib, print_peak_memory, result_path, write_json
+from interleaved import (
+    Step,
+    against,
+    error_text,
+    gpu_bytes,
+    measure,
+    peak_gib_above,
+    peak_memory_gib,
+    print_peak_memory,
+    release,
+    result_path,
+    write_json,
+)
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -69,11 +85,69 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
     return (lambda: train_step(engine, batch, plan, 0.0).item()), plan.tokens_per_step
 
 
-def main() -> None:
+Line = dict[str, Any]
+
+
+def in_groups(
+    presets: list[str], overrides: list[str], device: torch.device, rounds: int, memory: dict[str, float]
+) -> Iterator[tuple[dict[str, Line], list[float]]]:
+    """Yield the lines of each group, and the ratios of its two vanilla decoders. memory: peaks in GiB, by preset."""
+    for start in range(0, len(presets), GROUP):
+        names = ["vanilla", *presets[start : start + GROUP], AGAIN]
+        built = {name: contender(name, overrides, device) for name in names}
+        tokens = built["vanilla"][1]
+        seconds = measure({name: step for name, (step, _) in built.items()}, rounds, steps=1, warmup=1, settle=1)
+        yield lines(seconds, tokens, memory)
+        # the next group needs the memory
+        del built
+        release()
+
+
+def in_pairs(
+    presets: list[str], overrides: list[str], device: torch.device, rounds: int
+) -> Iterator[tuple[dict[str, Line], list[float]]]:
+    """Yield what `in_groups` yields, of one preset at a time. A preset that fails has a line with its error."""
+    used = gpu_bytes()
+    vanilla, tokens = contender("vanilla", overrides, device)
+    vanilla(), vanilla()
+    peaks = {"vanilla": peak_gib_above(used)}
+
+    def pair(name: str) -> tuple[dict[str, Line], list[float]]:
+        used = gpu_bytes()
+        step, _ = contender(name, overrides, device)
+        step(), step()
+        peaks[name] = peak_gib_above(used)
+        contenders = {"vanilla": vanilla, name: step, AGAIN: vanilla}
+        return lines(measure(contenders, rounds, steps=1, warmup=0, settle=1), tokens, peaks)
+
+    for name in presets:
+        try:
+            yield pair(name)
+        except Exception as error:
+            # the other presets may fit in memory
+            yield {name: {"error": error_text(error)}}, []
+        release()
+
+
+def lines(seconds: dict[str, list[float]], tokens: int, memory: dict[str, Any]) -> tuple[dict[str, Line], list[float]]:
+    """Return the line of each preset, and the ratios of the two turns of vanilla."""
+    both = [statistics.mean(pair) for pair in zip(seconds["vanilla"], seconds[AGAIN], strict=True)]
+    again = [a / b for a, b in zip(seconds[AGAIN], seconds["vanilla"], strict=True)]
+    names = [name for name in seconds if name != AGAIN]
+    return {
+        name: row(both if name == "vanilla" else seconds[name], both, tokens) | {"peak_memory_gib": memory[name]}
+        for name in names
+    }, again
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, for all contenders")
     parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
+    shapes.add_argument("--size", help="a size of conf/size, at its own sequence length")
+    parser.add_argument("--pairs", action="store_true", help="only one preset and vanilla in memory at once")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=None)
@@ -83,49 +157,40 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if arguments.markdown:
         print(markdown(json.loads(arguments.markdown.read_text())))
-        return
+        return 0
     shape, paper = read_table(arguments.table or DEFAULT_TABLE)
-    overrides = [*(shape if arguments.table else SHAPE), *arguments.overrides]
+    if arguments.size:
+        shape = [f"size={arguments.size}", "tracker=none"]
+    overrides = [*(shape if arguments.table or arguments.size else SHAPE), *arguments.overrides]
     names = list(paper) if arguments.table else mechanisms()
-    arguments.presets = arguments.presets or [name for name in names if name != "vanilla"]
+    presets = arguments.presets or [name for name in names if name != "vanilla"]
     torch.set_num_threads(arguments.threads)
     device = start_distributed(ranks())
     if arguments.memory_of:
         print_peak_memory(contender(arguments.memory_of, overrides, device)[0])
-        return
-    if arguments.memory_from:
-        earlier = json.loads(arguments.memory_from.read_text())["presets"]
-        memory = {name: earlier[name]["peak_memory_gib"] for name in ["vanilla", *arguments.presets]}
+        return 0
+    if arguments.pairs:
+        groups = in_pairs(presets, overrides, device, arguments.rounds)
     else:
-        memory_arguments = [*(["--table", arguments.table] if arguments.table else []), *arguments.overrides]
-        memory = {n: peak_memory_gib(__file__, n, *memory_arguments) for n in ["vanilla", *arguments.presets]}
-    results: dict[str, Any] = {
-        "shape": overrides,
-        "table": arguments.table,
-        "again": [],
-        "presets": {},
-    }
-    for start in range(0, len(arguments.presets), GROUP):
-        names = ["vanilla", *arguments.presets[start : start + GROUP], AGAIN]
-        built = {name: contender(name, overrides, device) for name in names}
-        tokens = built["vanilla"][1]
-        seconds = measure(
-            {name: step for name, (step, _) in built.items()}, arguments.rounds, steps=1, warmup=1, settle=1
-        )
-        vanilla = [statistics.mean(pair) for pair in zip(seconds["vanilla"], seconds[AGAIN], strict=True)]
-        results["again"] += [a / b for a, b in zip(seconds[AGAIN], seconds["vanilla"], strict=True)]
-        for name, times in {**seconds, "vanilla": vanilla}.items():
-            if name != AGAIN and (name != "vanilla" or not start):
-                results["presets"][name] = row(times, vanilla, tokens) | {
-                    "paper_overhead": paper.get(name) if name != "vanilla" else None, "peak_memory_gib": memory[name]
-                }  # fmt: skip
-        # the next group needs the memory
-        del built
-        gc.collect()
-    Console(highlight=False).print(table(results))
+        if arguments.memory_from:
+            earlier = json.loads(arguments.memory_from.read_text())["presets"]
+            memory = {name: earlier[name]["peak_memory_gib"] for name in ["vanilla", *presets]}
+        else:
+            shown = [f"--{key}={value}" for key in ("table", "size") if (value := getattr(arguments, key))]
+            memory = {n: peak_memory_gib(__file__, n, *shown, *arguments.overrides) for n in ["vanilla", *presets]}
+        groups = in_groups(presets, overrides, device, arguments.rounds, memory)
+    results: dict[str, Any] = {"shape": overrides, "table": arguments.table, "again": [], "presets": {}}
     output = arguments.output or result_path(arguments.table or "mechanisms")
-    write_json(output, results)
+    for group, again in groups:
+        results["again"] += again
+        for name, line in group.items():
+            # vanilla is in each group, and the line of the first group is kept
+            paper_overhead = None if name == "vanilla" else paper.get(name)
+            results["presets"].setdefault(name, {**line, "paper_overhead": paper_overhead})
+        write_json(output, results)
+    Console(highlight=False).print(table(results))
     print(f"written to {output}")
+    return int(any("error" in line for line in results["presets"].values()))
 
 
 def row(times: list[float], vanilla: list[float], tokens: int) -> dict[str, Any]:
@@ -144,23 +209,30 @@ COLUMNS = ("preset", "tokens/s", "us/token", "ratio", "added", "best", "us added
 
 def cells(name: str, line: dict[str, Any]) -> list[str]:
     """Return the cells of one preset's line."""
+    if "error" in line:
+        return [name, "error", *[""] * (len(COLUMNS) - 2)]
     paper, gib = line["paper_overhead"], line["peak_memory_gib"]
     return [
         name,
         f"{line['tokens_per_second']:,.0f}",
-        f"{line['microseconds_per_token']:,.0f}",
+        microseconds(line["microseconds_per_token"]),
         f"{line['ratio']:.3f}",
         f"{line['overhead']:+.1%}",
         f"{line['overhead_of_best']:+.1%}",
-        f"{line['microseconds_added']:+,.0f}",
-        f"{gib:.2f}",
+        microseconds(line["microseconds_added"], sign="+"),
+        "" if gib is None else f"{gib:.2f}",
         "" if paper is None else f"{paper:+.0%}",
     ]
 
 
+def microseconds(value: float, sign: str = "") -> str:
+    """Return the time of a token; that of a GPU is so short that it needs a digit after the point."""
+    return f"{value:{sign},.1f}" if abs(value) < 100 else f"{value:{sign},.0f}"
+
+
 def table(results: dict[str, Any]) -> Table:
-    spread = max(abs(value - 1) for value in results["again"])
-    median = statistics.median(results["again"])
+    spread = max((abs(value - 1) for value in results["again"]), default=0.0)
+    median = statistics.median(results["again"] or [1.0])
     shown = Table(*COLUMNS, caption=f"vanilla again: median {median:.3f}, single rounds differ by up to {spread:.1%}")
     for name, line in results["presets"].items():
         shown.add_row(*cells(name, line))
@@ -170,11 +242,11 @@ def table(results: dict[str, Any]) -> Table:
 def markdown(results: dict[str, Any]) -> str:
     machine = results["machine"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    lines = [f"{machine['device']}, {threads}, torch {machine['versions']['torch']}:", ""]
-    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(cells(name, line))} |" for name, line in results["presets"].items()]
-    return "\n".join(lines)
+    text = [f"{machine['device']}, {threads}, torch {machine['versions']['torch']}:", ""]
+    text += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    text += [f"| {' | '.join(cells(name, line))} |" for name, line in results["presets"].items()]
+    return "\n".join(text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

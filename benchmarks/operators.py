@@ -8,7 +8,7 @@ Shapes: b batch, t tokens, s reads, n sources or streams, i new and j old stream
 streams, d hidden size, h query heads, k key/value heads, e head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,11 +85,19 @@ class Make(NamedTuple):
         ]
 
 
-def step(run: Callable[[], Outputs], inputs: list[Tensor], kernels: str) -> Callable[[], Outputs]:
-    """Return a step that runs forward and backward, and returns outputs and gradients."""
+def step(
+    run: Callable[[], Outputs], inputs: list[Tensor], kernels: str, rounded: Sequence[torch.dtype] | None = None
+) -> Callable[[], Outputs]:
+    """Return a step that runs forward and backward, and returns outputs and gradients.
+
+    rounded: the dtypes to which the gradients of the outputs are rounded (default: those of the outputs).
+    """
     with torch.no_grad():
         generator = torch.Generator(inputs[0].device).manual_seed(1)
-        grads = [torch.randn(y.shape, generator=generator, device=y.device).to(y.dtype) for y in run()]
+        outputs = run()
+        noise = [torch.randn(y.shape, generator=generator, device=y.device) for y in outputs]
+        dtypes = [y.dtype for y in outputs]
+        grads = [x.to(r).to(dtype) for x, r, dtype in zip(noise, rounded or dtypes, dtypes, strict=True)]
 
     def turn() -> Outputs:
         with using(kernels):
@@ -101,8 +109,11 @@ def step(run: Callable[[], Outputs], inputs: list[Tensor], kernels: str) -> Call
 
 def difference(actual: Outputs, expected: Outputs) -> float:
     """Return the largest difference, relative to the largest value of its tensor."""
-    pairs = [(x.float(), y.float()) for x, y in zip(actual, expected, strict=True)]
-    shares = [(x - y).abs().max() / y.abs().max().clamp_min(1e-30) for x, y in pairs]
+    # one tensor at a time, since fp32 copies of all of them may not fit in memory
+    shares = [
+        (x.to(y.dtype) - y).abs().max() / y.abs().max().clamp_min(1e-30)
+        for x, y in ((x, y if y.dtype == torch.float64 else y.float()) for x, y in zip(actual, expected, strict=True))
+    ]
     # torch's max propagates a NaN, Python's max ignores it
     return torch.stack(shares).max().item()
 

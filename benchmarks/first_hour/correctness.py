@@ -1,0 +1,118 @@
+"""Whether the Triton kernels are correct on this device.
+
+    python benchmarks/first_hour/correctness.py --output kernels.json [--tokens 256] [--types bfloat16 float32]
+
+Each operator of `operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the same
+values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
+steps with both, and their losses are compared. A difference is allowed up to a tolerance, or up to twice the error of
+PyTorch in the same dtype.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import error_text, release, write_json
+from operators import CASES, Make, Shape, difference, shape_of, step
+from torch import Tensor
+
+import depthlm
+from depthlm.config import mechanisms
+from depthlm.machine import environment
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# the allowed difference of losses after some steps, relative to the loss
+LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
+
+
+class InDouble(Make):
+    """The same values as those of `Make`, in fp64."""
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        return Make.normal(self, *shape, scale=scale, dtype=dtype).detach().double().requires_grad_()
+
+
+def check_operator(name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the errors of Triton and of PyTorch against PyTorch in fp64."""
+    device = environment.device_type()
+
+    def generator() -> torch.Generator:
+        return torch.Generator(device).manual_seed(0)
+
+    case, exact = CASES[name](shape, Make(generator(), dtype)), CASES[name](shape, InDouble(generator(), dtype))
+    with torch.no_grad():
+        rounded = [y.dtype for y in case.run()]
+    expected = step(exact.run, exact.inputs, "torch", rounded)()
+    errors = {kind: difference(step(case.run, case.inputs, kind)(), expected) for kind in ("triton", "torch")}
+    return {"errors": errors, "passed": errors["triton"] <= max(TOLERANCE[dtype], 2 * errors["torch"])}
+
+
+def losses(preset: str, kernels: str, dtype: torch.dtype, tokens: int, steps: int) -> Tensor:
+    """Return the losses per token of a tiny decoder before and after each step of AdamW."""
+    device = environment.device_type()
+    config = depthlm.compose([f"model={preset}", "size=micro", f"kernels={kernels}"], here=False)
+    model = depthlm.build_model(config, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(config.size.vocab_size, (2, tokens + 1), generator=generator).to(device)
+    found = []
+    for number in range(steps + 1):
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            sums = model(batch[:, :-1], batch[:, 1:])
+        loss = sums.nll / sums.tokens
+        found.append(loss.detach())
+        if number < steps:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return torch.stack(found).float().cpu()
+
+
+def check_preset(preset: str, dtype: torch.dtype, tokens: int, steps: int) -> dict[str, Any]:
+    fused, plain = (losses(preset, kernels, dtype, tokens, steps) for kernels in ("triton", "torch"))
+    # torch's max propagates a NaN, Python's max ignores it
+    apart = ((fused - plain).abs() / plain.abs()).max().item()
+    fell = bool(fused[-1] < fused[0])
+    return {"difference": apart, "first_loss": fused[0].item(), "last_loss": fused[-1].item(),
+            "passed": apart <= LOSS_TOLERANCE[dtype] and fell}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a test on a CPU")
+    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
+    parser.add_argument("--types", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each comparison")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each preset")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    shape = TINY if arguments.tiny else shape_of("1.5b", 1, arguments.tokens)
+    types = [getattr(torch, name) for name in arguments.types]
+    jobs = [("operator", name, dtype) for dtype in types for name in arguments.operators]
+    jobs += [("preset", name, dtype) for dtype in types for name in arguments.presets]
+    results: dict[str, Any] = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
+    for kind, name, dtype in jobs:
+        line: dict[str, Any] = {"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}
+        try:
+            if kind == "operator":
+                line |= check_operator(name, shape, dtype)
+            else:
+                line |= check_preset(name, dtype, arguments.tokens, arguments.steps)
+        except Exception as error:
+            # the others may pass
+            line |= {"passed": False, "error": error_text(error)}
+        print(line, flush=True)
+        results["lines"].append(line)
+        write_json(arguments.output, results)
+        release()
+    failed = [f"{line['name']} in {line['dtype']}" for line in results["lines"] if not line["passed"]]
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The device: its name, driver and libraries, whether Triton can run, and its speed of copies and of matrix products.
+
+python benchmarks/first_hour/machine.py --output device.json [--megabytes 1024] [--width 8192]
+python benchmarks/first_hour/machine.py --name       # only the name of the device
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from interleaved import error_text, measure, write_json
+
+from depthlm.kernels.backend import missing
+from depthlm.machine import environment
+from depthlm.machine.gpu import driver_version
+from depthlm.machine.memory import available_memory
+
+ROUNDS = 5
+QUERY = (
+    "name",
+    "driver_version",
+    "pstate",
+    "clocks.max.sm",
+    "power.limit",
+    "memory.total",
+    "memory.used",
+    "mig.mode.current",
+)
+
+
+def query_driver() -> dict[str, str] | str:
+    """Return what nvidia-smi says about each setting, or why it says nothing."""
+    if shutil.which("nvidia-smi") is None:
+        return "nvidia-smi was not found"
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return error_text(error)
+    values = done.stdout.splitlines()[0].split(", ") if done.returncode == 0 and done.stdout else []
+    return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else (done.stdout + done.stderr).strip()
+
+
+def copies_per_second(device: str, megabytes: int) -> float:
+    """Return the bytes that copies read and write per second."""
+    source = torch.ones(megabytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = min(measure({"copy": lambda: target.copy_(source)}, ROUNDS, steps=10)["copy"])
+    return 2 * source.numel() / seconds
+
+
+def products_per_second(device: str, width: int) -> float:
+    """Return the FLOP/s of a product of two square matrices in bf16."""
+    a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = min(measure({"product": lambda: a @ b}, ROUNDS, steps=10)["product"])
+    return 2 * width**3 / seconds
+
+
+def describe(megabytes: int, width: int) -> dict[str, Any]:
+    kind = environment.device_type()
+    on_gpu = kind == "cuda"
+    capability = ".".join(map(str, torch.cuda.get_device_capability())) if on_gpu else None
+    return {
+        "name": environment.device_name(kind),
+        "capability": capability,
+        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else None,
+        "memory_gib": available_memory(torch.device(kind, 0) if on_gpu else torch.device(kind), 1) / 2**30,
+        "driver": driver_version(),
+        "nvidia_smi": query_driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if on_gpu else None,
+        "fast_precision": environment.fast_precision(kind),
+        "triton_missing": missing(kind),
+        "copied_bytes_per_second": copies_per_second(kind, megabytes),
+        "bf16_flops_per_second": products_per_second(kind, width),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--name", action="store_true", help="print the name of the GPU, or fail if torch cannot use one"
+    )
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=8192)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.name:
+        if error := environment.device_error("cuda"):
+            print(error, file=sys.stderr)
+            return 2
+        print(environment.device_name("cuda"))
+        return 0
+    results = describe(arguments.megabytes, arguments.width)
+    for name, value in results.items():
+        print(f"{name}: {value}")
+    if arguments.output:
+        write_json(arguments.output, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Runs of train.py: fp16's loss scale, a kill while a checkpoint is saved asynchronously, and a short budget=gpu_hour.
+
+    python benchmarks/first_hour/runs.py fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
+
+The text is the source of Python's standard library in bytes, so nothing is downloaded. The folder must not exist; it is
+removed at the end.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from chaos import is_saving, newest_step
+from interleaved import write_json
+
+from depthlm.locations import REPOSITORY
+
+RUN = ["data=stdlib", "data.tokenizer=bytes", "tracker=none", "training.sample=null", "training.log_every=1"]
+TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
+        "data.max_tokens=50K", "training.num_threads=1", "training.validation_tokens=256"]  # fmt: skip
+# the largest relative difference of a loss of a resumed run from that of an undisturbed one
+DIFFERENCE = 0.01
+# 80 seconds at the rate that conf/budget/gpu_hour.yaml assumes; the start and the last checkpoint take the rest
+TWO_MINUTES = 3.2e16
+
+
+def command(scratch: Path, name: str, overrides: list[str]) -> list[str]:
+    paths = [f"data.path={scratch}/tokens", f"output_dir={scratch}/{name}"]
+    return [sys.executable, "train.py", *RUN, *overrides, *paths]
+
+
+def finish(scratch: Path, name: str, overrides: list[str]) -> list[dict[str, Any]]:
+    """Train a run to its end, or resume it, and return its rows of metrics."""
+    subprocess.run(command(scratch, name, overrides), cwd=REPOSITORY, check=True)
+    return rows(scratch / name)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def fp16(scratch: Path, tiny: bool) -> dict[str, Any]:
+    """Train in fp16 with a loss scale that soon doubles. On a CPU, which has no fp16, train in fp32."""
+    shape = ["size=360m", "precision=fp16", "precision.loss_scale_window=20", "training.sequence_length=1024"]
+    run = [*(TINY if tiny else shape), "model=moda", "deepspeed=zero1", f"training.max_steps={6 if tiny else 60}",
+           "training.validate_every=null", "training.checkpoint_every=1000000"]  # fmt: skip
+    curve = finish(scratch, "fp16", run)
+    losses, scales = ([row[key] for row in curve] for key in ("loss", "loss_scale"))
+    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    return {
+        "first_loss": finite[0],
+        "last_loss": finite[-1],
+        "skipped_losses": len(losses) - len(finite),
+        "loss_scales": scales,
+        "passed": finite[-1] < finite[0] and min(scales) >= 1.0 and (tiny or max(scales) > 1.0),
+    }
+
+
+def resume(scratch: Path, tiny: bool) -> dict[str, Any]:
+    """Kill a run while it saves a checkpoint, resume it, and compare its losses with those of an undisturbed run."""
+    steps, every = (30, 5) if tiny else (60, 15)
+    shape = TINY if tiny else ["size=360m", "training.sequence_length=512", "training.batch_size=16"]
+    run = [*shape, f"training.max_steps={steps}", f"training.checkpoint_every={every}", "training.keep_last=1",
+           "training.async_checkpoint=true", "training.validate_every=null", "deterministic=true"]  # fmt: skip
+    undisturbed = finish(scratch, "undisturbed", run)
+    # the disk needs space for one run's checkpoints only
+    shutil.rmtree(scratch / "undisturbed")
+    killed = scratch / "killed"
+    process = subprocess.Popen(command(scratch, "killed", run), cwd=REPOSITORY)
+    newest = killed / "checkpoints" / "latest"
+    # with a complete checkpoint, and while the next one is being written
+    while process.poll() is None and (newest_step(killed) < 2 * every or not newest.exists()):
+        time.sleep(0.002)
+    deadline = time.monotonic() + 2
+    while process.poll() is None and not is_saving(killed) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    saving, step = is_saving(killed), newest_step(killed)
+    process.send_signal(signal.SIGKILL)
+    if process.wait() != -signal.SIGKILL:
+        raise RuntimeError(f"the run ended with exit status {process.returncode} before it was killed")
+    latest = newest.read_text().strip()
+    resumed = finish(scratch, "killed", run)
+    apart = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, undisturbed, strict=True)]
+    return {
+        "killed_at_step": step,
+        "killed_while_saving": saving,
+        "resumed_from": latest,
+        "largest_loss_difference": max(apart),
+        "bitwise_equal": all(a["loss"] == b["loss"] for a, b in zip(resumed, undisturbed, strict=True)),
+        "first_loss": undisturbed[0]["loss"],
+        "last_loss": resumed[-1]["loss"],
+        "passed": max(apart) <= DIFFERENCE,
+    }
+
+
+def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
+    """Train at 1.5b as an experiment with budget=gpu_hour does, for a fraction of its FLOPs."""
+    shape = ["size=1.5b", f"budget.flops={TWO_MINUTES:g}", "training.batch_size=128", "training.validation_tokens=64K"]
+    if tiny:
+        shape = [*TINY, "budget.flops=1e9"]
+    run = [*shape, "budget=gpu_hour", "model=depth_attention", "training.checkpoint_every=1000000"]
+    curve = finish(scratch, "gpu_hour", run)
+    summary = json.loads((scratch / "gpu_hour" / "summary.json").read_text())
+    kept = ("steps", "tokens", "validation_loss", "tokens_per_second", "mfu", "wall_seconds", "peak_memory_gib")
+    first, last = curve[0]["loss"], curve[-1]["loss"]
+    return {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
+
+
+RUNS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"fp16": fp16, "resume": resume, "gpu_hour": gpu_hour}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints, up to 25 GB")
+    parser.add_argument("--tiny", action="store_true", help="tiny runs, for a test on a CPU")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        results = RUNS[arguments.run](arguments.scratch.resolve(), arguments.tiny)
+    finally:
+        shutil.rmtree(arguments.scratch, ignore_errors=True)
+    print(results)
+    write_json(arguments.output, results)
+    return int(not results["passed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""The first hour on a GPU: everything that this repository wants to know of an H100 or H200, in order of worth.
+
+    python benchmarks/gpu.py [--minutes 25] [--from RUNG] [--only RUNG] [--list]     # make gpu ARGS="--from operators"
+    python benchmarks/gpu.py --rehearse                       # every rung on the CPU, at tiny shapes
+
+Each rung is a process of its own with a time limit, and writes benchmarks/results/gpu-<device>/<rung>.json as it gets
+its results, so a stop at any moment loses nothing. A rung that fails records its error, and the next one begins. In the
+end, the tables of benchmarks/README.md are filled from these files.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from first_hour.rungs import BENCHMARKS, RUNGS, Rung
+
+REPOSITORY = BENCHMARKS.parent
+MINUTES = 25.0
+# seconds that a process has to end after SIGTERM, before it is killed
+GRACE = 5.0
+# lines of a rung's output that its JSON keeps if it failed
+TAIL = 30
+
+
+class Stopped(Exception):
+    """A signal asks the command to stop."""
+
+
+def environment(rehearse: bool) -> dict[str, str]:
+    """Return the environment variables of a rung."""
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+    given = [path] if (path := os.environ.get("PYTHONPATH")) else []
+    settings["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), str(REPOSITORY), *given])
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & settings.keys():
+        # as in train.py: without it, fragmentation wastes several GiB
+        settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    # Triton's interpreter would take the place of the GPU
+    settings.pop("TRITON_INTERPRET", None)
+    if rehearse:
+        settings |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return settings
+
+
+def run_rung(rung: Rung, folder: Path, rehearse: bool, seconds: float) -> dict[str, Any]:
+    """Run a rung for at most so many seconds, and return its record: status, seconds, error. Raises Stopped."""
+    if reason := rung.lacks():
+        return {"status": "skipped", "error": reason}
+    result, log = folder / f"{rung.name}.json", folder / f"{rung.name}.log"
+    result.unlink(missing_ok=True)
+    (REPOSITORY / "outputs").mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="first-hour-", dir=REPOSITORY / "outputs"))
+    arguments = [x.format(scratch=scratch) for x in (rung.rehearsal if rehearse else rung.arguments)]
+    command = [sys.executable, str(BENCHMARKS / rung.script), *arguments, "--output", str(result)]
+    started = time.monotonic()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment(rehearse),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(timeout=seconds)
+        status = "passed" if code == 0 else f"failed with exit status {code}"
+    except subprocess.TimeoutExpired:
+        status = f"stopped after its limit of {seconds:.0f} s"
+    except Stopped:
+        status = "interrupted"
+    finally:
+        end(process)
+        shutil.rmtree(scratch, ignore_errors=True)
+    record = {"status": status, "seconds": round(time.monotonic() - started, 1), "command": command[1:]}
+    if status != "passed":
+        record["error"] = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
+    return record
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started, which would keep memory of the GPU."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE)
+            if number == signal.SIGTERM and not alive(process.pid):
+                return
+
+
+def alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def record(rung: Rung, folder: Path, outcome: dict[str, Any]) -> None:
+    """Write the outcome of a rung to its JSON, beside the results that it has written."""
+    file = folder / f"{rung.name}.json"
+    try:
+        results = json.loads(file.read_text())
+    except (OSError, ValueError):
+        results = {}
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"rung": outcome, **results}, indent=1) + "\n")
+    temporary.replace(file)
+
+
+def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) -> tuple[list[str], str | None]:
+    """Run the rungs in turn. Return the names of those that failed, and that of the first one that was not finished.
+
+    deadline: on the clock of `time.monotonic`.
+
+    A rung whose limit exceeds the time that is left is not started; only the first one is, for the time that is left.
+    """
+    failed: list[str] = []
+    for number, rung in enumerate(rungs):
+        left = deadline - time.monotonic()
+        limit = min(60 * rung.minutes, left) if number == 0 else 60 * rung.minutes
+        if limit > left:
+            return failed, rung.name
+        print(f"{number + 1}/{len(rungs)} {rung.name}: {rung.question}", flush=True)
+        try:
+            outcome = run_rung(rung, folder, rehearse, limit)
+        except Stopped:
+            return failed, rung.name
+        record(rung, folder, outcome)
+        duration = f" in {outcome['seconds']:.0f} s" if "seconds" in outcome else ""
+        print(f"    {outcome['status']}{duration}", flush=True)
+        if outcome["status"] == "interrupted":
+            return failed, rung.name
+        if outcome["status"] == "skipped":
+            print(f"    {outcome['error']}")
+        elif outcome["status"] != "passed":
+            failed.append(rung.name)
+            print(f"    {outcome['error'].rpartition(chr(10))[2]}")
+            print(f"    its output: {folder / f'{rung.name}.log'}")
+    return failed, None
+
+
+def device_name(parser: argparse.ArgumentParser) -> str:
+    """Return the name of this machine's GPU, for a file name; ends the command if torch cannot use one."""
+    # this process itself must not start CUDA, which takes memory of the GPU
+    command = [sys.executable, str(BENCHMARKS / "first_hour" / "machine.py"), "--name"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(rehearse=False), capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["torch does not start"])[-1]
+        parser.error(f"{reason}; without a GPU, give --rehearse")
+    return done.stdout.strip().splitlines()[-1].replace(" ", "-").lower()
+
+
+def fill_tables(readme: Path, results: Path) -> int:
+    command = [sys.executable, str(BENCHMARKS / "first_hour" / "tables.py"), str(readme), str(results)]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment(rehearse=True)).returncode
+
+
+def stop(number: int, frame: object) -> None:
+    # a second signal must not leave a rung running, or the tables half filled
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped
+
+
+def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    names = [rung.name for rung in RUNGS]
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="start no rung that takes longer (default: %(default)g)"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--from", dest="first", choices=names, metavar="RUNG", help="begin with this rung (--list)")
+    which.add_argument("--only", nargs="+", choices=names, metavar="RUNG", help="run only these rungs")
+    parser.add_argument("--list", action="store_true", help="print the rungs and their limits")
+    parser.add_argument("--rehearse", action="store_true", help="run every rung on the CPU at tiny shapes")
+    parser.add_argument("--output", type=Path, help="folder for the results and a copy of README.md")
+    parser.add_argument("--tables", action="store_true", help="only fill the tables of README.md")
+    arguments = parser.parse_args()
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes {arguments.minutes:g}: must be above 0")
+    return arguments
+
+
+def main() -> int:
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = arguments_of(parser)
+    if arguments.list:
+        for rung in RUNGS:
+            print(f"{rung.name:<12}{rung.minutes:>4g} min  {rung.question}")
+        return 0
+    readme = BENCHMARKS / "README.md"
+    if arguments.tables:
+        return fill_tables(readme, BENCHMARKS / "results")
+    name = "gpu-rehearsal" if arguments.rehearse else f"gpu-{device_name(parser)}"
+    results = BENCHMARKS / "results"
+    if arguments.output or arguments.rehearse:
+        # the README and the results of the repository are those of real devices
+        results = (arguments.output or Path(tempfile.mkdtemp(prefix="depthlm-rehearsal-"))).resolve()
+        results.mkdir(parents=True, exist_ok=True)
+        readme = Path(shutil.copy(readme, results / "README.md"))
+    folder = results / name
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [rung.name for rung in RUNGS]
+    chosen = RUNGS[names.index(arguments.first or names[0]) :]
+    if arguments.only:
+        chosen = tuple(rung for rung in RUNGS if rung.name in arguments.only)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    failed, unfinished = climb(chosen, folder, started + 60 * arguments.minutes, arguments.rehearse)
+    filled = fill_tables(readme, results)
+    print(f"results: {folder}")
+    if unfinished:
+        print(f'to continue: make gpu ARGS="--from {unfinished}"')
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return int(bool(failed) or filled != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

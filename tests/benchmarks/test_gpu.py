@@ -1,0 +1,217 @@
+"""The first hour on a GPU: limits, failures and interruptions of rungs, the tables of the README, and a rehearsal."""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthlm.locations import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+README = BENCHMARKS / "README.md"
+MACHINE = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "python": "3.12.1",
+           "versions": {"torch": "2.11.0", "triton": "3.6.0", "deepspeed": "0.19.8"}}  # fmt: skip
+# writes partial results, as the scripts do
+BEGIN = (
+    "import json, pathlib, sys, time\npathlib.Path(sys.argv[-1]).write_text(json.dumps({'lines': sys.argv[1:-2]}))\n"
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module benchmarks/gpu.py, which imports its neighbours as a script does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield importlib.import_module("gpu")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def tables(gpu: Any) -> Any:
+    return importlib.import_module("first_hour.tables")
+
+
+@pytest.fixture
+def rung(gpu: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Make a rung from the source of its script, which begins with partial results."""
+
+    def make(name: str, source: str = "", minutes: float = 1.0, arguments: tuple[str, ...] = ("full",)) -> Any:
+        script = tmp_path / f"{name}.py"
+        script.write_text(BEGIN + source)
+        return gpu.Rung(name, f"what {name} is", minutes, str(script), arguments, ("tiny",))
+
+    return make
+
+
+def written(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def after(minutes: float = 10) -> float:
+    return time.monotonic() + 60 * minutes
+
+
+def test_a_rung_that_fails_records_its_error_and_the_next_one_runs(gpu: Any, rung: Any, tmp_path: Path) -> None:
+    rungs = [rung("broken", "raise RuntimeError('no memory')"), rung("sound")]
+    assert gpu.climb(rungs, tmp_path, after(), rehearse=False) == (["broken"], None)
+    broken, sound = written(tmp_path, "broken"), written(tmp_path, "sound")
+    assert broken["rung"]["status"] == "failed with exit status 1"
+    assert broken["rung"]["error"].endswith("RuntimeError: no memory")
+    assert broken["lines"] == sound["lines"] == ["full"]
+    assert sound["rung"]["status"] == "passed"
+    assert "error" not in sound["rung"]
+
+
+def test_a_rung_is_stopped_at_its_limit_with_its_processes(gpu: Any, rung: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(1.5); pathlib.Path({str(marker)!r}).touch()"
+    source = f"import subprocess\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(60)"
+    assert gpu.climb([rung("slow", source, minutes=0.5 / 60)], tmp_path, after(), rehearse=False) == (["slow"], None)
+    assert "limit" in written(tmp_path, "slow")["rung"]["status"]
+    assert written(tmp_path, "slow")["lines"] == ["full"]
+    time.sleep(1.2)
+    assert not marker.exists()
+
+
+def test_a_rung_that_does_not_fit_into_the_time_left_is_not_started(gpu: Any, rung: Any, tmp_path: Path) -> None:
+    # the first one would otherwise never run where a machine is lent for a shorter time
+    rungs = [rung("first", minutes=2), rung("second", minutes=0.5), rung("third", minutes=2), rung("fourth", minutes=0)]
+    assert gpu.climb(rungs, tmp_path, after(1), rehearse=False) == ([], "third")
+    assert [path.stem for path in tmp_path.glob("*.json")] == ["first", "second"] or not (
+        tmp_path / "third.json"
+    ).exists()
+    assert not (tmp_path / "fourth.json").exists()
+
+
+def test_a_signal_stops_a_rung_and_its_results_are_kept(gpu: Any, rung: Any, tmp_path: Path) -> None:
+    signal.signal(signal.SIGALRM, gpu.stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    rungs = [rung("slow", "time.sleep(60)"), rung("next")]
+    assert gpu.climb(rungs, tmp_path, after(), rehearse=False) == ([], "slow")
+    assert written(tmp_path, "slow")["rung"]["status"] == "interrupted"
+    assert written(tmp_path, "slow")["lines"] == ["full"]
+    assert not (tmp_path / "next.json").exists()
+
+
+def test_a_rung_without_its_packages_is_skipped_with_the_reason(gpu: Any, rung: Any, tmp_path: Path) -> None:
+    lacking = gpu.Rung("peers", "", 1, "gpu.py", (), (), ("no_such_package",))
+    assert gpu.climb([lacking, rung("next")], tmp_path, after(), rehearse=False) == ([], None)
+    assert written(tmp_path, "peers")["rung"] == {
+        "status": "skipped", "error": "packages that are not installed: no_such_package"
+    }  # fmt: skip
+
+
+def test_from_continues_and_a_rehearsal_leaves_the_readme_alone(
+    gpu: Any, rung: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "RUNGS", (rung("first"), rung("second", minutes=0.1), rung("third", minutes=5)))
+    before, output = README.read_text(), tmp_path / "results"
+    command = ["gpu.py", "--rehearse", "--from", "second", "--minutes", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gpu.main() == 0
+    assert [path.name for path in (output / "gpu-rehearsal").glob("*.json")] == ["second.json"]
+    assert written(output / "gpu-rehearsal", "second")["lines"] == ["tiny"]
+    assert '--from third"' in capsys.readouterr().out
+    assert README.read_text() == before
+    assert (output / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "must be above 0"),
+        (["--from", "nonsense"], "choose from"),
+        (["--only", "x"], "choose from"),
+    ],
+)
+def test_mistakes_are_reported(
+    gpu: Any, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    with pytest.raises(SystemExit) as raised:
+        gpu.main()
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_limits_fit_into_25_minutes_and_the_readme_lists_them(gpu: Any) -> None:
+    assert sum(rung.minutes for rung in gpu.RUNGS) <= gpu.MINUTES <= 25
+    section = README.read_text().partition("## The first hour on a GPU")[2].partition("<!-- gpu")[0]
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.MULTILINE)
+    assert listed == [(rung.name, f"{rung.minutes:g}") for rung in gpu.RUNGS]
+
+
+def test_every_rung_has_a_table_in_the_readme(gpu: Any, tables: Any) -> None:
+    names = [match[2] for match in tables.MARKED.finditer(README.read_text())]
+    assert sorted(names) == sorted(["rungs", *(rung.name for rung in gpu.RUNGS)])
+    assert set(tables.TABLES) == {rung.name for rung in gpu.RUNGS}
+
+
+def test_tables_are_filled_from_the_results_of_each_device(tables: Any) -> None:
+    line = {"preset": "vanilla", "size": "1.5b", "mode": "eager", "micro_batch_size": 8, "sequence_length": 2048}
+    measured = {"tokens_per_second": 51234.5, "microseconds_per_token": 19.52, "mfu": 0.4567, "launches": 5723,
+                "peak_memory_gib": 52.04, "estimated_memory_gib": 52.34, "first_step_seconds": 3.21}  # fmt: skip
+    failed = {**line, "mode": "compiled", "error": "OutOfMemoryError: 80 GiB"}
+    h100 = {
+        "vanilla": {
+            "machine": MACHINE,
+            "rung": {"status": "passed", "seconds": 61.2},
+            "lines": [line | measured, failed],
+        },
+        "resume": {"rung": {"status": "failed with exit status 1", "seconds": 9.0, "error": "no disk"}},
+    }
+    h200 = {"vanilla": {"machine": {**MACHINE, "device": "NVIDIA H200"}, "lines": [line | measured]}}
+    text = "".join(f"<!-- gpu: {name} -->\nold\n<!-- end -->\n" for name in ("rungs", "vanilla", "resume", "fp16"))
+    filled = tables.fill(f"before\n{text}after\n", {"gpu-h100": h100, "gpu-h200": h200})
+    assert "| vanilla | 1.5b | eager | 8 x 2048 | 51,234 | 19.5 | 45.7% | 5,723 | 52.0 | 52.3 | 3.2 |" in filled
+    assert "| vanilla | 1.5b | compiled | 8 x 2048 | error |" in filled
+    assert "NVIDIA H100 80GB HBM3, torch 2.11.0:" in filled
+    assert "NVIDIA H200, torch 2.11.0:" in filled
+    assert "| resume | failed with exit status 1 | 9 |" in filled
+    # neither run has results
+    assert filled.count(tables.NOTHING) == 2
+    assert "old" not in filled
+    assert filled.startswith("before\n")
+    assert filled.endswith("after\n")
+    # filling again changes nothing
+    assert tables.fill(filled, {"gpu-h100": h100, "gpu-h200": h200}) == filled
+
+
+def test_a_broken_result_does_not_cost_the_other_tables(tables: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "gpu-h100"
+    folder.mkdir()
+    (folder / "vanilla.json").write_text(json.dumps({"machine": MACHINE}))
+    (folder / "3b.json").write_text("{")
+    (folder / "fp16.json").write_text(json.dumps({"machine": MACHINE, "loss_scales": [65536.0, 131072.0]}))
+    readme = tmp_path / "README.md"
+    readme.write_text("".join(f"<!-- gpu: {name} -->\n<!-- end -->\n" for name in ("vanilla", "3b", "fp16")))
+    assert tables.main(str(readme), str(tmp_path)) == 1
+    assert "| loss scale | 65536 at first, 131072 at last |" in readme.read_text()
+    assert readme.read_text().count(tables.NOTHING) == 2
+
+
+@pytest.mark.slow
+def test_a_rehearsal_runs_every_rung_to_the_end(gpu: Any, tables: Any, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    for rung in gpu.RUNGS:
+        results = written(tmp_path / "gpu-rehearsal", rung.name)
+        if rung.lacks() is None:
+            assert results["rung"]["status"] == "passed", results["rung"]
+            assert "machine" in results, rung.name
+        else:
+            assert results["rung"] == {"status": "skipped", "error": rung.lacks()}
+    filled = (tmp_path / "README.md").read_text()
+    assert filled.count(tables.NOTHING) == sum(rung.lacks() is not None for rung in gpu.RUNGS)
+    assert not list((REPOSITORY / "outputs").glob("first-hour-*"))
