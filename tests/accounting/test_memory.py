@@ -1,5 +1,6 @@
 """The memory estimate: states against arithmetic, activations against autograd and against the memory of a real run."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +129,9 @@ def test_an_error_in_a_trace_names_the_mechanism(monkeypatch):
 RUN = """
 import sys
 import depthlm
+from depthlm.accounting import memory
 from depthlm.training import train
+memory.CPU_WASTE = {False: (0, 0), True: (0, 0)}
 sys.exit(train(depthlm.compose(sys.argv[1:])))
 """
 
@@ -144,17 +147,19 @@ def test_the_estimate_is_close_to_the_memory_of_a_step_on_a_cpu(name, precision,
         (text / f"{i}.txt").write_text(f"document {i} " * 2000)
     overrides = [
         f"model={name}", f"precision={precision}", f"training.activation_checkpointing={checkpointing}", "size=nano_64",
-        "size.num_layers=24", "size.vocab_size=512", "training.batch_size=40", "training.sequence_length=256",
+        "size.num_layers=12", "size.vocab_size=512", "training.batch_size=40", "training.sequence_length=256",
         "training.num_threads=1", "tracker=none", "dry_run=true", "data=local", f"data.source={text}",
         "data.tokenizer=bytes", f"data.path={tmp_path / 'tokens'}", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     # prepared here, since the memory of preparation is not that of the step
     prepare(depthlm.compose(overrides).data)
     root = Path(depthlm.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", RUN, *overrides], cwd=root, capture_output=True, text=True, check=True)
+    # how much freed memory the C library keeps differs between machines and runs: here it returns large blocks at once
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", RUN, *overrides]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     estimate, peak = (
         next(float(line.split(name)[1].split()[0]) for line in done.stdout.splitlines() if name in line)
         for name in ("memory estimate", "peak memory")
     )
-    # how much freed memory the C library retains differs between machines, even more with activation checkpointing
-    assert estimate == pytest.approx(peak, rel=0.3)
+    assert estimate == pytest.approx(peak, rel=0.1)
