@@ -201,6 +201,8 @@ def table(columns: dict[str, str], lines: list[dict[str, Any]]) -> Any:
 
 def markdown(results: dict[str, Any]) -> str:
     """Return a table of the steps, and one of the kernels with the largest values of all of their versions."""
+    from first_hour.tables import markdown as rows
+
     compiled = [line for line in results["lines"] if "machine_code" in line]
     largest: dict[str, dict[str, Any]] = {}
     for version in (version for line in compiled for version in line["machine_code"]):
@@ -210,14 +212,7 @@ def markdown(results: dict[str, Any]) -> str:
     kernels = {key: CODE[key] for key in ("kernel", "warps", "registers", "stack", "blocks_per_sm", "load_bits")}
     tables = [(STEP, results["lines"]), *([(kernels, [largest[name] for name in sorted(largest)])] if largest else [])]
     return "\n\n".join(
-        "\n".join(
-            f"| {' | '.join(row)} |"
-            for row in (
-                list(columns.values()),
-                ["---"] * len(columns),
-                *([cell(line.get(key, "")) for key in columns] for line in lines),
-            )
-        )
+        rows(columns.values(), ([cell(line.get(key, "")) for key in columns] for line in lines))
         for columns, lines in tables
     )
 

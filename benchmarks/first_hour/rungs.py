@@ -55,7 +55,7 @@ RUNGS = (
     Rung(
         "kernels",
         "whether every operator's outputs and gradients are right, and 20 steps of every preset, in bf16 and fp32",
-        2.5,
+        2,
         "first_hour/correctness.py",
         (),
         words(
@@ -82,7 +82,7 @@ RUNGS = (
     Rung(
         "mechanisms",
         "what each of seven mechanisms adds to a step at 1.5b, in us per token and memory",
-        4,
+        6,
         "mechanisms.py",
         (*words("--size 1.5b training.batch_size=4 --pairs --rounds 5 --presets"), *MECHANISMS),
         (*TINY_STEP, *words("training.batch_size=1 --threads 1 --pairs --presets moda mhc")),
@@ -107,7 +107,7 @@ RUNGS = (
     Rung(
         "moda",
         "MoDA in the thirteen settings of its paper, against flash attention",
-        1.5,
+        1,
         "kernels.py",
         words("--table moda_efficiency --rounds 3"),
         words("--table moda_efficiency --rounds 1 --threads 1 --divide 2048"),
@@ -123,7 +123,7 @@ RUNGS = (
     Rung(
         "inference",
         "what the mechanisms add to prefill and decoding at 1.5b",
-        1.5,
+        1,
         "inference.py",
         (*words("size=1.5b --prompt 1024 --new 32 --rounds 3 --presets"), *MECHANISMS),
         words("size=micro --prompt 8 --new 2 --rounds 1 --threads 1 --presets moda"),
