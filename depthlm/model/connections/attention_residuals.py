@@ -76,16 +76,11 @@ class AttentionResiduals(Connection):
     def read(self, stream: Stream) -> tuple[Inputs, Stream]:
         if not self.two_phase:
             return (weighted_sum(self.weights(stream), stream),), []
-        queries = torch.stack([c.key() for c in self.phase]) if self is self.phase[0] else self.key()[None]
         first_reader = self.phase[0]
         # the running sum still changes, so it cannot be read ahead
         num_old = first_reader.num_sources - (not first_reader.begins_block)
-        h, read_ahead = read_phase(self, stream, queries, num_old)
+        h, read_ahead = read_phase(self, stream, num_old)
         return (h,), read_ahead
-
-    def key(self) -> Tensor:
-        """Return the query times the weight of the key norm: the score is its product with x / rms(x)."""
-        return self.query if self.eps is None else self.query * self.key_norm
 
     def weights(self, stream: Stream) -> Tensor:
         """Return alpha of the sources, [n, b, t], or [n] for scalars."""
@@ -158,9 +153,8 @@ class AttentionResidualsRecency(Connection):
 
     def read(self, stream: Stream) -> tuple[Inputs, Stream]:
         first_reader = self.phase[0]
-        queries = torch.stack([c.query * c.key_norm for c in (self.phase if self is first_reader else [self])])
         # the running sum still changes, so it cannot be read ahead
-        h, read_ahead = read_phase(self, stream, queries, first_reader.num_sources - 1, self.recency)
+        h, read_ahead = read_phase(self, stream, first_reader.num_sources - 1, self.recency)
         return (h,), read_ahead
 
     def weights(self, stream: Stream) -> Tensor:
@@ -196,30 +190,32 @@ class Projection(nn.Linear):
 def read_phase(
     reader: AttentionResiduals | AttentionResidualsRecency,
     stream: Stream,
-    query_sd: Tensor,
     num_old: int,
     newest_bias: Tensor | None = None,
 ) -> tuple[Tensor, Stream]:
     """Return h_btd of a reader, and the list that is read ahead for the later readers of its phase.
 
-    The list contains the outputs of the later readers over the old sources, and then their log-sum-exps lse_sbt.
+    The list contains, of each later reader, the output over the old sources, the query, and the log-sum-exp lse_bt.
 
-    query_sd: the queries of the whole phase for its first reader, else the query of this reader.
     num_old: the number of sources that the first reader reads for all readers.
     newest_bias: a bias that is added to the score of the newest source.
     """
     sources, read_ahead = stream[: reader.num_sources], stream[reader.num_sources :]
     if reader is reader.phase[0]:
+        query_sd = torch.stack([c.query for c in reader.phase])
+        if reader.eps is not None:
+            # the score is the product of query times weight of the key norm with x / rms(x)
+            query_sd = query_sd * torch.stack([c.key_norm for c in reader.phase])
         out_sbtd, lse_sbt = depth_attend(query_sd, sources[:num_old], reader.eps)
-        read_ahead = [*out_sbtd, lse_sbt]
-    h_btd, *later, lse_sbt = read_ahead
+        read_ahead = [y for one in zip(out_sbtd, query_sd, lse_sbt, strict=True) for y in one]
+    h_btd, query_d, lse_bt, *later = read_ahead
     if recent := sources[num_old:]:
         bias_n = None
         if newest_bias is not None:
             bias_n = torch.cat([newest_bias.new_zeros(len(recent) - 1), newest_bias])
-        start = h_btd[None], lse_sbt[-1 - len(later)][None]
-        h_btd = depth_attend(query_sd[:1], recent, reader.eps, bias_n, start)[0].squeeze(0)
-    return h_btd, [*later, lse_sbt] if later else []
+        start = h_btd[None], lse_bt[None]
+        h_btd = depth_attend(query_d[None], recent, reader.eps, bias_n, start)[0].squeeze(0)
+    return h_btd, later
 
 
 def default_block_size(spec: SublayerSpec) -> int:
