@@ -32,13 +32,13 @@ TILE_ROWS, TILE_WIDTH, WARPS = 32, 64, 8
 HALF_ROWS, FEW_WARPS = 16, 4
 # positions and dimensions of a tile of the scores
 SCORE_ROWS, SCORE_WIDTH = 64, 64
-# sources whose addresses one launch writes
+# sources whose addresses are arguments of one launch
 ADDRESSES = 16
 # programs over positions of a backward pass, each with its own partial sums
 PROGRAMS = 64
 NARROW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # arguments that vary from read to read
-COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "first", "wide", "added"]
+COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "given_lse", "first", "wide", "added"]
 
 
 def one_narrow_dtype(sources: Sequence[Tensor]) -> list[Tensor]:
@@ -62,15 +62,23 @@ def table_of(sources: Sequence[Tensor], grads: Sequence[Tensor] = (), added: Seq
     with torch.cuda.device_of(table):
         for i in range(0, len(sources), ADDRESSES):
             part = slice(i, i + ADDRESSES)
-            wide = sum((x.dtype == torch.float32) << j for j, x in enumerate(sources[part]))
-            add = sum(flag << j for j, flag in enumerate(added[part]))
-            pointers = (_pointers(xs[part]) for xs in (sources, grads or sources))
-            _write_table[(1,)](*pointers, table, i, len(sources), wide, add, num_warps=1)
+            _write_table[(1,)](*addresses(sources[part], grads[part], added[part]), table, i, len(sources), num_warps=1)
     return table
 
 
+def addresses(
+    sources: Sequence[Tensor], grads: Sequence[Tensor] = (), added: Sequence[bool] = ()
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int]:
+    """Return the arguments of a launch for up to ADDRESSES sources: pointers to them and to their gradients, flags.
+
+    Bit j of the flags: source j is fp32; the gradient of source j is added to what is at its address (`added`).
+    """
+    wide = sum((x.dtype == torch.float32) << j for j, x in enumerate(sources))
+    return _pointers(sources), _pointers(grads or sources), wide, sum(flag << j for j, flag in enumerate(added))
+
+
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors as bytes, repeated up to ADDRESSES, so that the kernel is compiled once."""
+    """Return the tensors as bytes, repeated up to ADDRESSES, so that a kernel is compiled once."""
     views = [x.view(torch.uint8) for x in tensors]
     return (*views, *views[-1:] * (ADDRESSES - len(views)))
 
@@ -122,7 +130,7 @@ def widest(sources: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _write_table(x_ptrs, grad_ptrs, table_ptr, first, n, wide, added):
+def _write_table(x_ptrs, grad_ptrs, wide, added, table_ptr, first, n):
     for k in tl.static_range(len(x_ptrs)):
         if first + k < n:
             at = (first + k) * 3
@@ -132,32 +140,54 @@ def _write_table(x_ptrs, grad_ptrs, table_ptr, first, n, wide, added):
 
 
 @triton.jit
-def _row(table_ptr, j, WHICH: tl.constexpr, NARROW: tl.constexpr):
-    """Return the address of a source (WHICH 0) or of its gradient (1) as a pointer of each dtype, and if it is fp32."""
-    address = tl.load(table_ptr + j * 3 + WHICH)
+def address(ptrs, j):
+    """Return the address of tensor j of a tuple of pointers."""
+    found = tl.cast(ptrs[0], tl.int64)
+    for k in tl.static_range(1, len(ptrs)):
+        found = tl.where(j == k, tl.cast(ptrs[k], tl.int64), found)
+    return found
+
+
+@triton.jit
+def _typed(address, NARROW: tl.constexpr):
+    """Return an address as a pointer of each dtype."""
     # the compiler learns here that it may load 128 bits at once
     narrow_ptr = tl.multiple_of(tl.cast(address, tl.pointer_type(NARROW)), 16)
-    wide_ptr = tl.multiple_of(tl.cast(address, tl.pointer_type(tl.float32)), 16)
-    return narrow_ptr, wide_ptr, (tl.load(table_ptr + j * 3 + 2) & 1) != 0
+    return narrow_ptr, tl.multiple_of(tl.cast(address, tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def load_at(address, wide, at, inside, NARROW: tl.constexpr):
+    """Load a tile of a source as fp32, with 0 outside of the mask. wide: whether the source is fp32."""
+    narrow_ptr, wide_ptr = _typed(address, NARROW)
+    narrow = tl.load(narrow_ptr + at, inside & (wide == 0), other=0.0).to(tl.float32)
+    return narrow + tl.load(wide_ptr + at, inside & (wide != 0), other=0.0)
+
+
+@triton.jit
+def store_at(address, wide, added, at, grad, inside, NARROW: tl.constexpr):
+    """Store a tile of the gradient of a source, or add it to what is stored there."""
+    narrow_ptr, wide_ptr = _typed(address, NARROW)
+    of_narrow, of_wide = inside & (wide == 0), inside & (wide != 0)
+    grad += tl.load(narrow_ptr + at, of_narrow & (added != 0), other=0.0).to(tl.float32)
+    grad += tl.load(wide_ptr + at, of_wide & (added != 0), other=0.0)
+    tl.store(narrow_ptr + at, grad.to(NARROW), of_narrow)
+    tl.store(wide_ptr + at, grad, of_wide)
 
 
 @triton.jit
 def load_source(table_ptr, j, at, inside, NARROW: tl.constexpr):
-    """Load a tile of source j as fp32, with 0 outside of the mask."""
-    narrow_ptr, wide_ptr, wide = _row(table_ptr, j, 0, NARROW)
-    narrow = tl.load(narrow_ptr + at, inside & (wide == 0), other=0.0).to(tl.float32)
-    return narrow + tl.load(wide_ptr + at, inside & wide, other=0.0)
+    """Load a tile of source j of a table."""
+    row_ptr = table_ptr + j * 3
+    return load_at(tl.load(row_ptr), tl.load(row_ptr + 2) & 1, at, inside, NARROW)
 
 
 @triton.jit
 def store_grad(table_ptr, j, at, grad, inside, NARROW: tl.constexpr):
-    """Store a tile of the gradient of source j, or add it to what is stored there."""
-    narrow_ptr, wide_ptr, wide = _row(table_ptr, j, 1, NARROW)
-    added = inside & ((tl.load(table_ptr + j * 3 + 2) & 2) != 0)
-    grad += tl.load(narrow_ptr + at, added & (wide == 0), other=0.0).to(tl.float32)
-    grad += tl.load(wide_ptr + at, added & wide, other=0.0)
-    tl.store(narrow_ptr + at, grad.to(NARROW), inside & (wide == 0))
-    tl.store(wide_ptr + at, grad, inside & wide)
+    """Store a tile of the gradient of source j of a table."""
+    row_ptr = table_ptr + j * 3
+    flags = tl.load(row_ptr + 2)
+    store_at(tl.load(row_ptr + 1), flags & 1, flags & 2, at, grad, inside, NARROW)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs
-"""`depth_attend` for one read in Triton: a program has all dimensions of a position, and loads each source once.
+"""`depth_attend` for one read of up to ADDRESSES sources in Triton.
+
+A program has all dimensions of a position, and loads each source once.
 
 Shapes: n sources, p positions, d width, r programs.
 """
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.call import operator_name
-from depthlm.kernels.reads_triton import COUNTS, aligned, load_source, narrow_dtype, store_grad, table_of
+from depthlm.kernels.reads_triton import COUNTS, address, addresses, aligned, load_at, narrow_dtype, store_at
 from depthlm.kernels.source_sums import reserve_sums, returned
 
 try:
@@ -44,7 +46,7 @@ def forward(
     flags = int(start_pd is not None), int(bias_n is not None)
     with torch.cuda.device_of(out):
         _forward[(triton.cdiv(positions, ROWS),)](
-            table_of(xs), query, query if bias_n is None else aligned(bias_n), start, start_lse, out, lse,
+            *addresses(xs), query, query if bias_n is None else aligned(bias_n), start, start_lse, out, lse,
             n, positions, ROWS, *flags, **_settings(d, eps, xs),
         )  # fmt: skip
     return out, lse
@@ -53,7 +55,7 @@ def forward(
 @torch.library.custom_op(operator_name(__name__, "depth_attend_one_backward"), mutates_args=("grads",))
 def backward(
     grad_pd: Tensor,
-    grad_p: Tensor,
+    grad_p: Tensor | None,
     out_pd: Tensor,
     lse_p: Tensor,
     query_d: Tensor,
@@ -75,17 +77,19 @@ def backward(
     programs = triton.cdiv(positions, rows)
     partial_query = query.new_empty(programs, d, dtype=torch.float32)
     partial_bias = query.new_empty(programs, n, dtype=torch.float32)
-    taken = [aligned(x) for x in (grad_pd, grad_p, out_pd, lse_p)]
-    starts = [y if x is None else aligned(x) for x, y in ((start_pd, taken[2]), (start_p, taken[3]))]
+    grad, out, lse = (aligned(x) for x in (grad_pd, out_pd, lse_p))
+    grad_lse, start, start_lse = (
+        y if x is None else aligned(x) for x, y in ((grad_p, lse), (start_pd, out), (start_p, lse))
+    )
     grad_start, grad_start_lse = (
         like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, like in ((start_pd, out_pd), (start_p, lse_p))
     )
-    flags = int(start_pd is not None), int(bias_n is not None)
+    flags = (int(x is not None) for x in (start_pd, bias_n, grad_p))
     with torch.cuda.device_of(query):
         _backward[(programs,)](
-            *taken, table_of(xs, grads, added), query, query if bias_n is None else aligned(bias_n), *starts,
-            partial_query, partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags,
+            grad, grad_lse, out, lse, *addresses(xs, grads, added), query, query if bias_n is None else aligned(bias_n),
+            start, start_lse, partial_query, partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags,
             **_settings(d, eps, xs),
         )  # fmt: skip
     grad_bias = query.new_empty(0) if bias_n is None else partial_bias.sum(0).to(bias_n.dtype)
@@ -108,11 +112,14 @@ def _(grad_pd, grad_p, out_pd, lse_p, query_d, sources, eps, bias_n, start_pd, s
 def _setup_context(ctx, inputs, output):
     query, sources, ctx.eps, bias, start, start_lse, _, tokens = inputs
     ctx.num_tokens = len(tokens)
+    # most reads are the last of their output, whose lse nobody uses
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output, query, bias, start, start_lse, *sources)
 
 
 def _differentiate(ctx, grad, grad_lse):
     out, lse, query, bias, start, start_lse, *sources = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
     grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
     grad_query, *others = backward(
         grad, grad_lse, out, lse, query, sources, ctx.eps, bias, start, start_lse, grads, added
@@ -150,7 +157,8 @@ def _score(q, x, bias_ptr, j, biased, WIDTH: tl.constexpr, EPS: tl.constexpr, NO
 
 @triton.jit(do_not_specialize=COUNTS)
 def _forward(
-    table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr, n, positions, rows, started, biased,
+    x_ptrs, grad_ptrs, wide, added, query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr, n, positions, rows,
+    started, biased,
     WIDTH: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, D)
@@ -163,7 +171,7 @@ def _forward(
         total = tl.where(started != 0, 1.0, 0.0)
         out = _load(start_ptr, at, (c < WIDTH) & (started != 0))
         for j in range(n):
-            x = load_source(table_ptr, j, at, c < WIDTH, NARROW)
+            x = load_at(address(x_ptrs, j), (wide >> j) & 1, at, c < WIDTH, NARROW)
             _, _, score = _score(q, x, bias_ptr, j, biased, WIDTH, EPS, NORMED)
             higher = tl.maximum(top, score)
             kept, share = tl.exp(top - higher), tl.exp(score - higher)
@@ -176,8 +184,9 @@ def _forward(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _backward(
-    grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, table_ptr, query_ptr, bias_ptr, start_ptr, start_lse_ptr,
-    partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr, n, positions, rows, started, biased,
+    grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, x_ptrs, grad_ptrs, wide, added, query_ptr, bias_ptr, start_ptr,
+    start_lse_ptr, partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr, n, positions, rows, started,
+    biased, given_lse,
     WIDTH: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, D)
@@ -189,7 +198,8 @@ def _backward(
         grad = _load(grad_ptr, at, c < WIDTH)
         lse = tl.load(lse_ptr + row)
         # the term that the gradients of all scores share
-        common = tl.sum(grad * _load(out_ptr, at, c < WIDTH), axis=0) - tl.load(grad_lse_ptr + row).to(tl.float32)
+        common = tl.sum(grad * _load(out_ptr, at, c < WIDTH), axis=0)
+        common -= tl.load(grad_lse_ptr + row, given_lse != 0, other=0.0).to(tl.float32)
         if started != 0:
             share = tl.exp(tl.load(start_lse_ptr + row).to(tl.float32) - lse)
             grad_share = tl.sum(grad * _load(start_ptr, at, c < WIDTH), axis=0)
@@ -197,7 +207,7 @@ def _backward(
             grad_start_lse = share * (grad_share - common)
             tl.store(grad_start_lse_ptr + row, grad_start_lse.to(grad_start_lse_ptr.dtype.element_ty))
         for j in range(n):
-            x = load_source(table_ptr, j, at, c < WIDTH, NARROW)
+            x = load_at(address(x_ptrs, j), (wide >> j) & 1, at, c < WIDTH, NARROW)
             raw, scale, score = _score(q, x, bias_ptr, j, biased, WIDTH, EPS, NORMED)
             weight = tl.exp(score - lse)
             grad_score = weight * (tl.sum(grad * x, axis=0) - common)
@@ -207,7 +217,7 @@ def _backward(
             if NORMED:
                 # the gradient of rms(x) is parallel to x
                 grad_x -= x * (grad_raw * raw * scale * scale / WIDTH)
-            store_grad(table_ptr, j, at, grad_x, c < WIDTH, NARROW)
+            store_at(address(grad_ptrs, j), (wide >> j) & 1, (added >> j) & 1, at, grad_x, c < WIDTH, NARROW)
             if biased != 0:
                 # the sum over the rows of this program, which only one thread reads and writes
                 to_ptr = partial_bias_ptr + program * n + j

@@ -1,4 +1,6 @@
-"""`depth_attend` in Triton. Each launch takes all sources, and up to MAX_READS reads; one read has its own kernels.
+"""`depth_attend` in Triton. Each launch takes all sources, and up to MAX_READS reads.
+
+One read of at most ADDRESSES sources has its own kernels.
 
 Shapes: s reads, n sources, p positions, d width.
 """
@@ -11,7 +13,7 @@ from torch import Tensor
 from depthlm.kernels.attention_residuals.many_triton import forward as attend_many
 from depthlm.kernels.attention_residuals.one_triton import forward as attend_one
 from depthlm.kernels.backend import expect
-from depthlm.kernels.reads_triton import in_groups, of_group, one_narrow_dtype, widest
+from depthlm.kernels.reads_triton import ADDRESSES, in_groups, of_group, one_narrow_dtype, widest
 from depthlm.kernels.source_sums import tokens_of
 
 
@@ -34,7 +36,7 @@ def attend(
         expect("depth_attend", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
     dtype, xs = widest(sources, out_spd), one_narrow_dtype(sources)
     tokens = tokens_of(xs)
-    if reads == 1:
+    if reads == 1 and len(xs) <= ADDRESSES:
         starts = (None if x is None else x.squeeze(0) for x in (out_spd, lse_sp))
         out, lse = attend_one(query_sd.squeeze(0), xs, eps, bias_n, *starts, dtype, tokens)
         return out[None], lse[None]
