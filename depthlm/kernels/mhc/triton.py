@@ -32,9 +32,10 @@ def mhc_post_pre(
     rebuild: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `depthlm.kernels.mhc.reference.mhc_post_pre` in Triton."""
-    settings = eps, iterations, compute_dtype(x_btnd)
+    settings = eps, iterations
     output, post, res = pending or (None, None, None)
-    arguments = x_btnd, output, post, res, phi_mw, alpha, bias_m, settings, rebuild and pending is not None
+    rebuild = rebuild and pending is not None
+    arguments = x_btnd, output, post, res, phi_mw, alpha, bias_m, compute_dtype(x_btnd), settings, rebuild
     read, new, new_post, new_res = call(PostPre, *arguments)
     return read, x_btnd if pending is None else new, new_post, new_res
 
@@ -43,11 +44,13 @@ class PostPre(torch.autograd.Function):
     """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
 
     @staticmethod
-    def forward(ctx, x, output, post, res, phi, alpha, bias, settings, rebuild):
-        read, new, new_post, new_res, projected, scale = forward(x, output, post, res, phi, alpha, bias, *settings)
+    def forward(ctx, x, output, post, res, phi, alpha, bias, dtype, settings, rebuild):
+        # in the dtype of the products, as the backward pass needs it too
+        low = phi.to(dtype)
+        read, new, new_post, new_res, projected, scale = forward(x, output, post, res, low, alpha, bias, *settings)
         start_write(ctx, x, rebuild, _written)
-        kept = None if ctx.rebuilds or output is None else new
-        save_streams(ctx, x, output, post, res, phi, alpha, bias, projected, scale, kept)
+        kept, ctx.dtype = None if ctx.rebuilds or output is None else new, phi.dtype
+        save_streams(ctx, x, output, post, res, low, alpha, bias, projected, scale, kept)
         ctx.settings, ctx.shapes = settings, (read.shape, new.shape, new_post.shape, new_res.shape)
         ctx.set_materialize_grads(False)
         return read, new, new_post, new_res
@@ -59,18 +62,19 @@ class PostPre(torch.autograd.Function):
             new = x
         elif ctx.rebuilds:
             new, ctx.streams = written(ctx), None
-        _, iterations, dtype = ctx.settings
         grad_read, grad_new, grad_post, grad_res = (
             scale.new_zeros(shape, dtype=x.dtype if i < 2 else None) if grad is None else grad
             for i, (grad, shape) in enumerate(zip(grads, ctx.shapes, strict=True))
         )
-        grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias = backward(
+        grad_x, *grad_pending, grad_phi, sums = backward(
             grad_read, None if output is None else grad_new, grad_post, grad_res,
-            x, output, post, res, new, phi, alpha, bias, projected, scale, iterations, dtype,
+            x, output, post, res, new, phi, alpha, bias, projected, scale, ctx.settings[1],
         )  # fmt: skip
         if output is None:
             grad_pending = [None] * 3
-        return grad_x, *grad_pending, grad_phi, grad_alpha, grad_bias, None, None
+        grad_bias, grad_alpha = sums.split((len(bias), len(alpha)))
+        weights = grad_phi.to(ctx.dtype), grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
+        return grad_x, *grad_pending, *weights, None, None, None
 
 
 def _written(node):
@@ -90,16 +94,15 @@ def forward(
     bias: Tensor,
     eps: float,
     iterations: int,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return input_btd, X'_btnd (empty without a pending write), post_btn, res_btij, projected_btm and 1 / rms_bt."""
     b, t, n, d = x.shape
     outputs = _outputs(x, output)
-    x, phi = x.contiguous(), phi.to(dtype).contiguous()
+    x = x.contiguous()
     pending = [x if part is None else part.contiguous() for part in (output, post, res)]
     with torch.cuda.device_of(x):
         forward_kernel[(triton.cdiv(b * t, POSITIONS),)](
-            x, *pending, phi, alpha.contiguous(), bias.contiguous(), *outputs, b * t, d, iterations,
+            x, *pending, phi.contiguous(), alpha.contiguous(), bias.contiguous(), *outputs, b * t, d, iterations,
             EPS=eps, N=n, NP=_padded(n), PENDING=output is not None, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
         )  # fmt: skip
     return outputs
@@ -122,12 +125,14 @@ def backward(
     projected: Tensor,
     scale: Tensor,
     iterations: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, output, post, res (these three empty without a pending write), phi, alpha and bias."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, output, post, res (these three empty without a pending write) and phi.
+
+    The last tensor, in fp32, contains the gradients of bias and alpha.
+    """
     b, t, n, d = x.shape
     pending = output is not None
-    x, low = x.contiguous(), phi.to(dtype).contiguous()
+    x, programs = x.contiguous(), triton.cdiv(b * t, POSITIONS)
     new = new if pending else x
     contiguous_pending = [x if part is None else part.contiguous() for part in (output, post, res)]
     grads = [new if grad is None else grad.contiguous() for grad in (grad_read, grad_new, grad_post, grad_res)]
@@ -135,36 +140,31 @@ def backward(
         torch.empty_like(part, memory_format=torch.contiguous_format) if pending else x.new_empty(0)
         for part in contiguous_pending
     ]
-    grad_x, grad_logits = torch.empty_like(x), torch.empty_like(projected)
+    grad_x, grad_projected = torch.empty_like(x), projected.new_empty(projected.shape, dtype=new.dtype)
+    partial = scale.new_empty(programs, len(bias) + len(alpha))
     sums = scale.new_empty(b * t, iterations, 2, _padded(n))
     with torch.cuda.device_of(x):
-        backward_kernel[(triton.cdiv(b * t, POSITIONS),)](
-            *grads, x, *contiguous_pending, new, low, alpha.contiguous(), bias.contiguous(), projected, scale,
-            sums, grad_x, *out, grad_logits, b * t, d, iterations,
+        backward_kernel[(programs,)](
+            *grads, x, *contiguous_pending, new, phi.contiguous(), alpha.contiguous(), bias.contiguous(), projected,
+            scale, sums, grad_x, *out, grad_projected, partial, b * t, d, iterations,
             N=n, NP=_padded(n), PENDING=pending, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
         )  # fmt: skip
-    widths = (n, n, n * n)
-    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha.float(), widths, strict=True)])
-    per_alpha = (grad_logits * projected).flatten(0, 1).sum(0).split(widths)
-    grad_pm = (grad_logits * alpha_m * scale[..., None]).flatten(0, 1)
     with no_autocast(x):
         # in the dtype of the streams: a copy of them in 16 bits would move more bytes than the product
-        grad_phi = grad_pm.to(new.dtype).mT @ new.view(b * t, n * d)
-    grad_alpha = torch.stack([part.sum() for part in per_alpha])
-    grad_bias = grad_logits.flatten(0, 1).sum(0)
-    weights = grad_phi.to(phi.dtype), grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
-    return grad_x, out[0], out[1], out[2], *weights
+        grad_phi = grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)
+    return grad_x, out[0], out[1], out[2], grad_phi, partial.sum(0)
 
 
 @forward.register_fake
-def _(x, output, post, res, phi, alpha, bias, eps, iterations, dtype):
+def _(x, output, post, res, phi, alpha, bias, eps, iterations):
     return _outputs(x, output)
 
 
 @backward.register_fake
-def _(grad_read, grad_new, grad_post, grad_res, x, output, post, res, new, phi, alpha, bias, *_):
+def _(grad_read, grad_new, grad_post, grad_res, x, output, post, res, new, phi, alpha, bias, projected, scale, _):
     pending = [x.new_empty(0) if part is None else part.new_empty(part.shape) for part in (output, post, res)]
-    return x.new_empty(x.shape), *pending, *(part.new_empty(part.shape) for part in (phi, alpha, bias))
+    sums = scale.new_empty(len(bias) + len(alpha))
+    return x.new_empty(x.shape), *pending, x.new_empty(phi.shape), sums
 
 
 def _outputs(x, output):

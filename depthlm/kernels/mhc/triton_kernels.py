@@ -91,7 +91,7 @@ def forward_kernel(
 def backward_kernel(
     grad_read_ptr, grad_new_ptr, grad_post_ptr, grad_res_ptr, x_ptr, output_ptr, post_in_ptr, res_in_ptr,
     new_ptr, phi_ptr, alpha_ptr, bias_ptr, projected_ptr, scale_ptr,
-    sums_ptr, grad_x_ptr, grad_output_ptr, grad_post_in_ptr, grad_res_in_ptr, grad_logits_ptr,
+    sums_ptr, grad_x_ptr, grad_output_ptr, grad_post_in_ptr, grad_res_in_ptr, grad_projected_ptr, partial_ptr,
     positions, d, iterations,
     N: tl.constexpr, NP: tl.constexpr, PENDING: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -128,8 +128,14 @@ def backward_kernel(
         sinkhorn_backward(tl.reshape(logits, (BP, NP, NP)), grad_res_ptr, sums_ptr, p, inside, iterations, N, NP),
         (BP, NP * NP),
     )
-    tl.store(grad_logits_ptr + (p * M)[:, None] + at_r[None, :], grad_r, inside[:, None] & held_r[None, :])
-    tl.store(grad_logits_ptr + (p * M)[:, None] + at_g[None, :], grad_g, inside[:, None] & held_g[None, :])
+    # the sums over the positions of this program: the gradients of the bias, then of alpha
+    to_ptr = partial_ptr + tl.program_id(0) * (M + 3)
+    tl.store(to_ptr + at_r, tl.sum(grad_r, axis=0), held_r)
+    tl.store(to_ptr + at_g, tl.sum(grad_g, axis=0), held_g)
+    of_alpha = tl.sum(grad_g * projected_g, axis=0)
+    tl.store(to_ptr + M, tl.sum(tl.where(g < NP, of_alpha, 0.0), axis=0))
+    tl.store(to_ptr + M + 1, tl.sum(tl.where(g < NP, 0.0, of_alpha), axis=0))
+    tl.store(to_ptr + M + 2, tl.sum(tl.sum(grad_r * projected_r, axis=1), axis=0))
 
     # the projection: the gradient of rms(X') is parallel to X'
     scale = tl.load(scale_ptr + p, inside, other=0.0)
@@ -137,8 +143,11 @@ def backward_kernel(
     grad_g = grad_g * tl.load(alpha_ptr + at_g // N, held_g, other=0.0).to(tl.float32)[None, :]
     along = tl.sum(grad_r * projected_r, axis=1) + tl.sum(grad_g * projected_g, axis=1)
     along = -along * scale * scale / (N * d)
-    low_r = (grad_r * scale[:, None]).to(phi_ptr.dtype.element_ty)
-    low_g = (grad_g * scale[:, None]).to(phi_ptr.dtype.element_ty)
+    grad_r, grad_g = grad_r * scale[:, None], grad_g * scale[:, None]
+    to_ptr = grad_projected_ptr + (p * M)[:, None]
+    tl.store(to_ptr + at_r[None, :], grad_r.to(grad_projected_ptr.dtype.element_ty), inside[:, None] & held_r[None, :])
+    tl.store(to_ptr + at_g[None, :], grad_g.to(grad_projected_ptr.dtype.element_ty), inside[:, None] & held_g[None, :])
+    low_r, low_g = grad_r.to(phi_ptr.dtype.element_ty), grad_g.to(phi_ptr.dtype.element_ty)
     pre = ()
     for i in tl.static_range(N):
         pre += (tl.sum(tl.where(g[None, :] == i, gates, 0.0), axis=1),)

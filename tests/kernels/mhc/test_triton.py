@@ -152,12 +152,12 @@ def test_results_are_bitwise_reproducible() -> None:
 def test_operators_pass_opcheck(pending: bool) -> None:
     x, phi, alpha, bias, *written = [x.float() for x in arguments(2, 8, 3, b=1)]
     written = written if pending else [None] * 3
-    inputs = (x, *written, phi, alpha, bias, 1e-5, 3, torch.float32)
+    inputs = (x, *written, phi, alpha, bias, 1e-5, 3)
     torch.library.opcheck(triton_ops.forward, inputs)
     read, new, post, res, projected, scale = triton_ops.forward(*inputs)
     grads = (torch.ones_like(read), torch.ones_like(new) if pending else None, post, res)
     saved = (x, *written, new, phi, alpha, bias, projected, scale)
-    torch.library.opcheck(triton_ops.backward, (*grads, *saved, 3, torch.float32))
+    torch.library.opcheck(triton_ops.backward, (*grads, *saved, 3))
 
 
 def changed(inputs: list[Tensor], which: int, value: Tensor) -> list[Tensor]:
@@ -192,7 +192,8 @@ def test_too_many_streams_are_refused() -> None:
 def test_the_kernels_compile_for_gpus() -> None:
     kernels = []
     for streams in ("*fp32", "*bf16"):
-        of_streams = {f"{name}_ptr": streams for name in ("x", "new", "read", "grad_read", "grad_new", "grad_x")}
+        names = ("x", "new", "read", "grad_read", "grad_new", "grad_x", "grad_projected")
+        of_streams = {f"{name}_ptr": streams for name in names}
         for product in ("*fp32", "*bf16"):
             types = of_streams | {f"{name}_ptr": product for name in ("output", "grad_output", "phi")}
             for n, pending in ((4, True), (4, False), (2, True)):
@@ -202,7 +203,7 @@ def test_the_kernels_compile_for_gpus() -> None:
     sizes = dict.fromkeys(("positions", "d", "iterations"), "i32")
     exact = (
         "post_in", "res_in", "alpha", "bias", "post", "res", "projected", "scale", "grad_post", "grad_res", "sums",
-        "grad_post_in", "grad_res_in", "grad_logits",
+        "grad_post_in", "grad_res_in", "partial",
     )  # fmt: skip
     shared = sizes | {f"{name}_ptr": "*fp32" for name in exact}
     module = "depthlm.kernels.mhc.triton_kernels"
