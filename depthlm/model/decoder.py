@@ -124,10 +124,11 @@ class Decoder(nn.Module):
             ends_bt = tokens_bt == self.end_of_text
         elif ends_bt is None and cached_b1 is not None:
             ends_bt = torch.zeros_like(tokens_bt, dtype=torch.bool)
+        documents, document_b1 = None, None
         if ends_bt is None:
-            positions, mask, document_b1 = torch.arange(start, start + length, device=tokens_bt.device), None, None
+            positions = torch.arange(start, start + length, device=tokens_bt.device)
         else:
-            positions, mask, document_b1 = find_documents(ends_bt, start, cached_b1)
+            positions, documents, document_b1 = find_documents(ends_bt, start, cached_b1)
         rope = None
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections = self.connections[2 * position], self.connections[2 * position + 1]
-            past = AttentionContext(mask, partial(cache.update, position) if cache is not None else None)
+            past = AttentionContext(documents, partial(cache.update, position) if cache is not None else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 layer = partial(
                     checkpoint, layer, use_reentrant=False, context_fn=partial(_recomputation, self.kernels)

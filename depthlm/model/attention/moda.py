@@ -84,7 +84,9 @@ class Moda(SelfAttention):
                 k, v = kept[-1]
         if depth:
             assert isinstance(depth, Depth)
-            context = merged_attention(q, *past.extend(k, v), depth, past.mask_b1ts).transpose(1, 2).flatten(2)
+            bounds = past.bounds(q)
+            mask = None if bounds else past.mask_b1ts
+            context = merged_attention(q, *past.extend(k, v), depth, mask, bounds).transpose(1, 2).flatten(2)
         else:
             context = causal_attention(q, k, v, past)
         return context, kept

@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthlm.kernels.flash import Bounds, attend_by_document, takes_documents
 from depthlm.kernels.functions import linear_together
 from depthlm.model.cache import causal_mask
+from depthlm.model.documents import DocumentMask
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
@@ -22,13 +24,23 @@ DepthKV = Sequence[tuple[Tensor, ...]]
 class AttentionContext(NamedTuple):
     """Which tokens of the sequence the new tokens attend to, and the KV cache of this layer.
 
-    mask_b1ts: true where a query may attend to a key, within one document; None: each token attends to itself and to
-        all tokens before it.
+    documents: limits attention to one document; None: each token attends to itself and to all tokens before it.
     update: appends k_bkte and v_bkte to the cache and returns k_bkse and v_bkse; None without a cache.
     """
 
-    mask_b1ts: Tensor | None = None
+    documents: DocumentMask | None = None
     update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def mask_b1ts(self) -> Tensor | None:
+        """True where a query may attend to a key, within one document; None without documents."""
+        return None if self.documents is None else self.documents.mask_b1ts
+
+    def bounds(self, q_bhte: Tensor) -> Bounds | None:
+        """Return the bounds of the documents, with which flash attention needs no mask; None if it cannot be used."""
+        if self.documents is None or self.update is not None or not takes_documents(q_bhte):
+            return None
+        return self.documents.bounds
 
     def extend(self, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the cache; return the cached and the new ones, k_bkse and v_bkse."""
@@ -130,6 +142,8 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Atten
 
     Each token attends to itself and to all tokens before it in its document, including those in the cache.
     """
+    if bounds := past.bounds(q_bhte):
+        return attend_by_document(q_bhte, k_bkte, v_bkte, bounds).transpose(1, 2).flatten(2)
     k, v = past.extend(k_bkte, v_bkte)
     t, s, groups = q_bhte.shape[2], k.shape[2], q_bhte.shape[1] // k.shape[1]
     mask, causal = past.mask_b1ts, past.mask_b1ts is None and t == s
