@@ -190,7 +190,8 @@ def test_operators_pass_opcheck() -> None:
         opcheck(many_triton.backward, (out, lse, *saved[1:], q.detach(), detached, True, bias, *starts, *sums))
         one = [None if x is None else x[0] for x in starts]
         opcheck(one_triton.forward, (q[0].detach().requires_grad_(), xs, 1e-5, bias, *one, torch.float32, []))
-        of_one = (out[0], lse[0], out[0], lse[0], q[0].detach(), detached, 1e-5, bias, *one, *sums)
+        of_one = (out[0], lse[0], out[0], lse[0], q[0].detach(), detached, 1e-5, bias,
+                  None if bias is None else torch.float32, one[1], *sums)  # fmt: skip
         opcheck(one_triton.backward, of_one)
     weights, gate = normal(2, 2, 8), normal(2, 2, 8)
     opcheck(gated_triton.forward, (weights.clone().requires_grad_(), gate, xs, out, torch.float16, []))

@@ -62,14 +62,14 @@ def backward(
     sources: list[Tensor],
     eps: float | None,
     bias_n: Tensor | None,
-    start_pd: Tensor | None,
+    start_dtype: torch.dtype | None,
     start_p: Tensor | None,
     grads: list[Tensor],
     added: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query_d, and of bias_n, start_pd and start_p, empty if missing.
 
-    Write those of the sources to `grads`, or add them to it.
+    Write those of the sources to `grads`, or add them to it. start_dtype: the dtype of start_pd.
     """
     d, n, positions = len(query_d), len(sources), lse_p.numel()
     xs, query = [aligned(x) for x in sources], aligned(query_d)
@@ -78,18 +78,14 @@ def backward(
     partial_query = query.new_empty(programs, d, dtype=torch.float32)
     partial_bias = query.new_empty(programs, n, dtype=torch.float32)
     grad, out, lse = (aligned(x) for x in (grad_pd, out_pd, lse_p))
-    grad_lse, start, start_lse = (
-        y if x is None else aligned(x) for x, y in ((grad_p, lse), (start_pd, out), (start_p, lse))
-    )
-    grad_start, grad_start_lse = (
-        like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x, like in ((start_pd, out_pd), (start_p, lse_p))
-    )
-    flags = (int(x is not None) for x in (start_pd, bias_n, grad_p))
+    grad_lse, start_lse = (lse if x is None else aligned(x) for x in (grad_p, start_p))
+    grad_start = out.new_empty(out.shape if start_dtype else 0, dtype=start_dtype)
+    grad_start_lse = lse.new_empty(lse.shape if start_dtype else 0, dtype=start_lse.dtype)
+    flags = (int(x is not None) for x in (start_dtype, bias_n, grad_p))
     with torch.cuda.device_of(query):
         _backward[(programs,)](
             grad, grad_lse, out, lse, *addresses(xs, grads, added), query, query if bias_n is None else aligned(bias_n),
-            start, start_lse, partial_query, partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags,
+            start_lse, partial_query, partial_bias, grad_start, grad_start_lse, n, positions, rows, *flags,
             **_settings(d, eps, xs),
         )  # fmt: skip
     grad_bias = query.new_empty(0) if bias_n is None else partial_bias.sum(0).to(bias_n.dtype)
@@ -103,10 +99,13 @@ def _(query_d, sources, eps, bias_n, start_pd, start_p, dtype, tokens):
 
 
 @backward.register_fake
-def _(grad_pd, grad_p, out_pd, lse_p, query_d, sources, eps, bias_n, start_pd, start_p, grads, added):
-    likes = (bias_n, query_d), (start_pd, out_pd), (start_p, lse_p)
-    others = (like.new_empty(0) if x is None else x.new_empty(x.shape) for x, like in likes)
-    return query_d.new_empty(query_d.shape), *others
+def _(grad_pd, grad_p, out_pd, lse_p, query_d, sources, eps, bias_n, start_dtype, start_p, grads, added):
+    others = (
+        like.new_empty(0) if x is None else x.new_empty(x.shape) for x, like in ((bias_n, query_d), (start_p, lse_p))
+    )
+    grad_bias, grad_start_lse = others
+    grad_start = out_pd.new_empty(out_pd.shape if start_dtype else 0, dtype=start_dtype)
+    return query_d.new_empty(query_d.shape), grad_bias, grad_start, grad_start_lse
 
 
 def _setup_context(ctx, inputs, output):
@@ -114,17 +113,19 @@ def _setup_context(ctx, inputs, output):
     ctx.num_tokens = len(tokens)
     # most reads are the last of their output, whose lse nobody uses
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, query, bias, start, start_lse, *sources)
+    # the gradients follow without the start, which would be saved for no other reason
+    ctx.start_dtype = None if start is None else start.dtype
+    ctx.save_for_backward(*output, query, bias, start_lse, *sources)
 
 
 def _differentiate(ctx, grad, grad_lse):
-    out, lse, query, bias, start, start_lse, *sources = ctx.saved_tensors
+    out, lse, query, bias, start_lse, *sources = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
     grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
     grad_query, *others = backward(
-        grad, grad_lse, out, lse, query, sources, ctx.eps, bias, start, start_lse, grads, added
+        grad, grad_lse, out, lse, query, sources, ctx.eps, bias, ctx.start_dtype, start_lse, grads, added
     )
-    others = [None if x is None else g for x, g in zip((bias, start, start_lse), others, strict=True)]
+    others = [None if x is None else g for x, g in zip((bias, start_lse, start_lse), others, strict=True)]
     of_sources, of_tokens = returned(ctx.num_tokens, grads)
     return grad_query, of_sources, None, *others, None, of_tokens
 
@@ -184,9 +185,9 @@ def _forward(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _backward(
-    grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, x_ptrs, grad_ptrs, wide, added, query_ptr, bias_ptr, start_ptr,
-    start_lse_ptr, partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr, n, positions, rows, started,
-    biased, given_lse,
+    grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, x_ptrs, grad_ptrs, wide, added, query_ptr, bias_ptr, start_lse_ptr,
+    partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr, n, positions, rows, started, biased,
+    given_lse,
     WIDTH: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, D)
@@ -198,19 +199,16 @@ def _backward(
         grad = _load(grad_ptr, at, c < WIDTH)
         lse = tl.load(lse_ptr + row)
         # the term that the gradients of all scores share
-        common = tl.sum(grad * _load(out_ptr, at, c < WIDTH), axis=0)
-        common -= tl.load(grad_lse_ptr + row, given_lse != 0, other=0.0).to(tl.float32)
-        if started != 0:
-            share = tl.exp(tl.load(start_lse_ptr + row).to(tl.float32) - lse)
-            grad_share = tl.sum(grad * _load(start_ptr, at, c < WIDTH), axis=0)
-            tl.store(grad_start_ptr + at, (share * grad).to(grad_start_ptr.dtype.element_ty), c < WIDTH)
-            grad_start_lse = share * (grad_share - common)
-            tl.store(grad_start_lse_ptr + row, grad_start_lse.to(grad_start_lse_ptr.dtype.element_ty))
+        of_start = tl.sum(grad * _load(out_ptr, at, c < WIDTH), axis=0)
+        common = of_start - tl.load(grad_lse_ptr + row, given_lse != 0, other=0.0).to(tl.float32)
         for j in range(n):
             x = load_at(address(x_ptrs, j), (wide >> j) & 1, at, c < WIDTH, NARROW)
             raw, scale, score = _score(q, x, bias_ptr, j, biased, WIDTH, EPS, NORMED)
             weight = tl.exp(score - lse)
-            grad_score = weight * (tl.sum(grad * x, axis=0) - common)
+            product = tl.sum(grad * x, axis=0)
+            # the output is the sum of the weighted sources and the weighted start
+            of_start -= weight * product
+            grad_score = weight * (product - common)
             grad_raw = grad_score * scale
             grad_q += grad_raw * x
             grad_x = weight * grad + grad_raw * q
@@ -222,4 +220,9 @@ def _backward(
                 # the sum over the rows of this program, which only one thread reads and writes
                 to_ptr = partial_bias_ptr + program * n + j
                 tl.store(to_ptr, grad_score + tl.load(to_ptr, row > first, other=0.0))
+        if started != 0:
+            share = tl.exp(tl.load(start_lse_ptr + row).to(tl.float32) - lse)
+            tl.store(grad_start_ptr + at, (share * grad).to(grad_start_ptr.dtype.element_ty), c < WIDTH)
+            grad_start_lse = of_start - share * common
+            tl.store(grad_start_lse_ptr + row, grad_start_lse.to(grad_start_lse_ptr.dtype.element_ty))
     tl.store(partial_query_ptr + program * WIDTH + c, grad_q, c < WIDTH)

@@ -215,6 +215,9 @@ def read_phase(
             bias_n = torch.cat([newest_bias.new_zeros(len(recent) - 1), newest_bias])
         start = h_btd[None], lse_bt[None]
         h_btd = depth_attend(query_d[None], recent, reader.eps, bias_n, start)[0].squeeze(0)
+    elif later and h_btd.is_cuda:
+        # the sublayer saves its input, and a view would keep the outputs of the whole phase in memory
+        h_btd = h_btd.clone()
     return h_btd, later
 
 
