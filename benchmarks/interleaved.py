@@ -125,7 +125,8 @@ def result_path(benchmark: str) -> Path:
 def write_json(path: Path, results: dict[str, Any]) -> None:
     """Write results together with the machine that they were measured on. An interruption leaves the earlier file."""
     machine = environment.describe(ranks(), environment.device_type())
-    machine.pop("command")
+    for name in ("command", "code"):
+        machine.pop(name)
     machine["threads"] = torch.get_num_threads()
     machine["load_average"] = os.getloadavg()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,8 @@ def record_launches(launched: Callable[[Specialization, Grid], None]) -> None:
     known: dict[tuple[int, Any], Specialization] = {}
 
     def recorded(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        version = _run(self, *map(_mock, args), grid=grid, warmup=True, **kwargs)
+        mocks = {key: _mock(value) for key, value in kwargs.items()}
+        version = _run(self, *map(_mock, args), grid=grid, warmup=True, **mocks)
         if not isinstance(version, Specialization):
             raise RuntimeError(f"triton {triton.__version__} compiles kernels in another way than this module expects")
         version.arguments = version.arguments or " ".join(

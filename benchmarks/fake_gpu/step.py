@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from depthlm.build import build_model
 from depthlm.config import Config
+from depthlm.kernels.flash import Bounds
 from depthlm.model import Decoder, compile_sublayers
+from depthlm.model.documents import DocumentMask
 from fake_gpu import machine_code
 from fake_gpu.machine_code import Grid, Specialization
 
@@ -98,7 +100,10 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
             compile_regions(model, counter)
         tokens = torch.zeros(micro_batch_size, config.training.sequence_length + 1, dtype=torch.long, device="cuda")
         autocast = torch.autocast("cuda", dtype=torch.bfloat16) if precision == "autocast" else nullcontext()
-        with counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
+        # the number of documents would depend on values
+        offsets = torch.zeros(4 * micro_batch_size + 1, dtype=torch.int32, device="cuda")
+        bounds = mock.patch.object(DocumentMask, "bounds", Bounds(offsets, tokens.shape[1] - 1))
+        with bounds, counter, autocast, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         saved = sum(counter.held[key] for key in counter.saved - weights)
         counter.phase = "backward"

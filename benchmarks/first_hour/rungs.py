@@ -101,7 +101,7 @@ RUNGS = (
         1,
         "peers.py",
         ("--time",),
-        (),
+        ("--time", "--tiny"),
         ("liger_kernel", "fla"),
     ),
     Rung(

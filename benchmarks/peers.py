@@ -1,0 +1,201 @@
+"""Our operators beside those of Liger-Kernel and flash-linear-attention (fla), on the same inputs.
+
+    python benchmarks/peers.py [--output results/peers.json]     # launches, bytes and machine code for sm_90; no GPU
+    python benchmarks/peers.py --check                           # outputs and gradients, in Triton's interpreter
+    python benchmarks/peers.py --time                            # times on a GPU; with --tiny in the interpreter
+    python benchmarks/peers.py --markdown results/peers.json
+
+The peers are not dependencies of this repository: pip install --no-deps liger-kernel fla-core einops
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# batch and tokens of a micro-batch, and hidden sizes
+SHAPE, SIZES = (8, 2048), {"1.5b": 1536, "3b": 2560}
+TINY_SHAPE, TINY_SIZES = (1, 3), {"tiny": 16}
+# the modules and the packages of the peers
+PEERS = {"liger": ("liger_kernel", "liger-kernel"), "fla": ("fla", "fla-core")}
+# the allowed difference, relative to the largest value of a tensor; the operators compute in fp32
+TOLERANCE = 1e-4
+
+Line = dict[str, Any]
+Steps = dict[str, Callable[[], list[Any]]]
+
+
+def static(peers: list[str]) -> list[Line]:
+    """Return launches, bytes and machine code of a forward and backward pass of each operator."""
+    import rehearsal
+
+    rehearsal.prepare()
+    import torch
+    from fake_gpu.traffic import measure
+    from peer_operators import OPERATORS
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def make(*shape: int, scale: float = 1.0, dtype: Any = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+
+    lines = []
+    for operator, case_of in OPERATORS.items():
+        for size, width in SIZES.items():
+            with FakeTensorMode(allow_non_fake_inputs=True), without_addresses(peers):
+                # new tensors for each, which have no gradients yet
+                cases = {name: case_of(make, *SHAPE, width) for name in ("ours", *peers)}
+                measured = {name: measure(x.runs[name], x.inputs) for name, x in cases.items() if name in x.runs}
+            for name, traffic in measured.items():
+                kernels = [{"kernel": x.kernel, "launches": n, **x.inspect()} for x, n in traffic.kernels.items()]
+                counts = {
+                    "launches": traffic.launches,
+                    "moved_gb": traffic.moved / 1e9,
+                    "saved_mb": traffic.saved / 1e6,
+                }
+                lines.append({"operator": operator, "size": size, "by": name, **counts, "kernels": kernels})
+                print(lines[-1]["operator"], size, name, counts, flush=True)
+    return lines
+
+
+def compare(peers: list[str], compared: Callable[[Steps], dict[str, Line]], interpreted: bool) -> list[Line]:
+    """Return what `compared` returns for each operator and size."""
+    if interpreted:
+        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    import torch
+    from peer_operators import OPERATORS
+
+    device, default = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(*shape: int, scale: float = 1.0, dtype: Any = default) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).requires_grad_()
+
+    lines: list[Line] = []
+    shape, sizes = (TINY_SHAPE, TINY_SIZES) if interpreted else (SHAPE, SIZES)
+    for operator, case_of in OPERATORS.items():
+        for size, width in sizes.items():
+            case = case_of(make, *shape, width)
+            runs = case.runs | (case.interpreted if interpreted else {})
+            runs = {name: runs[name] for name in ("ours", *peers) if name in runs}
+            steps = {name: step(run, case.inputs) for name, run in runs.items()}
+            for name, line in compared(steps).items():
+                lines.append({"operator": operator, "size": size, "by": name, **line})
+                print(lines[-1], flush=True)
+    return lines
+
+
+def step(run: Callable[[], Any], inputs: list[Any]) -> Callable[[], list[Any]]:
+    """Return a function that returns the outputs and all gradients."""
+    import torch
+
+    def call() -> list[Any]:
+        outputs = run()
+        along = [torch.arange(y.numel(), device=y.device).sin().view_as(y).to(y.dtype) for y in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, inputs, along)]
+
+    return call
+
+
+def differences(steps: Steps) -> dict[str, Line]:
+    """Return the largest difference of each peer's tensors from ours, relative to the largest value of a tensor."""
+    results = {name: run() for name, run in steps.items()}
+    ours = results.pop("ours")
+    worst = {
+        name: max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(theirs, ours, strict=True))
+        for name, theirs in results.items()
+    }
+    return {name: {"difference": value, "passed": value < TOLERANCE} for name, value in worst.items()}
+
+
+def times(steps: Steps) -> dict[str, Line]:
+    from interleaved import measure, ratio
+
+    seconds = measure(steps, rounds=5, steps=1, warmup=1)
+    return {
+        name: {
+            "milliseconds": 1e3 * statistics.median(seconds[name]),
+            "ours_is_faster_by": ratio(seconds, "ours", name),
+        }
+        for name in steps
+    }
+
+
+@contextmanager
+def without_addresses(peers: list[str]) -> Iterator[None]:
+    """Let fla's operator run on tensors that have no address, whose alignment it would check."""
+    if "fla" not in peers:
+        yield
+        return
+    from fla.ops.attnres import fused
+
+    def padded(tensors: Any) -> tuple[Any, ...]:
+        return (*tensors, *tensors[:1] * (max(8, fused.triton.next_power_of_2(len(tensors))) - len(tensors)))
+
+    with mock.patch.object(fused, "_build_ptr_table", padded):
+        yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--check", action="store_true", help="compare results in Triton's interpreter")
+    which.add_argument("--time", action="store_true", help="compare times on a GPU")
+    which.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
+    parser.add_argument("--tiny", action="store_true", help="with --time: tiny shapes in the interpreter")
+    parser.add_argument("--output", type=Path, default=None)
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(markdown(json.loads(arguments.markdown.read_text())))
+        return 0
+    peers = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    if not peers:
+        parser.error(
+            "neither liger-kernel nor fla-core is installed: pip install --no-deps liger-kernel fla-core einops"
+        )
+    if arguments.check:
+        lines = compare(peers, differences, interpreted=True)
+    elif arguments.time:
+        lines = compare(peers, times, interpreted=arguments.tiny)
+    else:
+        lines = static(peers)
+    from interleaved import result_path, write_json
+
+    output = arguments.output or result_path("peers")
+    versions = {name: importlib.metadata.version(PEERS[name][1]) for name in peers}
+    write_json(output, {"peers": versions, "lines": lines})
+    print(f"written to {output}")
+    return int(not all(line.get("passed", True) for line in lines))
+
+
+def markdown(results: dict[str, Any]) -> str:
+    from first_hour.tables import markdown as table
+
+    header, rows = ["operator", "size", "by"], []
+    for line in results["lines"]:
+        by = line["by"] if line["by"] == "ours" else f"{line['by']} {results['peers'][line['by']]}"
+        cells = [line["operator"], line["size"], by]
+        if "kernels" in line:
+            header[3:] = ["launches", "GB moved", "MB saved", "registers", "stack", "blocks/SM"]
+            code = [[kernel[key] for kernel in line["kernels"]] for key in ("registers", "stack", "blocks_per_sm")]
+            most = [str(pick(values)) for pick, values in zip((max, max, min), code, strict=True)]
+            cells += [f"{line['launches']:,}", f"{line['moved_gb']:.1f}", f"{line['saved_mb']:,.0f}", *most]
+        elif "milliseconds" in line:
+            header[3:] = ["ms", "ours is faster by"]
+            cells += [f"{line['milliseconds']:.2f}", f"{line['ours_is_faster_by']:.2f}"]
+        else:
+            header[3:] = ["difference"]
+            cells.append(f"{line['difference']:.1e}")
+        rows.append(cells)
+    return table(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The comparison with other libraries runs, finds differences, and its committed results are those of the page."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthlm.locations import REPOSITORY
+
+RESULTS = REPOSITORY / "benchmarks/results"
+# plain PyTorch in place of Liger-Kernel, which the tests do not install
+ATTN_RES = """
+import torch.nn.functional as F
+
+class LigerAttnResFunction:
+    @staticmethod
+    def apply(v, query, norm, eps):
+        return ((F.rms_norm(v, v.shape[-1:], norm, eps) @ query).softmax(0)[..., None] * v).sum(0)
+"""
+MHC = """
+import torch
+
+class LigerMHCPostResFunction:
+    @staticmethod
+    def apply(x, y, post, res):
+        return res @ x + post[..., None] * y[..., None, :]
+
+class LigerMHCCoeffsFunction:
+    @staticmethod
+    def apply(x, phi, bias, pre, post, res, allow_fp32, iterations, eps, pre_eps, sinkhorn_eps, post_scale):
+        flat, n = x.flatten(-2), x.shape[-2]
+        m = flat @ phi / (flat.square().mean(-1, keepdim=True) + eps).sqrt()
+        m_pre, m_post, m_res = m.split((n, n, n * n), -1)
+        b_pre, b_post, b_res = bias.split((n, n, n * n))
+        h = (res * m_res + b_res).unflatten(-1, (n, n)).exp()
+        for _ in range(iterations):
+            h = h / h.sum(-1, keepdim=True)
+            h = h / h.sum(-2, keepdim=True)
+        return (pre * m_pre + b_pre).sigmoid(), post_scale * (post * m_post + b_post).sigmoid(), h
+
+class LigerMHCPreFunction:
+    @staticmethod
+    def apply(x, pre):
+        return (pre[..., None, :] @ x)[..., 0, :]
+"""
+
+
+def compare(folder: Path, *arguments: str, attn_res: str = ATTN_RES) -> tuple[subprocess.CompletedProcess[str], Any]:
+    """Run the comparison with the stand-in for Liger-Kernel; return the process and its results."""
+    operators, output = folder / "liger_kernel/ops", folder / "peers.json"
+    operators.mkdir(parents=True)
+    (operators / "attn_res.py").write_text(attn_res)
+    (operators / "mhc.py").write_text(MHC)
+    metadata = folder / "liger_kernel-0.0.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: liger-kernel\nVersion: 0.0\n")
+    command = [sys.executable, "benchmarks/peers.py", *arguments, "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    return done, json.loads(output.read_text())
+
+
+def test_our_operators_equal_plain_definitions(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done, results = compare(tmp_path, "--check")
+    assert done.returncode == 0, done.stderr
+    assert [(x["operator"], x["by"], x["passed"]) for x in results["lines"]] == [
+        ("attention_residuals", "liger", True),
+        ("mhc", "liger", True),
+    ]
+    assert results["peers"] == {"liger": "0.0"}
+
+
+def test_a_difference_fails_the_comparison(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done, results = compare(tmp_path, "--check", attn_res=ATTN_RES.replace("softmax(0)", "sigmoid()"))
+    assert done.returncode == 1
+    assert [x["passed"] for x in results["lines"]] == [False, True]
+
+
+@pytest.mark.slow
+def test_times_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done, results = compare(tmp_path, "--time", "--tiny")
+    assert done.returncode == 0, done.stderr
+    assert [(x["by"], x["ours_is_faster_by"] > 0) for x in results["lines"]] == [("ours", True), ("liger", True)] * 2
+
+
+def test_without_a_peer_the_command_says_what_to_install() -> None:
+    # a module that exists nowhere else
+    command = [sys.executable, "-S", "-c", "import sys; sys.path.insert(0, 'benchmarks'); import peers; peers.main()"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install --no-deps liger-kernel fla-core einops" in done.stderr
+
+
+def test_we_move_fewer_bytes_and_the_page_has_the_committed_results() -> None:
+    results = json.loads((RESULTS / "peers-sm90.json").read_text())
+    lines = {(x["operator"], x["size"], x["by"]): x for x in results["lines"]}
+    for (operator, size, by), line in lines.items():
+        ours = lines[operator, size, "ours"]
+        assert all(kernel["stack"] == 0 for kernel in ours["kernels"])
+        if by != "ours":
+            assert ours["moved_gb"] < line["moved_gb"] / 2, (operator, size, by)
+            assert ours["launches"] < line["launches"], (operator, size, by)
+    command = [sys.executable, "benchmarks/peers.py", "--markdown", str(RESULTS / "peers-sm90.json")]
+    table = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    assert table in (REPOSITORY / "docs/kernels.md").read_text()
