@@ -67,7 +67,10 @@ RUNGS = (
         "whether the tests of the kernels pass on the device",
         2,
         "first_hour/device_tests.py",
-        words("tests/kernels tests/model/test_kernels.py --processes 8"),
+        words(
+            "tests/kernels tests/model/test_kernels.py --processes 8 "
+            "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"
+        ),
         words("tests/kernels/test_depth_reduce.py"),
         ("pytest", "xdist"),
     ),

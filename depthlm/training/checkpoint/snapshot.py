@@ -1,6 +1,7 @@
 """A copy of the training state in CPU memory, for asynchronous checkpoints."""
 
 import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,9 +29,25 @@ class Snapshot:
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self.buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            # the earlier buffer is freed first
+            self.buffers.pop(name, None)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if tensor.is_cuda:
+                pin(buffer)
             self.buffers[name] = buffer
         return buffer.copy_(tensor)
+
+
+def pin(buffer: Tensor) -> None:
+    """Make the memory of a tensor page-locked until the tensor is freed, so that a GPU copies to it directly.
+
+    PyTorch's allocator of pinned memory would round its size up to a power of two. Raises: torch.cuda.CudaError, for
+    example if the system does not allow to lock so much memory.
+    """
+    if buffer.nbytes:
+        cuda, address = torch.cuda.cudart(), buffer.data_ptr()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(address, buffer.nbytes, 0)))
+        weakref.finalize(buffer, cuda.cudaHostUnregister, address)
 
 
 def tensors(state: Any) -> Iterator[Tensor]:

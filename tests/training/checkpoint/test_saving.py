@@ -18,7 +18,7 @@ from depthlm.runs.checkpoints import newest_checkpoint, read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
 from depthlm.training.checkpoint.saving import Saver
-from depthlm.training.checkpoint.snapshot import Snapshot
+from depthlm.training.checkpoint.snapshot import Snapshot, pin
 
 from ...two_ranks import TwoRanks, train_on_ranks
 from ..run_files import assert_same, curve, weights
@@ -250,6 +250,32 @@ def test_a_snapshot_does_not_change_with_the_state() -> None:
     assert copy["scaler"].cur_scale == 512
     assert [copy["weights"][0].sum(), copy["weights"][1][0].sum(), copy["weights"][1][1]] == [3, 3, 7]
     assert snapshot.copy("state", {"weights": [weights]})["weights"][0] is kept
+
+
+def test_pinned_memory_has_the_size_of_its_tensor_and_is_released_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+
+    def register(address: int, size: int, flags: int) -> int:
+        locked[address] = size
+        return 0
+
+    calls = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: locked.pop(address))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    buffer = torch.empty(3, 1000, dtype=torch.bfloat16)
+    pin(buffer)
+    pin(torch.empty(0))
+    assert locked == {buffer.data_ptr(): 6000}
+    del buffer
+    assert not locked
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_snapshot_of_a_gpu_is_in_pinned_memory() -> None:
+    weights = torch.randn(3, 1000, device="cuda")
+    copy = Snapshot().copy("state", {"weights": weights})["weights"]
+    assert copy.is_pinned()
+    assert torch.equal(copy, weights.cpu())
 
 
 def test_checkpoints_at_multiples_of_keep_every_are_never_deleted(small_run: Overrides, tmp_path: Path) -> None:
