@@ -91,18 +91,20 @@ class GRN(Connection):
             return (stream[self.num_sources + 1],), None
         sources, read_ahead = stream[: self.num_sources], stream[self.num_sources :]
         if not self.fused:
-            g = [self.combine(sources, i) for i in range(self.num_inputs)]
-        else:
-            old = self.phase[0].num_sources
-            if self is self.phase[0]:
-                read_ahead = [*self.sum_up(self.phase, slice(0, old), sources, None)]
-            g, read_ahead = read_ahead[: self.num_inputs], read_ahead[self.num_inputs :]
-            if recent := sources[old:]:
-                g = [*self.sum_up([self], slice(old, None), recent, torch.stack(g))]
-            elif read_ahead:
-                # a view would keep the memory of all reads that were made ahead
-                g = [x.clone() for x in g]
-        return tuple(g), (g[0], read_ahead)
+            inputs = [self.combine(sources, i) for i in range(self.num_inputs)]
+            return tuple(inputs), (inputs[0], [])
+        old = self.phase[0].num_sources
+        if self is self.phase[0]:
+            g_sbtd = self.sum_up(self.phase, slice(0, old), sources, None)
+            read_ahead = list(g_sbtd.split([c.num_inputs for c in self.phase]))
+        g_sbtd, *read_ahead = read_ahead
+        if recent := sources[old:]:
+            g_sbtd = self.sum_up([self], slice(old, None), recent, g_sbtd)
+        elif read_ahead:
+            # a view would keep the memory of all reads that were made ahead
+            g_sbtd = g_sbtd.clone()
+        inputs = list(g_sbtd)
+        return tuple(inputs), (inputs[0], read_ahead)
 
     def sum_up(self, readers: "Sequence[GRN]", part: slice, sources: Stream, start_sbtd: Tensor | None) -> Tensor:
         """Return g_sbtd, all inputs of the readers, summed over a part of their sources and added to start_sbtd."""
