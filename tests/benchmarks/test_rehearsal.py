@@ -22,8 +22,8 @@ SAVED_GIB = {
     "vanilla": 19,
     "depth_attention": 19,
     "moda": 20,
-    "attention_residuals": 28,
-    "attention_residuals_full": 26,
+    "attention_residuals": 24,
+    "attention_residuals_full": 22,
     "dca": 27,
     "denseformer": 21,
     "mhc": 24,
@@ -77,10 +77,12 @@ def test_the_estimate_holds_with_activation_checkpointing(precision: str, preset
 
 
 def test_compiled_sublayers_launch_few_kernels(tmp_path: Path) -> None:
-    line = rehearsed(tmp_path, "--compile", "--presets", "vanilla", "size.num_layers=24")["vanilla"]
-    assert line["launches"] <= 1250
-    # less than without torch.compile, which the estimate before a run assumes
-    assert line["saved_gib"] < 15
+    most = {"vanilla": 1250, "attention_residuals": 1600, "mhc": 1650, "moda": 1650}
+    lines = rehearsed(tmp_path, "--compile", "--presets", ",".join(most), "size.num_layers=24")
+    for preset, line in lines.items():
+        assert line["launches"] <= most[preset], preset
+        # less than without torch.compile, which the estimate before a run assumes
+        assert line["saved_gib"] < SAVED_GIB[preset] - 3, preset
 
 
 def test_mistakes_are_reported_and_other_presets_continue(tmp_path: Path) -> None:
