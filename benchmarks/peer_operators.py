@@ -2,7 +2,7 @@
 
 `attention_residuals`: the eight reads of a phase. The first has `SOURCES` sources; each of the others has one more, the
 running sum of its block. We read the sources once for all eight; the peers have one call per read, and Liger's takes
-the sources as one tensor, which has to be stacked anew for each read, since the running sum is another one.
+the sources as one tensor, which has to be stacked for each read, since the running sum is another one.
 
 `mhc`: the write of one sublayer and the read of the next one. Liger has an operator for each of its three parts.
 
