@@ -87,7 +87,7 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
     compiled: whether torch.compile compiles the sublayers.
     Raises: RuntimeError where the host needs a shape that depends on values.
     """
-    model, counter = build_model(config, "meta"), _Counter()
+    model, counter = build_model(config, "meta"), LaunchCounter()
     machine_code.record_launches(counter.launched)
     dtype = torch.float32 if precision == "autocast" else torch.bfloat16
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -124,7 +124,7 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
     )
 
 
-def compile_regions(model: Decoder, counter: "_Counter") -> None:
+def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
     """Compile the sublayers, the head and the loss, and let the counter count their launches."""
     from fake_gpu.compiled import backend
 
@@ -146,7 +146,7 @@ def compile_regions(model: Decoder, counter: "_Counter") -> None:
         compile_sublayers(model, backend=backend(counter))
 
 
-class _Counter(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):
     """Counts launches, host synchronizations and bytes, also inside operators made by torch.library.custom_op."""
 
     def __init__(self) -> None:

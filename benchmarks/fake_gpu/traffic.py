@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from fake_gpu import machine_code
 from fake_gpu.machine_code import Specialization
-from fake_gpu.step import _Counter
+from fake_gpu.step import LaunchCounter
 
 # kernels that get a table of sources, and write the gradients of the sources to the addresses in it
 WRITE_GRADIENTS = ("_source_grads",)
@@ -32,7 +32,7 @@ class Traffic:
 
 def measure(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traffic:
     """Trace a forward and a backward pass with gradients of all outputs. Call this in a FakeTensorMode."""
-    counter, traffic, tables = _Counter(), Traffic(), {}
+    counter, traffic, tables = LaunchCounter(), Traffic(), {}
     machine_code.record_launches(counter.launched)
     recorded = JITFunction.run
 
