@@ -28,13 +28,15 @@ def mhc_post_pre(
     eps: float,
     iterations: int,
     rebuild: bool = False,
+    norm_w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
     X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `mhc_maps` of X', and
     input = H_pre X'. The input and X' have the dtype of X. The maps are in fp32 or better.
 
-    phi_mw: the projection, multiplied by the weight of the norm before it. alpha: [3], for pre, post and res.
+    phi_mw: the projection. norm_w: the weight of the norm before it; None: phi_mw is multiplied by it already.
+    alpha: [3], for pre, post and res.
     rebuild: whether X' may be computed again for the backward pass instead of kept (`depthlm.kernels.mhc.rebuilding`).
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
@@ -43,8 +45,10 @@ def mhc_post_pre(
     if fused("mhc_post_pre", (x_btnd, phi_mw, alpha, bias_m, *(pending or ())), unsupported):
         from depthlm.kernels.mhc.triton import mhc_post_pre as in_triton
 
-        _check(x_btnd, pending, phi_mw, alpha, bias_m)
-        return in_triton(x_btnd, pending, phi_mw, alpha, bias_m, eps, iterations, rebuild)
+        _check(x_btnd, pending, phi_mw, norm_w, alpha, bias_m)
+        return in_triton(x_btnd, pending, phi_mw, norm_w, alpha, bias_m, eps, iterations, rebuild)
+    if norm_w is not None:
+        phi_mw = norm_w * phi_mw
     if pending is not None:
         x_btnd = write_streams(x_btnd, pending, rebuild)
     pre_btn, post_btn, res_btij = mhc_maps(x_btnd, phi_mw, alpha, bias_m, eps, iterations)
@@ -73,11 +77,15 @@ def mhc_maps(
     return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
 
 
-def _check(x_btnd: Tensor, pending: Pending | None, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor) -> None:
+def _check(
+    x_btnd: Tensor, pending: Pending | None, phi_mw: Tensor, norm_w: Tensor | None, alpha: Tensor, bias_m: Tensor
+) -> None:
     b, t, n, d = x_btnd.shape
     m = n * (n + 2)
     expect("mhc_post_pre", x_btnd, x=(x_btnd, (b, t, n, d)), phi=(phi_mw, (m, n * d)), alpha=(alpha, (3,)))
     expect("mhc_post_pre", x_btnd, bias=(bias_m, (m,)))
+    if norm_w is not None:
+        expect("mhc_post_pre", x_btnd, norm=(norm_w, (n * d,)))
     if pending is not None:
         output_btd, post_btn, res_btij = pending
         expect("mhc_post_pre", x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))

@@ -25,6 +25,7 @@ def mhc_post_pre(
     x_btnd: Tensor,
     pending: tuple[Tensor, Tensor, Tensor] | None,
     phi_mw: Tensor,
+    norm_w: Tensor | None,
     alpha: Tensor,
     bias_m: Tensor,
     eps: float,
@@ -35,7 +36,7 @@ def mhc_post_pre(
     settings = eps, iterations
     output, post, res = pending or (None, None, None)
     rebuild = rebuild and pending is not None
-    arguments = x_btnd, output, post, res, phi_mw, alpha, bias_m, compute_dtype(x_btnd), settings, rebuild
+    arguments = x_btnd, output, post, res, phi_mw, norm_w, alpha, bias_m, compute_dtype(x_btnd), settings, rebuild
     read, new, new_post, new_res = call(PostPre, *arguments)
     return read, x_btnd if pending is None else new, new_post, new_res
 
@@ -44,20 +45,20 @@ class PostPre(torch.autograd.Function):
     """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
 
     @staticmethod
-    def forward(ctx, x, output, post, res, phi, alpha, bias, dtype, settings, rebuild):
+    def forward(ctx, x, output, post, res, phi, norm, alpha, bias, dtype, settings, rebuild):
         # in the dtype of the products, as the backward pass needs it too
-        low = phi.to(dtype)
+        low = phi.to(dtype) if norm is None else torch.mul(norm, phi, out=phi.new_empty(phi.shape, dtype=dtype))
         read, new, new_post, new_res, projected, scale = forward(x, output, post, res, low, alpha, bias, *settings)
         start_write(ctx, x, rebuild, _written)
-        kept, ctx.dtype = None if ctx.rebuilds or output is None else new, phi.dtype
-        save_streams(ctx, x, output, post, res, low, alpha, bias, projected, scale, kept)
+        kept = None if ctx.rebuilds or output is None else new
+        save_streams(ctx, x, output, post, res, low, alpha, bias, projected, scale, phi, norm, kept)
         ctx.settings, ctx.shapes = settings, (read.shape, new.shape, new_post.shape, new_res.shape)
         ctx.set_materialize_grads(False)
         return read, new, new_post, new_res
 
     @staticmethod
     def backward(ctx, *grads):
-        x, output, post, res, phi, alpha, bias, projected, scale, new = saved_streams(ctx)
+        x, output, post, res, low, alpha, bias, projected, scale, phi, norm, new = saved_streams(ctx)
         if output is None:
             new = x
         elif ctx.rebuilds:
@@ -68,12 +69,15 @@ class PostPre(torch.autograd.Function):
         )
         grad_x, *grad_pending, grad_phi, sums = backward(
             grad_read, None if output is None else grad_new, grad_post, grad_res,
-            x, output, post, res, new, phi, alpha, bias, projected, scale, ctx.settings[1],
+            x, output, post, res, new, low, alpha, bias, projected, scale, ctx.settings[1],
         )  # fmt: skip
         if output is None:
             grad_pending = [None] * 3
         grad_bias, grad_alpha = sums.split((len(bias), len(alpha)))
-        weights = grad_phi.to(ctx.dtype), grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
+        grad_norm, grad_phi = None, grad_phi.to(phi.dtype)
+        if norm is not None:
+            grad_norm, grad_phi = (grad_phi * phi).sum(0), grad_phi * norm
+        weights = grad_phi, grad_norm, grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
         return grad_x, *grad_pending, *weights, None, None, None
 
 

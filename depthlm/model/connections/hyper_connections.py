@@ -181,10 +181,9 @@ class ManifoldHyperConnections(Connection):
 
     def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
         x_btnd, pending = _pending(stream)
-        weights = self.norm * self.phi, self.alpha, self.bias
         rebuild = self.rebuild and scarce_memory(x_btnd)
         input_btd, x_btnd, post_btn, res_btij = mhc_post_pre(
-            x_btnd, pending, *weights, self.eps, self.iterations, rebuild
+            x_btnd, pending, self.phi, self.alpha, self.bias, self.eps, self.iterations, rebuild, self.norm
         )
         return (input_btd,), (x_btnd, post_btn, res_btij)
 

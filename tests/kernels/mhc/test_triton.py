@@ -119,6 +119,20 @@ def test_layout_does_not_matter() -> None:
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_the_weight_of_the_norm_is_multiplied_into_the_projection(kernels: str) -> None:
+    x, phi, alpha, bias, *pending = [y.float().requires_grad_() for y in arguments(2, 8, 3)]
+    norm = torch.linspace(0.5, 2, phi.shape[1], device=DEVICE).requires_grad_()
+    results = []
+    with using(kernels):
+        for projection, weight in ((phi, norm), (phi * norm, None)):
+            outputs = mhc_post_pre(x, tuple(pending), projection, alpha, bias, 1e-5, 20, norm_w=weight)
+            along = [torch.sin(torch.arange(y.numel(), device=DEVICE)).view_as(y) for y in outputs]
+            results.append([*outputs, *torch.autograd.grad(outputs, [x, phi, norm, alpha, bias, *pending], along)])
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+
+
 def test_unused_outputs_need_no_gradient() -> None:
     inputs = [x.float().requires_grad_() for x in arguments(2, 8, 3)]
     grads = []
