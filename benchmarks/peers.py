@@ -152,8 +152,15 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="with --time: tiny shapes in the interpreter")
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
+    if arguments.tiny and not arguments.time:
+        parser.error("--tiny is an option of --time")
     if arguments.markdown:
-        print(markdown(json.loads(arguments.markdown.read_text())))
+        try:
+            print(markdown(json.loads(arguments.markdown.read_text())))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(
+                f"--markdown {arguments.markdown}: no results of this script ({type(error).__name__}: {error})"
+            )
         return 0
     peers = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
     if not peers:

@@ -149,7 +149,12 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
     arguments = parser.parse_intermixed_args()
     if arguments.markdown:
-        print(markdown(json.loads(arguments.markdown.read_text())))
+        try:
+            print(markdown(json.loads(arguments.markdown.read_text())))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(
+                f"--markdown {arguments.markdown}: no results of this script ({type(error).__name__}: {error})"
+            )
         return 0
     try:
         prepare()
