@@ -54,7 +54,7 @@ class NormedProjection(torch.autograd.Function):
         # on a GPU, a copy of x in 16 bits would move more bytes than the product
         dtype = compute_dtype(x) if x.is_cpu else x.dtype
         with no_autocast(x):
-            projected = upcast(x.to(dtype) @ weight_mw.to(dtype).mT) * scale
+            projected = upcast(_project(x.to(dtype), weight_mw.to(dtype))) * scale
         save_streams(ctx, x, weight_mw, scale, projected)
         ctx.dtype = dtype
         return projected
@@ -81,7 +81,8 @@ class ReadStreams(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_btd: Tensor) -> tuple[Tensor, Tensor]:
         streams_btnd, pre_btn = saved_streams(ctx)
-        grad_pre = _matmul(streams_btnd, grad_btd[..., None])[..., 0]
+        # a product with one row is faster on a CPU than one with one column
+        grad_pre = _matmul(grad_btd[..., None, :], streams_btnd.mT)[..., 0, :]
         grad_streams = pre_btn[..., None].to(grad_btd.dtype) * grad_btd[..., None, :]
         return grad_pre.to(pre_btn.dtype), grad_streams.to(streams_btnd.dtype)
 
@@ -101,7 +102,7 @@ class MixStreams(torch.autograd.Function):
         ctx.streams = None
         grad_res = _matmul(grad_btnd, streams_btnd.mT)
         grad_streams = _matmul(res_btij.mT, grad_btnd)
-        grad_post = _matmul(grad_btnd, output_btd[..., None])[..., 0]
+        grad_post = _matmul(output_btd[..., None, :], grad_btnd.mT)[..., 0, :]
         grad_output = _matmul(post_btn[..., None, :], grad_btnd)[..., 0, :]
         return (
             grad_res.to(res_btij.dtype),
@@ -148,6 +149,13 @@ class Sinkhorn(torch.autograd.Function):
 def _tokens_last(m: Tensor) -> Tensor:
     """Copy m_btij to m_ijbt, or back. Sums over i or j are then vectorized over all tokens, although n is small."""
     return m.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format)
+
+
+def _project(x: Tensor, weight_mw: Tensor) -> Tensor:
+    """Return W x. A CPU computes W X^T in half the time of X W^T, because m is small."""
+    if not x.is_cpu:
+        return x @ weight_mw.mT
+    return (weight_mw @ x.flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
