@@ -80,8 +80,8 @@ def backward(
     sources: list[Tensor],
     grads: list[Tensor],
     added: list[bool],
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the biases and the gates. Write those of the sources to `grads`, or add them to it."""
+) -> Tensor:
+    """Return the gradients of biases and gates, [2, s, n, d]. Write those of the sources to `grads`, or add them."""
     (reads, n, d), positions = bias_snd.shape, sources[0].shape[:-1].numel()
     xs, bias, gate, grad = [aligned(x) for x in sources], aligned(bias_snd), aligned(gate_snd), aligned(grad_spd)
     table, grad_score = table_of(xs, grads, added), torch.empty_like(score_nsp)
@@ -105,9 +105,7 @@ def backward(
             grad, table, bias, score_nsp, grad_score, partial, *counts, rows, R=HALF_ROWS, S=READS, DOT_S=DOT_READS,
             J=SOURCES, **settings, num_warps=FEW_WARPS,
         )  # fmt: skip
-    grad_bias, grad_gate = partial.sum(1)
-    # an output of a custom operator must not be a view
-    return grad_bias.to(bias.dtype, copy=True), grad_gate.to(gate.dtype, copy=True)
+    return partial.sum(1)
 
 
 @forward.register_fake
@@ -119,7 +117,7 @@ def _(bias_snd, gate_snd, sources, start_spd, dtype, tokens):
 
 @backward.register_fake
 def _(grad_spd, bias_snd, gate_snd, score_nsp, sources, grads, added):
-    return bias_snd.new_empty(bias_snd.shape), gate_snd.new_empty(gate_snd.shape)
+    return bias_snd.new_empty(2, *bias_snd.shape, dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output):
@@ -133,9 +131,16 @@ def _setup_context(ctx, inputs, output):
 def _differentiate(ctx, grad, _):
     bias, gate, score, *sources = ctx.saved_tensors
     grads, added = reserve_sums(ctx, ctx.num_tokens, sources)
-    of_parameters = backward(grad, bias, gate, score, sources, grads, added)
+    of_bias, of_gate = backward(grad, bias, gate, score, sources, grads, added)
     of_sources, of_tokens = returned(ctx.num_tokens, grads)
-    return *of_parameters, of_sources, None if ctx.start is None else grad.to(ctx.start), None, of_tokens
+    return (
+        of_bias.to(bias.dtype),
+        of_gate.to(gate.dtype),
+        of_sources,
+        None if ctx.start is None else grad.to(ctx.start),
+        None,
+        of_tokens,
+    )
 
 
 forward.register_autograd(_differentiate, setup_context=_setup_context)
