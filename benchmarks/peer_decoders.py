@@ -1,0 +1,117 @@
+"""The same decoder by transformers and by litgpt, with our weights.
+
+litgpt is not a dependency of this repository. Its own requirements exclude the versions of other packages that this
+repository has, so it is installed without them.
+"""
+
+import importlib.util
+
+from torch import Tensor, cat, nn
+
+from depthlm.config import Config
+
+INSTALL_LITGPT = "litgpt is not installed: pip install --no-deps litgpt lightning lightning-utilities torchmetrics"
+Weights = dict[str, Tensor]
+
+
+def has_litgpt() -> bool:
+    return importlib.util.find_spec("litgpt") is not None
+
+
+def transformers_decoder(config: Config, weights: Weights) -> nn.Module:
+    """Return transformers' Qwen3 of this shape with our weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    size = config.size
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=size.vocab_size,
+            hidden_size=size.hidden_size,
+            intermediate_size=size.intermediate_size,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_kv_heads,
+            head_dim=size.head_size,
+            rms_norm_eps=config.backbone.norm_eps,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": config.backbone.rope_theta},
+            attn_implementation="sdpa",
+        )
+    )
+    names = {
+        ".attention.": ".self_attn.",
+        ".attention_norm.": ".input_layernorm.",
+        ".mlp_norm.": ".post_attention_layernorm.",
+        "final_norm.": "model.norm.",
+        "embedding.": "model.embed_tokens.",
+        "head.": "lm_head.",
+        "layers.": "model.layers.",
+    }
+    model.load_state_dict(rename(weights, names))
+    return model
+
+
+def litgpt_decoder(config: Config, weights: Weights) -> nn.Module:
+    """Return litgpt's GPT of this shape, in its settings of Qwen3, with our weights."""
+    if not has_litgpt():
+        raise SystemExit(INSTALL_LITGPT)
+    from litgpt.config import Config as LitgptConfig
+    from litgpt.model import GPT
+
+    size = config.size
+    model = GPT(
+        LitgptConfig(
+            block_size=config.training.sequence_length,
+            padded_vocab_size=size.vocab_size,
+            n_embd=size.hidden_size,
+            intermediate_size=size.intermediate_size,
+            n_layer=size.num_layers,
+            n_head=size.num_heads,
+            n_query_groups=size.num_kv_heads,
+            head_size=size.head_size,
+            norm_class_name="RMSNorm",
+            norm_eps=config.backbone.norm_eps,
+            norm_qk=True,
+            parallel_residual=False,
+            rotary_percentage=1.0,
+            rope_base=config.backbone.rope_theta,
+            mlp_class_name="LLaMAMLP",
+            bias=False,
+        )
+    )
+    names = {
+        ".attention.o_proj.": ".attn.proj.",
+        ".attention.q_norm.": ".attn.norm_q.",
+        ".attention.k_norm.": ".attn.norm_k.",
+        ".attention.": ".attn.",
+        ".attention_norm.": ".norm_1.",
+        ".mlp_norm.": ".norm_2.",
+        ".gate_proj.": ".fc_1.",
+        ".up_proj.": ".fc_2.",
+        ".down_proj.": ".proj.",
+        "final_norm.": "transformer.ln_f.",
+        "embedding.": "transformer.wte.",
+        "head.": "lm_head.",
+        "layers.": "transformer.h.",
+    }
+    renamed = rename(weights, names)
+    for layer in range(size.num_layers):
+        # one matrix: the rows of all query heads, then those of all keys, then those of all values
+        attention = f"transformer.h.{layer}.attn."
+        separate = [renamed.pop(f"{attention}{kind}_proj.weight") for kind in "qkv"]
+        renamed[f"{attention}qkv.weight"] = cat(separate)
+    model.load_state_dict(renamed)
+    return model
+
+
+def rename(weights: Weights, names: dict[str, str]) -> Weights:
+    """Return the weights under the names of a peer. A name that begins with a dot may be anywhere in ours."""
+    result = {}
+    for name, tensor in weights.items():
+        for ours, theirs in names.items():
+            if ours.startswith("."):
+                name = name.replace(ours, theirs)
+            elif name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+        result[name] = tensor
+    return result

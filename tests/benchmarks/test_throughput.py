@@ -1,0 +1,68 @@
+"""benchmarks/throughput.py: the peers compute our logits, and `products` has the matrices of a decoder."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+import depthlm
+from depthlm.config import Config
+from depthlm.locations import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+
+
+@pytest.fixture
+def throughput(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, which imports its neighbours as a script does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("throughput")
+
+
+@pytest.fixture
+def config() -> Config:
+    # the width of the heads together is not that of the stream, and queries share keys
+    return depthlm.compose(
+        ["size.hidden_size=48", "size.intermediate_size=80", "size.num_layers=2", "size.num_heads=4",
+         "size.num_kv_heads=2", "size.head_size=16", "training.sequence_length=32", "training.batch_size=2",
+         "tracker=none"]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("peer", ["transformers", "litgpt"])
+def test_a_peer_computes_our_logits(throughput: Any, config: Config, peer: str) -> None:
+    pytest.importorskip(peer)
+    ours = depthlm.build_model(config, "cpu")
+    # norms start at 1, where exchanged ones would go unnoticed
+    generator = torch.Generator().manual_seed(0)
+    for parameter in ours.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    tokens = throughput.make_batch(config)[0, :, :-1]
+    if peer == "litgpt":
+        theirs = throughput.litgpt_decoder(config, ours.state_dict())(tokens)
+    else:
+        theirs = throughput.transformers_decoder(config, ours.state_dict())(input_ids=tokens).logits
+    torch.testing.assert_close(theirs, ours(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_products_have_the_matrices_of_a_decoder(throughput: Any, config: Config) -> None:
+    gradients = throughput.products(config, torch.bfloat16, torch.device("cpu"))()
+    parameters = depthlm.build_model(config, "meta").named_parameters()
+    expected = [tuple(x.shape) for name, x in parameters if x.dim() == 2 and not name.startswith("embedding.")]
+    assert sorted(tuple(x.shape) for x in gradients if x.dim() == 2) == sorted(expected)
+    assert {x.dtype for x in gradients} == {torch.bfloat16}
+
+
+def test_a_missing_peer_only_leaves_out_its_pairs(throughput: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "has_litgpt", lambda: False)
+    pairs = throughput.measurable_pairs()
+    assert len(pairs) == len(throughput.PAIRS) - 3
+    compiled = ["transformers", "transformers again", "depthlm", "plain", "products"]
+    assert throughput.kinds_of("bf16 compiled", pairs) == compiled
+    assert throughput.kinds_of("fp32", throughput.PAIRS) == list(throughput.KINDS[:-1])
+
+
+def test_the_page_has_the_committed_results(throughput: Any) -> None:
+    table = throughput.markdown(BENCHMARKS / "results/throughput-epyc-2-cores.json")
+    assert table in (BENCHMARKS / "README.md").read_text()
