@@ -19,6 +19,11 @@ def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
         model = Decoder(config.size, config.backbone, connection, attention, loops=config.model.loops)
     model.kernels = config.kernels
     if torch.device(device).type != "meta":
-        model.to_empty(device=device)
-        initialize(model, config.seed, config.size.init_std)
+        draw_weights(config, model, device)
     return model
+
+
+def draw_weights(config: Config, model: Decoder, device: str | torch.device) -> None:
+    """Give a model on meta its initial weights, on this device."""
+    model.to_empty(device=device)
+    initialize(model, config.seed, config.size.init_std)

@@ -5,16 +5,23 @@ parameters.
 """
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from depthlm.model.layers import Head, Norm
+from depthlm.model.parameters import Owned, owned_parameters
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Initialize every parameter in place. Values are drawn on the CPU in fp32, so no device or dtype changes them.
+def _copy(owned: Owned, tensor: Tensor) -> None:
+    owned.parameter.copy_(tensor)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, std: float, place: Callable[[Owned, Tensor], None] = _copy) -> None:
+    """Initialize every parameter. Values are drawn on the CPU in fp32, so no device or dtype changes them.
 
     Matrices and embeddings: normal(0, std). Norm weights: 1. Biases: 0. Any other module that owns parameters must
     define
@@ -24,16 +31,13 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
     It is called for each parameter that the module itself owns, with the parameter's name in that module and with a CPU
     fp32 tensor of zeros, to fill in place.
 
-    Allocate a model on the meta device with `model.to_empty(device=...)` first.
+    place: gives a parameter its values; by default it copies them into the parameter, so allocate a model on the meta
+    device with `model.to_empty(device=...)` first. Only one parameter's values exist at a time.
 
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full_name = f"{path}.{name}" if path else name
-            tensor = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
-            _fill(module, name, full_name, tensor, generator_for(seed, full_name), std)
-            parameter.copy_(tensor)
+    for owned in list(owned_parameters(model)):
+        place(owned, _drawn(owned, generator_for(seed, owned.name), std))
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -47,16 +51,19 @@ def seed_for(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _fill(module: nn.Module, name: str, full_name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+def _drawn(owned: Owned, generator: torch.Generator, std: float) -> Tensor:
+    module, name = owned.owner, owned.own_name
+    tensor = torch.zeros(owned.parameter.shape, dtype=torch.float32, device="cpu")
     init_parameter = getattr(module, "init_parameter", None)
     if init_parameter is not None:
         init_parameter(name, tensor, generator, std)
     elif not isinstance(module, nn.Linear | nn.Embedding | Norm | Head):
         class_name = type(module).__name__
         raise TypeError(
-            f"{full_name}: {class_name} owns this parameter and has no init_parameter(name, tensor, generator, std)"
+            f"{owned.name}: {class_name} owns this parameter and has no init_parameter(name, tensor, generator, std)"
         )
     elif isinstance(module, Norm):
         tensor.fill_(1.0 if name == "weight" else 0.0)
     elif name == "weight":
         tensor.normal_(0, std, generator=generator)
+    return tensor

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from depthlm.model.layers import Embedding, Head, Norm
 
@@ -24,6 +25,11 @@ def owned_parameters(model: nn.Module) -> Iterator[Owned]:
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             yield Owned(f"{path}.{name}" if path else name, parameter, module, name)
+
+
+def shape_of(weight: Tensor) -> torch.Size:
+    """Return the shape of a whole weight; one that DeepSpeed has sharded has no elements of its own."""
+    return getattr(weight, "ds_shape", weight.shape)
 
 
 def kind_of(owned: Owned) -> str:
@@ -55,7 +61,7 @@ def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if not owned.parameter.requires_grad:
             continue
         own = settings.get(owned.name, {})
-        decay = own.get("weight_decay", weight_decay if owned.parameter.ndim >= 2 else 0.0)
+        decay = own.get("weight_decay", weight_decay if len(shape_of(owned.parameter)) >= 2 else 0.0)
         key = kind_of(owned), decay, own.get("lr_scale", 1.0)
         new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": key[2], "kind": key[0]}
         group = groups.setdefault(key, new)

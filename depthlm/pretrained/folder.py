@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Encoder
@@ -110,12 +109,15 @@ def check_tokens(source: Pretrained, run: Path) -> None:
         )
 
 
-def load_weights(source: Pretrained, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Return the weights under our names, in the dtypes of the files. Raises UserError if a file cannot be read."""
+def load_weights(source: Pretrained) -> dict[str, Tensor]:
+    """Return the weights under our names, in the dtypes of the files, of which they are views.
+
+    Raises UserError if a file cannot be read.
+    """
     weights = {}
     for file in source.files:
         try:
-            loaded = load_file(file, device=str(device))
+            loaded = load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"init_from={source.folder}: {file.name} cannot be read ({error})") from None
         for name, tensor in loaded.items():

@@ -13,7 +13,7 @@ import torch
 
 from depthlm.accounting import count_parameters, flops_per_token
 from depthlm.accounting.memory import Memory
-from depthlm.build import build_model
+from depthlm.build import build_model, draw_weights
 from depthlm.config import Config, prepare_command
 from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
 from depthlm.distributed import launchers
@@ -28,7 +28,7 @@ from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
 from depthlm.training.checkpoint.init_from import import_weights
-from depthlm.training.engine import Engine, build_engine, undo_sharding
+from depthlm.training.engine import Engine, build_engine, draw_shards, undo_sharding
 from depthlm.training.memory_check import check_memory
 from depthlm.training.monitoring.describe import derived
 from depthlm.training.monitoring.display import show_table, start_logging
@@ -138,9 +138,8 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     import_initial: whether to read the weights of init_from, if it is set.
     """
     config, plan, corpus = setup.config, setup.plan, setup.corpus
-    model = build_model(config, device=setup.device)
-    if config.init_from is not None and import_initial:
-        import_weights(config, model)
+    # the accounting needs shapes, which a sharded model does not have
+    model = build_model(config, "meta")
     if config.training.activation_checkpointing:
         model.checkpoint_activations()
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
@@ -148,6 +147,12 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     if compiles(config, setup.device):
         compile_sublayers(model)
     rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
+    if config.deepspeed.stage == 3:
+        draw_shards(config, plan, model)
+    else:
+        draw_weights(config, model, setup.device)
+    if config.init_from is not None and import_initial:
+        import_weights(config, model)
     show_table("depthlm", rows, setup.ranks.rank)
     return build_engine(config, plan, model), cost
 

@@ -18,6 +18,7 @@ from depthlm.config.saved import compare
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
 from depthlm.model import Decoder
+from depthlm.model.parameters import shape_of
 from depthlm.pretrained.folder import (
     Pretrained,
     check_tokens,
@@ -28,6 +29,7 @@ from depthlm.pretrained.folder import (
 )
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, checkpoint_of
+from depthlm.training.engine import writable
 
 log = logging.getLogger("depthlm")
 
@@ -39,12 +41,8 @@ def import_weights(config: Config, model: Decoder) -> None:
     cannot take its weights, or if Hugging Face weights would compute something else in it; the model is then unchanged.
     """
     source = on_rank_0(lambda: _find_source(config))
-    device = str(next(model.parameters()).device)
-    weights = (
-        load_file(source.path / WEIGHTS, device=device)
-        if source.pretrained is None
-        else load_weights(source.pretrained, device)
-    )
+    # these tensors are views of the files, which are read one weight at a time
+    weights = load_file(source.path / WEIGHTS) if source.pretrained is None else load_weights(source.pretrained)
     kept = copy_weights(weights, model)
     log.info("weights imported from %s", source.path)
     if kept:
@@ -89,23 +87,24 @@ def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
     If the model has one norm per attention input and the source a single norm, all three get the weights of that one.
     Raises UserError if the model lacks a weight of the source, or has it in another shape; the model is then unchanged.
     """
-    parameters = model.state_dict()
+    parameters = model.state_dict(keep_vars=True)
     pairs = {name: _name_in_source(name, source) for name in parameters}
     taken = set(pairs.values())
     mismatches = [
         f"{name} {list(source[name].shape)}: this model has no such parameter" for name in source if name not in taken
     ]
     mismatches += [
-        f"{source_name} {list(source[source_name].shape)}: {list(parameters[name].shape)} in this model"
+        f"{source_name} {list(source[source_name].shape)}: {list(shape_of(parameters[name]))} in this model"
         for name, source_name in pairs.items()
-        if source_name in source and source[source_name].shape != parameters[name].shape
+        if source_name in source and source[source_name].shape != shape_of(parameters[name])
     ]
     if mismatches:
         lines = "\n".join(f"  - {line}" for line in _grouped(mismatches))
         raise UserError(f"init_from: this model cannot take these weights:\n{lines}")
     for name, source_name in pairs.items():
         if source_name in source:
-            parameters[name].copy_(source[source_name])
+            with writable(parameters[name]):
+                parameters[name].copy_(source[source_name])
     return [name for name, source_name in pairs.items() if source_name not in source]
 
 

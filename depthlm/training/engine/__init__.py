@@ -4,6 +4,15 @@ from depthlm.training.engine.conversion import convert, needs_conversion
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.settings import autocast
-from depthlm.training.engine.sharding import undo_sharding
+from depthlm.training.engine.sharding import draw_shards, undo_sharding, writable
 
-__all__ = ["Engine", "autocast", "build_engine", "convert", "needs_conversion", "undo_sharding"]
+__all__ = [
+    "Engine",
+    "autocast",
+    "build_engine",
+    "convert",
+    "draw_shards",
+    "needs_conversion",
+    "undo_sharding",
+    "writable",
+]

@@ -10,32 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.config import Config
-from depthlm.machine import environment
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.observer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE, CheckpointError
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.settings import deepspeed_settings
-from depthlm.training.engine.sharding import prepare_sharding, undo_sharding
+from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
 from depthlm.training.plan import Plan
 
 
 def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
-    """Return a DeepSpeed engine that holds the model and its optimizer, at step 0."""
+    """Return a DeepSpeed engine that holds the model and its optimizer, at step 0.
+
+    At ZeRO 3 the model may be sharded already, by `draw_shards`.
+    """
     import deepspeed
 
-    deepspeed.utils.logger.setLevel("WARNING")
-    if environment.device_type(config.device) == "cpu":
-        # DeepSpeed's shared-memory helper needs a compiler, and has aborted complete runs
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    configure_deepspeed(config)
     optimizer = build_optimizer(model, config.optimizer)
     if config.deepspeed.stage == 0:
         guard_step(optimizer, config.training.gradient_clipping)
-    undo_sharding()
     if config.deepspeed.stage == 3:
         prepare_sharding(model)
-    settings = deepspeed_settings(config, plan, sum(parameter.numel() for parameter in model.parameters()))
+    else:
+        undo_sharding()
+    settings = deepspeed_settings(config, plan, model)
     # DeepSpeed's bf16 optimizer prints its memory use at every log level
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)

@@ -6,13 +6,16 @@ import torch
 
 from depthlm.config import Config
 from depthlm.machine import environment
+from depthlm.model import Decoder
+from depthlm.model.parameters import shape_of
 from depthlm.training.plan import Plan
 
 
-def deepspeed_settings(config: Config, plan: Plan, parameters: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration. parameters: the number of the model's parameters."""
+def deepspeed_settings(config: Config, plan: Plan, model: Decoder) -> dict[str, Any]:
+    """Return DeepSpeed's configuration."""
     sharding, precision = config.deepspeed, config.precision
     stage = sharding.stage
+    parameters = sum(shape_of(parameter).numel() for parameter in model.parameters())
     settings: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,

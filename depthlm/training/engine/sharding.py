@@ -1,14 +1,65 @@
-"""ZeRO 3, where each rank holds a shard of every weight: registration and cleanup."""
+"""ZeRO 3, where each rank holds a shard of every weight: construction, registration and cleanup."""
 
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from depthlm.model import Decoder
+from depthlm.config import Config
+from depthlm.machine import environment
+from depthlm.model import Decoder, initialize
+from depthlm.model.parameters import Owned
+from depthlm.training.engine.settings import deepspeed_settings
+from depthlm.training.plan import Plan
 
 PLAIN_LINEAR = torch.nn.functional.linear
+
+
+def configure_deepspeed(config: Config) -> None:
+    """Set what DeepSpeed reads when it joins the process group."""
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    if environment.device_type(config.device) == "cpu":
+        # DeepSpeed's shared-memory helper needs a compiler, and has aborted complete runs
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
+    """Give a model on meta its initial weights, of which each rank keeps only its shards; collective.
+
+    Every rank draws each weight as a whole, since its generator cannot skip to a shard, but only one at a time.
+    """
+    import deepspeed
+
+    configure_deepspeed(config)
+    # otherwise DeepSpeed checks its configuration for one rank
+    deepspeed.init_distributed()
+    # for an empty module, since a context would also replace the constructors of all modules and tensors
+    sharding = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_settings(config, plan, model))
+
+    def place(owned: Owned, weight: Tensor) -> None:
+        whole = weight.to(sharding.local_device, sharding.dtype)
+        parameter = nn.Parameter(whole, owned.parameter.requires_grad)
+        owned.owner.register_parameter(owned.own_name, parameter)
+        sharding._convert_to_zero_parameters([parameter])
+
+    initialize(model, config.seed, config.size.init_std, place)
+
+
+def writable(weight: Tensor) -> AbstractContextManager:
+    """Return a context in which a sharded weight is whole, and after which all shards are those of rank 0's weight.
+
+    Collective. Does nothing to other weights.
+    """
+    if not hasattr(weight, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(weight, modifier_rank=0)
 
 
 def prepare_sharding(model: Decoder) -> None:

@@ -1,0 +1,103 @@
+"""At ZeRO 3 the initial weights are those of every stage, and no rank ever holds the whole model."""
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import depthlm
+from depthlm.distributed.launchers import ranks
+from depthlm.model import Decoder
+from depthlm.model.parameters import optimizer_groups
+from depthlm.training.checkpoint.init_from import copy_weights
+from depthlm.training.engine import build_engine, draw_shards
+from depthlm.training.plan import make_plan
+
+from ..two_ranks import TwoRanks
+from .run_files import assert_same
+
+SHAPE = ("size.num_layers=6", "training.micro_batch_size=2", "deepspeed=zero3")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the live storages that operators have returned, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self.live = 0, 0
+        self.known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.count(tensor.untyped_storage())
+        return result
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+
+        def release(_: Any) -> None:
+            self.live -= size
+            del self.known[key]
+
+        self.known[key] = weakref.ref(storage, release)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def start(overrides: list[str], gathered: Path, source: Path | None) -> tuple[int, list[Any]]:
+    """Return the peak of live bytes while the weights are drawn and imported, and the optimizer's groups.
+
+    gathered: the file to which rank 0 writes the weights. source: a file of weights to import.
+    """
+    config = depthlm.compose(overrides)
+    plan, model, live = make_plan(config, ranks()), depthlm.build_model(config, "meta"), LiveBytes()
+    # the tensors are views of the file, and occupy no memory of their own
+    given = {} if source is None else load_file(source)
+    with live:
+        draw_shards(config, plan, model)
+        copy_weights(given, model)
+    groups = groups_of(model, config.optimizer.weight_decay)
+    engine = build_engine(config, plan, model)
+    if weights := engine.weights():
+        save_file(weights, gathered)
+    engine.destroy()
+    return live.peak, groups
+
+
+def groups_of(model: Decoder, weight_decay: float) -> list[Any]:
+    return [{**group, "params": len(group["params"])} for group in optimizer_groups(model, weight_decay)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("imported", [False, True])
+def test_two_ranks_hold_their_shards_and_one_whole_weight(
+    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, precision: str, imported: bool
+) -> None:
+    overrides = small_run(*SHAPE, f"precision={precision}", "model=dca")
+    config, source, gathered = depthlm.compose(overrides), None, tmp_path / "gathered.safetensors"
+    # as at ZeRO 0
+    model = depthlm.build_model(config)
+    groups = groups_of(model, config.optimizer.weight_decay)
+    if imported:
+        source = tmp_path / "source.safetensors"
+        save_file({name: tensor + 1 for name, tensor in model.state_dict().items()}, source)
+        copy_weights(load_file(source), model)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    expected = model.to(dtype).state_dict()
+    peaks, sharded_groups = zip(*two_ranks(start, overrides, gathered, source), strict=True)
+    assert sharded_groups == (groups, groups)
+    assert_same(load_file(gathered), expected)
+    whole = sum(tensor.nbytes for tensor in expected.values())
+    # the largest weight: drawn in fp32 and then cast, or gathered and then broadcast
+    largest = max(4 * tensor.numel() for tensor in expected.values())
+    assert max(peaks) <= whole / 2 + 2 * largest < whole
