@@ -32,6 +32,7 @@ from interleaved import (
     write_json,
 )
 from omegaconf import OmegaConf
+from peer_decoders import transformers_decoder
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -41,7 +42,6 @@ from depthlm.config import mechanisms
 from depthlm.evaluation import generate
 from depthlm.machine import environment
 from depthlm.model import Decoder
-from depthlm.pretrained.native import native_config, native_type, their_name
 
 AGAIN = "vanilla again"
 # presets that are in memory at once
@@ -90,25 +90,10 @@ def steps(model: Decoder, tokens_bt: Tensor, new: int) -> tuple[Step, Step, int]
     )
 
 
-def twin(model: Decoder) -> Any:
-    """Return the same decoder as a transformers model, with its default attention."""
-    # reading this package takes seconds, and only this function needs it
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind = native_type(model)
-    assert kind is not None
-    settings = native_config(kind, model.size, model.backbone, 2**15)
-    # drawing weights that are replaced would take a CPU long
-    with torch.device(environment.device_type()):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
-    theirs.load_state_dict({their_name(kind, name): tensor for name, tensor in model.state_dict().items()})
-    return theirs.to(next(model.parameters()).dtype)
-
-
 def against_transformers(overrides: list[str], batch: int, length: int, new: int, rounds: int) -> dict[str, Any]:
     """Measure how many times as fast as transformers' generate vanilla generates the same tokens."""
     model = build("vanilla", overrides)
-    theirs = twin(model)
+    theirs: Any = transformers_decoder(model).eval()
     tokens_bt = prompt_of(model, batch, length)
     settings: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 

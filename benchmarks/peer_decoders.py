@@ -9,6 +9,8 @@ import importlib.util
 from torch import Tensor, cat, nn
 
 from depthlm.config import Config
+from depthlm.model import Decoder
+from depthlm.pretrained.native import native_config, native_type, their_name
 
 INSTALL_LITGPT = "litgpt is not installed: pip install --no-deps litgpt lightning lightning-utilities torchmetrics"
 Weights = dict[str, Tensor]
@@ -18,37 +20,19 @@ def has_litgpt() -> bool:
     return importlib.util.find_spec("litgpt") is not None
 
 
-def transformers_decoder(config: Config, weights: Weights) -> nn.Module:
-    """Return transformers' Qwen3 of this shape with our weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def transformers_decoder(model: Decoder) -> nn.Module:
+    """Return the same decoder as a transformers model, with its default attention, on the same device."""
+    # reading this package takes seconds
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    size = config.size
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=size.vocab_size,
-            hidden_size=size.hidden_size,
-            intermediate_size=size.intermediate_size,
-            num_hidden_layers=size.num_layers,
-            num_attention_heads=size.num_heads,
-            num_key_value_heads=size.num_kv_heads,
-            head_dim=size.head_size,
-            rms_norm_eps=config.backbone.norm_eps,
-            tie_word_embeddings=False,
-            rope_parameters={"rope_type": "default", "rope_theta": config.backbone.rope_theta},
-            attn_implementation="sdpa",
-        )
-    )
-    names = {
-        ".attention.": ".self_attn.",
-        ".attention_norm.": ".input_layernorm.",
-        ".mlp_norm.": ".post_attention_layernorm.",
-        "final_norm.": "model.norm.",
-        "embedding.": "model.embed_tokens.",
-        "head.": "lm_head.",
-        "layers.": "model.layers.",
-    }
-    model.load_state_dict(rename(weights, names))
-    return model
+    kind, weights = native_type(model), model.state_dict()
+    assert kind is not None
+    settings = native_config(kind, model.size, model.backbone, 2**15)
+    # drawing weights that are replaced would take a CPU long
+    with next(iter(weights.values())).device:
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    theirs.load_state_dict({their_name(kind, name): tensor for name, tensor in weights.items()})
+    return theirs.to(next(model.parameters()).dtype)
 
 
 def litgpt_decoder(config: Config, weights: Weights) -> nn.Module:

@@ -108,8 +108,7 @@ def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callabl
         if compiled:
             compile_sublayers(ours)
     else:
-        decoder = litgpt_decoder if kind == "litgpt" else transformers_decoder
-        model = decoder(config, ours.state_dict()).to(device)
+        model = litgpt_decoder(config, ours.state_dict()).to(device) if kind == "litgpt" else transformers_decoder(ours)
         if compiled:
             model = torch.compile(model)  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)

@@ -14,7 +14,6 @@ from depthlm.model.layers import Head, Norm
 from depthlm.model.parameters import Owned, owned_parameters
 
 
-@torch.no_grad()
 def _copy(owned: Owned, tensor: Tensor) -> None:
     owned.parameter.copy_(tensor)
 

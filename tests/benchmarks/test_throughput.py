@@ -42,7 +42,7 @@ def test_a_peer_computes_our_logits(throughput: Any, config: Config, peer: str) 
     if peer == "litgpt":
         theirs = throughput.litgpt_decoder(config, ours.state_dict())(tokens)
     else:
-        theirs = throughput.transformers_decoder(config, ours.state_dict())(input_ids=tokens).logits
+        theirs = throughput.transformers_decoder(ours)(input_ids=tokens).logits
     torch.testing.assert_close(theirs, ours(tokens), rtol=1e-5, atol=1e-5)
 
 
