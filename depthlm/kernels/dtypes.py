@@ -1,6 +1,7 @@
 """The dtypes in which operators compute."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
@@ -35,6 +36,8 @@ def exact_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return torch.promote_types(common_dtype(tensors), torch.float32)
 
 
-def no_autocast(x: Tensor) -> torch.autocast:
+def no_autocast(x: Tensor) -> AbstractContextManager:
     """Disable autocast on the device of x, so that matrix products keep the dtype of their factors."""
-    return torch.autocast(autocast_device(x), enabled=False)
+    device_type = autocast_device(x)
+    # entering a context takes longer than a small product, as in decoding
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
