@@ -53,6 +53,16 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def is_inside(file: Path, folder: Path) -> bool:
+    """Return whether a file is inside a folder, also after following links.
+
+    Links into the blobs of a Hugging Face cache count as inside the snapshot that consists of them.
+    """
+    folder = folder.absolute()
+    caches = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+    return any(file.resolve().is_relative_to(root.resolve()) for root in (folder, *caches))
+
+
 def digest(file: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:

@@ -1,5 +1,6 @@
 """The paths of a run directory. No other module spells them."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,12 @@ MANIFEST = "manifest.json"
 def is_checkpoint(folder: Path) -> bool:
     """Return whether this is the folder of a complete checkpoint: its manifest is written last."""
     return (folder / MANIFEST).exists()
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder, or None if a user has given it another name."""
+    match = re.fullmatch(r"step-([0-9]{8,18})", checkpoint.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,10 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_folders(self) -> list[Path]:
-        """The folders of all checkpoints, the newest first, valid or not."""
-        return sorted(self.checkpoints.glob("step-*"), reverse=True)
+        """The folders of all checkpoints, the newest first, valid or not. Folders with other names are the user's."""
+        steps = {path: step_of(path) for path in self.checkpoints.glob("step-*")}
+        own = [path for path, step in steps.items() if step is not None and path.name == self.checkpoint(step).name]
+        return sorted(own, key=lambda path: step_of(path) or 0, reverse=True)
 
     @property
     def latest(self) -> Path:

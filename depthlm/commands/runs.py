@@ -19,6 +19,7 @@ from depthlm.errors import UserError
 from depthlm.files import read_yaml
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import read_run
+from depthlm.runs.validation_losses import finite
 from depthlm.sweeps.table import STYLES
 
 # folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
@@ -86,13 +87,14 @@ def _listed(folder: Path) -> Listed:
     run, config = read_run(folder), read_yaml(paths.config)
     newest = max(file.stat().st_mtime for file in (paths.config, paths.metrics, paths.summary) if file.exists())
     last = run.rows[-1] if run.rows else {}
+    tokens = finite(run.summary.get("tokens", last.get("tokens")))
     return Listed(
         directory=str(folder),
         state=run.state,
         model=_name(config, "model"),
         size=_name(config, "size"),
         step=run.step,
-        tokens=run.summary.get("tokens", last.get("tokens")),
+        tokens=None if tokens is None else int(tokens),
         loss=run.loss,
         validation_loss=run.number("validation_loss"),
         age=max(0.0, time.time() - newest),

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
 from depthlm.config import Config, changes, run_of
 from depthlm.config.saved import config_text
+from depthlm.console import continue_without_output
 from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
@@ -17,6 +18,7 @@ from depthlm.locations import CONF
 
 def main(arguments: list[str], program: str) -> None:
     """Train a run, or each point of a sweep. Ends the process with the exit code of the run."""
+    continue_without_output()
     line = read_command_line(arguments)
     if not line.completion:
         config = check_command_line(line)

@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
-from depthlm.config.saved import check_trusted, compare, load_config, targets
+from depthlm.config.saved import as_text, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.schema.keys import keys, on_resume
 from depthlm.config.validate.errors import ConfigError, nearest
@@ -55,7 +55,8 @@ def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir:
         for name in text.removeprefix(TRUST).strip("[]").split(",")
     ]
     groups, values, errors = _parsed(own_overrides(overrides), config_dir)
-    raw = OmegaConf.structured(saved)
+    raw = OmegaConf.merge(OmegaConf.structured(Config), as_text(asdict(saved)))
+    assert isinstance(raw, DictConfig)
     OmegaConf.set_struct(raw, True)
     for name, default in MOMENTARY.items():
         OmegaConf.update(raw, name, default)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from depthlm.config.renamed import use_new_names
 from depthlm.config.schema import Config, Model
@@ -18,22 +21,63 @@ from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 
+SEAL = "# sha256 of the lines above: "
+
+
+class Loader(get_yaml_loader()):  # type: ignore[misc]
+    """OmegaConf's loader of YAML, which alone leaves interpolations as text.
+
+    It refuses aliases: a few lines with them can expand to more than fits in memory, and depthlm writes none.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node. Raises ComposerError for an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "an alias", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
 
 def config_text(config: Config) -> str:
-    """Return a configuration as config.yaml contains it."""
+    """Return a configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
+def sealed_config_text(config: Config) -> str:
+    """Return a configuration as config.yaml contains it, with its SHA-256 in the last line."""
+    text = config_text(config)
+    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
 def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the configuration saved in a run directory, as plain data. Raises UserError if it cannot be read."""
+    """Return the configuration saved in a run directory, as plain data: nothing in it is interpolated.
+
+    Raises UserError if it cannot be read or was changed.
+    """
+    path = RunDirectory(directory).config
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(RunDirectory(directory).config))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+        content, seal, expected = text.rpartition(SEAL)
+        if seal and hashlib.sha256(content.encode()).hexdigest() != expected.strip():
+            raise UserError(
+                f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "
+                "delete its last line"
+            )
+        saved = yaml.load(text, Loader=Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
-    use_new_names(saved)  # type: ignore[arg-type]
-    return saved  # type: ignore[return-value]
+    use_new_names(saved)
+    return saved
+
+
+def as_text(value: Any) -> Any:
+    """Return plain data for OmegaConf in which interpolations such as ${oc.env:HOME} are text."""
+    if isinstance(value, dict):
+        return {key: as_text(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [as_text(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def load_config(directory: Path) -> Config:
@@ -42,7 +86,7 @@ def load_config(directory: Path) -> Config:
     if not path.is_file():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_schema(), saved_config(directory)))
+        config = OmegaConf.to_object(OmegaConf.merge(_schema(), as_text(saved_config(directory))))
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: not the configuration of a run of this version ({one_line(error)})") from None
     assert isinstance(config, Config)

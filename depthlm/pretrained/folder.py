@@ -15,6 +15,7 @@ from torch import Tensor
 
 from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
+from depthlm.files import is_inside
 from depthlm.model.settings import shown
 from depthlm.pretrained.native import NATIVE, SHAPE, our_name, our_settings
 
@@ -49,7 +50,7 @@ def read_pretrained(folder: Path) -> Pretrained:
     try:
         config = json.loads((folder / CONFIG).read_text())
         model_type = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"init_from={folder}: {CONFIG} is not the configuration of a model ({error!r})") from None
     if model_type not in (*NATIVE, "depthlm"):
         raise UserError(f"init_from={folder}: model_type {model_type}; allowed: {', '.join(NATIVE)}, depthlm")
@@ -153,7 +154,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             names = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a file name is not a text")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"init_from={folder}: {INDEX} cannot be read ({error!r})") from None
     else:
         names = [WEIGHTS]
@@ -165,4 +168,6 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     if missing:
         raise UserError(f"init_from={folder}: {missing[0]} is missing")
+    if outside := [name for name in names if not is_inside(folder / name, folder)]:
+        raise UserError(f"init_from={folder}: {outside[0]} is not inside the folder; copy it there, and name it alone")
     return [folder / name for name in names]

@@ -3,12 +3,11 @@
 checkpoints/
   latest                  text: the name of the newest checkpoint
   step-00000100/
-    manifest.json         hash of every file; step, tokens, skipped batches, W&B run; ranks, stage, configuration
+    manifest.json         hash of every file, and of itself; progress; ranks, stage, configuration
     model.safetensors     the weights, for all uses except resuming
     deepspeed/            weights, optimizer and engine state, for resuming
 """
 
-import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -16,24 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.renamed import use_new_names
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, saved_config
 from depthlm.config.schema.keys import on_resume
 from depthlm.errors import UserError
-from depthlm.files import digest
+from depthlm.files import digest, is_inside
 from depthlm.locations import command
-from depthlm.run_directory import MANIFEST, RunDirectory, is_checkpoint
+from depthlm.run_directory import MANIFEST, RunDirectory, is_checkpoint, step_of
+from depthlm.runs.manifest import CheckpointError, parse_manifest
 
 log = logging.getLogger("depthlm")
 STATE, WEIGHTS = "deepspeed", "model.safetensors"
-# manifests of version 0 do not state it
-FORMAT_VERSION = 1
-NEEDED = ("step", "world_size", "stage", "corpus", "config", "files")
-
-
-class CheckpointError(UserError):
-    """A checkpoint that is incomplete or damaged, or that belongs to another run."""
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -67,12 +59,12 @@ def retrain(directory: Path) -> str:
 def lost(directory: Path, step: int) -> str | None:
     """Return what is missing of the checkpoint of a step, or None; checks only that its files exist."""
     path = RunDirectory(directory).checkpoint(step)
-    try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
+    if not (path / MANIFEST).is_file():
         return f"{path / MANIFEST if path.exists() else path} is missing"
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        return f"{path / MANIFEST} cannot be read ({error})"
+    try:
+        files = parse_manifest(path)["files"]
+    except CheckpointError as error:
+        return str(error)
     missing = [name for name in files if not (path / name).is_file()]
     return f"{path / missing[0]} is missing" if missing else None
 
@@ -103,28 +95,19 @@ def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after verifying the hash of every file. Raises CheckpointError."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files, missing = manifest["files"], [name for name in NEEDED if name not in manifest]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from None
-    version = manifest.get("format_version", 0)
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: its {MANIFEST} has format version {version}, and this depthlm reads versions up to "
-            f"{FORMAT_VERSION}; use the depthlm that wrote it, or a newer one"
-        )
-    if missing:
-        raise CheckpointError(f"{path}: {MANIFEST} lacks {', '.join(missing)}")
-    if isinstance(manifest["config"], dict):
-        use_new_names(manifest["config"])
-    existing = {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()} - {MANIFEST}
+    """Return the manifest of a checkpoint after verifying it and the hash of every file. Raises CheckpointError."""
+    manifest = parse_manifest(path)
+    files = manifest["files"]
+    # a link to a folder counts as a file, so that it is refused
+    everything = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
+    existing = {str(file.relative_to(path)) for file in everything} - {MANIFEST}
     if absent := sorted(files.keys() - existing):
         raise CheckpointError(f"{path}: {absent[0]} is missing")
     # DeepSpeed finds files by name and unpickles them, so an unlisted file could execute code
     if foreign := sorted(existing - files.keys()):
         raise CheckpointError(f"{path}: {foreign[0]} is not listed in its {MANIFEST}, so it cannot be trusted")
+    if outside := sorted(str(file.relative_to(path)) for file in everything if not is_inside(file, path)):
+        raise CheckpointError(f"{path}: {outside[0]} is a link to a file outside of the checkpoint")
     for name, actual_digest in _digests(path, files):
         if actual_digest != files[name]:
             raise CheckpointError(f"{path}: {name} is not what was saved (its SHA-256 differs)")
@@ -138,9 +121,9 @@ def prune(directory: Path, newest: Path, *, keep_last: int, keep_every: int | No
     which is the target of a rewind.
     """
     run = RunDirectory(directory)
-    steps = {path: int(path.name.removeprefix("step-")) for path in reversed(run.checkpoint_folders())}
+    steps = {path: step_of(path) or 0 for path in reversed(run.checkpoint_folders())}
     # a checkpoint beyond the newest was rejected as damaged, and must not count towards keep_last
-    valid = [path for path in steps if path <= newest]
+    valid = [path for path in steps if steps[path] <= (step_of(newest) or 0)]
     regular = [path for path in valid if steps[path] % checkpoint_every == 0]
     kept = {
         *valid[-keep_last:],

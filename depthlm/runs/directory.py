@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from depthlm.config import Config
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, config_text, saved_config
+from depthlm.config.saved import compare, saved_config, sealed_config_text
 from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
@@ -22,6 +22,7 @@ from depthlm.files import replace_text
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
+from depthlm.runs.validation_losses import finite
 
 log = logging.getLogger("depthlm")
 LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0
@@ -107,7 +108,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
-        replace_text(run.config, config_text(config))
+        replace_text(run.config, sealed_config_text(config))
         run.environment.write_text(
             json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
         )
@@ -166,6 +167,23 @@ def finished(directory: Path) -> dict[str, Any] | None:
     """Return the summary of a complete run, otherwise None. Raises UserError if it cannot be read."""
     path = RunDirectory(directory).summary
     try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except (OSError, ValueError) as error:
+        summary = json.loads(path.read_text()) if path.exists() else None
+        if summary is not None:
+            _check_summary(summary)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it, and the same command writes it again") from None
+    return summary
+
+
+def _check_summary(summary: Any) -> None:
+    """Raise ValueError unless a summary has the numbers that its table shows."""
+    if not isinstance(summary, dict):
+        raise ValueError("it is not an object")
+    for name in ("steps", "tokens", "wall_seconds", "tokens_per_second", "peak_memory_gib"):
+        if finite(summary.get(name)) is None:
+            raise ValueError(f"{name} is not a number")
+    if type(summary["steps"]) is not int:
+        raise ValueError("steps is not a whole number")
+    for name in ("validation_loss", "validation_perplexity", "unigram_entropy"):
+        if name not in summary or (summary[name] is not None and finite(summary[name]) is None):
+            raise ValueError(f"{name} is not a number or null")

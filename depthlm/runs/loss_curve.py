@@ -1,10 +1,10 @@
 """Plot the loss curve of a run."""
 
-import json
 from pathlib import Path
 
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.validation_losses import ValidationLosses, loss_key
+from depthlm.runs.records import read_metrics
+from depthlm.runs.validation_losses import ValidationLosses, finite, loss_key
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
@@ -14,16 +14,16 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in RunDirectory(directory).metrics.read_text().splitlines()]
+    rows = list(read_metrics(RunDirectory(directory).metrics, {"step", "loss", "tokens"}))
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    seen = [row for row in rows if row["loss"] is not None]
+    seen = [row for row in rows if row["loss"] is not None and row["tokens"] is not None]
     axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
     names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
     # the usual ten colours, one of which is the training loss, would repeat
     colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
     for number, name in enumerate(names, 1):
         key = loss_key(name)
-        measured = [row for row in rows if row.get(key) is not None]
+        measured = [row for row in seen if finite(row.get(key)) is not None]
         x, y = [row["tokens"] / 1e6 for row in measured], [row[key] for row in measured]
         axes.plot(x, y, "o-", ms=4, lw=1, color=colours(number % colours.N), label=f"validation/{name}")
         # with more curves, the numbers would overlap

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.validation_losses import ValidationLosses, perplexity
+from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
 
 # the states of a run, as printed in the tables of a sweep
 WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
@@ -52,7 +52,7 @@ class RunRecord:
             return math.exp(sum(late) / len(late)) if late and None not in late else None
         # prefer evaluation: it covers whole validation sets, training possibly only a part
         value = self.evaluation.get(metric, self.summary.get(metric))
-        return value if isinstance(value, int | float) and math.isfinite(value) else None
+        return finite(value)
 
     def _validation(self, metric: str, at: float) -> float | None:
         quantity = metric.removeprefix("validation_")
@@ -83,31 +83,44 @@ def read_run(directory: str | Path) -> RunRecord:
     if "step" in evaluation and evaluation["step"] != summary.get("steps"):
         # the evaluation belongs to an earlier checkpoint than the last
         evaluation = {}
-    return RunRecord(run.path, state, rows, summary, evaluation, failure.get("error"))
+    error = failure.get("error")
+    return RunRecord(run.path, state, rows, summary, evaluation, None if error is None else str(error))
 
 
 def read_metrics(path: Path, needed: Set[str] = frozenset({"step", "loss"})) -> Iterator[dict[str, Any]]:
-    """Yield every row of a metrics.jsonl up to the first incomplete line; nothing if there is no file.
+    """Yield every valid row of a metrics.jsonl, in order; nothing if there is no file.
 
-    needed: the keys that a row must have; blocks.jsonl has others than metrics.jsonl.
+    needed: the keys that a row must have, each with a number, null, or a list of these. blocks.jsonl has others than
+    metrics.jsonl.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        if isinstance(row, dict) and needed <= row.keys():
+        row = row_of(line)
+        if row is not None and all(name in row and _is_numbers(row[name]) for name in needed):
             yield row
+
+
+def row_of(line: str | bytes) -> dict[str, Any] | None:
+    """Return a line of a file of rows, which has a step; None for a damaged line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _is_numbers(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(one is None or type(one) in (int, float) for one in values)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

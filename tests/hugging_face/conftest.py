@@ -15,7 +15,8 @@ from depthlm.data import bytes_tokenizer
 from depthlm.files import digest
 from depthlm.model import Decoder, initialize
 from depthlm.run_directory import MANIFEST, RunDirectory
-from depthlm.runs.checkpoints import NEEDED, WEIGHTS
+from depthlm.runs.checkpoints import WEIGHTS
+from depthlm.runs.manifest import sealed
 
 from ..model.conftest import SHAPE
 
@@ -49,10 +50,13 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -
     save_file(model.state_dict(), checkpoint / WEIGHTS)
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     bytes_tokenizer().save(directory)
-    manifest = dict.fromkeys(NEEDED, 1) | {
-        "config": dataclasses.asdict(config),
-        "files": {WEIGHTS: digest(checkpoint / WEIGHTS)},
-    }
+    manifest = sealed(
+        {
+            **{"step": 1, "world_size": 1, "stage": 0, "corpus": ""},
+            "config": dataclasses.asdict(config),
+            "files": {WEIGHTS: digest(checkpoint / WEIGHTS)},
+        }
+    )
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     return directory
 

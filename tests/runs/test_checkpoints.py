@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import FORMAT_VERSION, CheckpointError, newest_checkpoint, prune, read_manifest
+from depthlm.runs.checkpoints import lost, newest_checkpoint, prune, read_manifest
+from depthlm.runs.manifest import CheckpointError, parse_manifest, sealed
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import build_engine
 from depthlm.training.plan import make_plan
@@ -89,13 +91,13 @@ def _flip(path: Path) -> None:
 def _of_another_run(path: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["config"]["optimizer"]["lr"] = 0.5
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(sealed(manifest)))
 
 
 def _without_ranks(path: Path) -> None:
     manifest = json.loads(path.read_text())
     del manifest["world_size"]
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(sealed(manifest)))
 
 
 @pytest.mark.parametrize(
@@ -157,14 +159,74 @@ def test_prune_retains_the_last_the_multiples_and_the_newest_regular_checkpoint(
     assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(step) for step in kept]
 
 
-@pytest.mark.parametrize("version", [2, "1"])
+@pytest.mark.parametrize("version", [3, "2"])
 def test_a_manifest_of_a_newer_format_is_refused(saved: Path, version: object) -> None:
     file = RunDirectory(saved).checkpoint(1) / "manifest.json"
     manifest = json.loads(file.read_text())
-    assert manifest["format_version"] == FORMAT_VERSION == 1
-    file.write_text(json.dumps(manifest | {"format_version": version}))
-    with pytest.raises(CheckpointError, match=f"format version {version}, and this depthlm reads versions up to 1"):
+    assert manifest["format_version"] == 2
+    file.write_text(json.dumps(sealed(manifest | {"format_version": version})))
+    with pytest.raises(CheckpointError, match=f"format version {version}, and this depthlm reads versions up to 2"):
         read_manifest(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("step", "2", "a whole number from 0"),
+        ("step", True, "a whole number from 0"),
+        ("step", -5, "a whole number from 0"),
+        ("step", 12, "is of step 12"),
+        ("world_size", 0, "a whole number above 0"),
+        ("stage", 4, "0, 1, 2 or 3"),
+        ("corpus", None, "a text"),
+        ("config", [], "an object"),
+        ("files", ["model.safetensors"], "an object of file names"),
+        ("files", {"model.safetensors": "0"}, "an object of file names"),
+        ("skipped", 7, "a list of steps"),
+        ("rewound", [[1]], "a list of pairs of steps"),
+        ("recent_losses", [None], "a list of numbers"),
+        ("wall_seconds", float("nan"), "a number from 0"),
+        ("wandb_id", 1, "a text or null"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_reported(saved: Path, name: str, value: object, wanted: str) -> None:
+    checkpoint = RunDirectory(saved).checkpoint(2)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").write_text(json.dumps(sealed(manifest | {name: value})))
+    with pytest.raises(CheckpointError, match=wanted):
+        read_manifest(checkpoint)
+    assert newest(saved) == "step-00000001"
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(saved: Path) -> None:
+    file = RunDirectory(saved).checkpoint(2) / "manifest.json"
+    content, original = file.read_bytes(), json.loads(file.read_bytes())
+    for bit in Random(0).sample(range(8 * len(content)), 300):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            assert parse_manifest(file.parent) == original
+        except CheckpointError:
+            continue
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, '{"a":' * 100000, "null", "1e999", '{"files": {}}'])
+def test_any_other_content_of_a_manifest_is_reported(saved: Path, text: str) -> None:
+    (RunDirectory(saved).checkpoint(2) / "manifest.json").write_text(text)
+    assert newest(saved) == "step-00000001"
+    assert lost(saved, 2) is not None
+
+
+def test_folders_that_a_user_has_named_are_left_alone(saved: Path) -> None:
+    run = RunDirectory(saved)
+    kept = [run.checkpoints / name for name in ("step-00000002-good", "step-2", "step-best", "step-0000000২")]
+    for copy in kept:
+        shutil.copytree(run.checkpoint(2), copy)
+    assert newest(saved) == "step-00000002"
+    prune(saved, run.checkpoint(2), keep_last=1, keep_every=None, checkpoint_every=1)
+    assert sorted(run.checkpoints.iterdir()) == sorted([*kept, run.latest, run.checkpoint(2)])
+    assert read_manifest(kept[0])["step"] == 2
 
 
 def test_a_run_without_a_valid_checkpoint_does_not_start_from_scratch(saved: Path) -> None:

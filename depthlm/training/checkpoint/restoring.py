@@ -14,12 +14,8 @@ from depthlm.config.saved import compare
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import (
-    CheckpointError,
-    checkpoint_of,
-    newest_checkpoint,
-    read_manifest,
-)
+from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest
+from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import Engine, convert, needs_conversion
 from depthlm.training.plan import Plan
 from depthlm.training.progress import Progress

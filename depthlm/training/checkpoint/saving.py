@@ -23,7 +23,8 @@ from depthlm.config.schema import Training
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
 from depthlm.run_directory import MANIFEST, RunDirectory
-from depthlm.runs.checkpoints import FORMAT_VERSION, STATE, WEIGHTS, prune
+from depthlm.runs.checkpoints import STATE, WEIGHTS, prune
+from depthlm.runs.manifest import sealed
 from depthlm.training.checkpoint.snapshot import Snapshot, nbytes
 from depthlm.training.engine import Engine
 
@@ -146,7 +147,7 @@ class Saver:
         for file in self.run.row_files:
             if file.exists():
                 sync(file)
-        manifest = {"format_version": FORMAT_VERSION, **writing.manifest, "files": dict(sorted(digests.items()))}
+        manifest = sealed({**writing.manifest, "files": dict(sorted(digests.items()))})
         replace_text(writing.staging / MANIFEST, json.dumps(manifest, indent=1))
         for folder in (writing.staging / STATE, writing.staging):
             sync(folder)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.errors import UserError
-from depthlm.runs.checkpoints import STATE, CheckpointError
+from depthlm.runs.checkpoints import STATE
+from depthlm.runs.manifest import CheckpointError
 
 log = logging.getLogger("depthlm")
 # DeepSpeed 0.19.8 can convert optimizer states between stages of the same layout

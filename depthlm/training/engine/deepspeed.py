@@ -13,7 +13,8 @@ from depthlm.config import Config
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.observer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
-from depthlm.runs.checkpoints import STATE, CheckpointError
+from depthlm.runs.checkpoints import STATE
+from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding

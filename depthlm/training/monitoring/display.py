@@ -11,7 +11,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from depthlm.console import stdout_console
+from depthlm.console import report_dropped_output, stdout_console
 from depthlm.runs.validation_losses import ValidationLosses, perplexity
 
 log = logging.getLogger("depthlm")
@@ -33,6 +33,7 @@ def start_logging(rank: int) -> None:
     log.addHandler(screen)
     if rank == 0:
         log.addHandler(MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False))
+    report_dropped_output()
 
 
 def log_to(file: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from depthlm.machine.memory import peak_process_bytes
+from depthlm.runs.records import row_of
 
 log = logging.getLogger("depthlm")
 
@@ -74,6 +75,7 @@ class MetricsFile:
         self.last: dict[str, Any] = {}
         self.waiting: list[str] = []
         self.size = self.newest = 0
+        self.failing = False
         if path is not None:
             path.touch()
             self.last = cut_after(path, after_step)
@@ -103,8 +105,11 @@ class MetricsFile:
                     file.truncate(self.size)
                 file.write(text)
         except OSError as error:
-            log.warning("%s cannot be written (%s); its rows are kept in memory", path, error)
+            if not self.failing:
+                log.warning("%s cannot be written (%s); its rows are kept in memory", path, error)
+            self.failing = True
             return
+        self.failing = False
         self.newest, self.size = self.size + len(text) - len(self.waiting[-1]), self.size + len(text)
         self.waiting.clear()
 
@@ -135,11 +140,8 @@ def cut_after(path: Path, step: int) -> dict[str, Any]:
         while end > 0 and not last:
             start = rows.rfind(b"\n", 0, end - 1) + 1
             line = rows[start:end]
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else {}
-            except ValueError:
-                row = {}
-            if row and row["step"] <= step:
+            row = row_of(line) if line.endswith(b"\n") else None
+            if row is not None and row["step"] <= step:
                 last = row
             else:
                 end = start

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import depthlm
 from depthlm.errors import UserError
 from depthlm.files import digest
+from depthlm.runs.checkpoints import read_manifest
+from depthlm.runs.manifest import CheckpointError, sealed
 from depthlm.training import train
 
 Overrides = Callable[..., list[str]]
@@ -43,7 +46,7 @@ def vouch(run: Path) -> None:
     for path in run.glob("checkpoints/step-*"):
         manifest = json.loads((path / "manifest.json").read_text())
         manifest["files"] = {name: digest(path / name) for name in manifest["files"]}
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        (path / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
 def test_resuming_and_forking_unpickle_only_files_listed_in_a_manifest(
@@ -71,7 +74,7 @@ def test_loading_and_init_from_never_unpickle(run: Path, small_run: Overrides, t
 
 def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
     vouch(run)
-    text = (run / "config.yaml").read_text()
+    text, _, _ = (run / "config.yaml").read_text().rpartition("# sha256")
     for line in (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system"):
         (run / "config.yaml").write_text(f"{text}\n{line}\n")
         with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
@@ -80,3 +83,49 @@ def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)not the configuration of a run.*unknown"):
         depthlm.load(run)
     assert not (tmp_path / "trace").exists()
+
+
+def test_interpolations_in_the_configuration_of_a_run_are_text(
+    run: Path, small_run: Overrides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vouch(run)
+    monkeypatch.setenv("SECRET", "known only to the user")
+    text, _, _ = (run / "config.yaml").read_text().rpartition("# sha256")
+    (run / "config.yaml").write_text(text.replace("project: depthlm", "project: ${oc.env:SECRET}"))
+    _, config = depthlm.load(run)
+    assert config.tracker.project == "${oc.env:SECRET}"
+    assert depthlm.compose([f"run={run}", "training.log_every=3"]).tracker.project == "${oc.env:SECRET}"
+
+
+def test_a_configuration_that_was_changed_is_refused(run: Path) -> None:
+    vouch(run)
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("project: depthlm", "project: another"))
+    with pytest.raises(UserError, match=r"run/config\.yaml is not what was saved"):
+        depthlm.load(run)
+    (run / "config.yaml").write_text(text.replace("project: depthlm", "project: another").rpartition("# sha256")[0])
+    assert depthlm.load(run)[1].tracker.project == "another"
+
+
+def test_files_outside_of_a_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
+    vouch(run)
+    for name in ("model.safetensors", "deepspeed"):
+        part = run / "checkpoints/step-00000004" / name
+        part.rename(tmp_path / name)
+        part.symlink_to(tmp_path / name)
+        with pytest.raises(CheckpointError, match=r"outside of the checkpoint|is missing"):
+            read_manifest(part.parent)
+        part.unlink()
+        (tmp_path / name).rename(part)
+        assert read_manifest(part.parent)["step"] == 4
+
+
+def test_links_into_the_blobs_of_a_cache_are_followed(run: Path, tmp_path: Path) -> None:
+    vouch(run)
+    blobs, snapshot = tmp_path / "hub/blobs", tmp_path / "hub/snapshots/revision"
+    shutil.copytree(run, snapshot)
+    blobs.mkdir()
+    for number, file in enumerate(file for file in snapshot.rglob("*") if file.is_file()):
+        file.rename(blobs / str(number))
+        file.symlink_to(os.path.relpath(blobs / str(number), file.parent))
+    assert depthlm.load(snapshot)[1].model.name == "vanilla"
