@@ -65,6 +65,11 @@ class RunDirectory:
         return self.metrics, self.bad_batches, self.sublayer_norms
 
     @property
+    def contents(self) -> tuple[Path, ...]:
+        """The files of which a directory with a run has at least one."""
+        return self.config, self.checkpoints, self.metrics, self.summary
+
+    @property
     def summary(self) -> Path:
         """The results of a complete run. A run is complete when this file exists."""
         return self.path / "summary.json"

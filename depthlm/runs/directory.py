@@ -1,6 +1,7 @@
 """The run directory: locking it, recording the run, and checking whether a configuration may resume in it."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import logging
@@ -9,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,6 +24,7 @@ from depthlm.files import replace_text
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
+from depthlm.runs.records import is_locked
 from depthlm.runs.validation_losses import finite
 
 log = logging.getLogger("depthlm")
@@ -32,38 +35,82 @@ class InUseError(UserError):
     """Another process is training in the run directory."""
 
 
+class DirectoryLostError(RuntimeError):
+    """The run directory was removed or replaced while a process trained in it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(
+            f"{directory} was removed or replaced while this run trained in it, so the run ends and writes nothing "
+            "more there; the same command starts it again"
+        )
+
+
+@dataclass
+class Claim:
+    """What this process may do in a run directory.
+
+    accepted: whether the run in it, if there is one, may be resumed with this configuration. lock: the locked file,
+    on rank 0 while it trains. lost: whether the directory was removed or replaced in that time.
+    """
+
+    run: RunDirectory
+    accepted: bool = False
+    lock: TextIO | None = None
+    lost: bool = False
+
+    def intact(self) -> bool:
+        """Return whether the directory is still the one that was locked; true without a lock."""
+        if self.lock is None:
+            return True
+        try:
+            return os.path.samestat(os.stat(self.run.lock), os.fstat(self.lock.fileno()))
+        except OSError as error:
+            # a file server that does not answer has lost nothing
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+    def may_write(self) -> bool:
+        """Return whether the directory holds no run of another process or configuration."""
+        if self.lost or not self.intact():
+            return False
+        if self.lock is not None:
+            return True
+        if self.accepted:
+            return not is_locked(self.run.lock)
+        return not any(file.exists() for file in self.run.contents)
+
+
 @contextmanager
-def record_failure(directory: Path, rank: int) -> Iterator[None]:
+def record_failure(directory: Path, rank: int) -> Iterator[Claim]:
     """Write failure.json if the attempt fails, until the next attempt. Does not touch a run of another process."""
+    claim = Claim(RunDirectory(directory))
     try:
-        yield
-    except InUseError:
-        raise
+        yield claim
     except Exception as error:
-        write_failure(directory, error, rank)
+        write_failure(claim, error, rank)
         raise
 
 
-def write_failure(directory: Path, error: Exception, rank: int) -> None:
+def write_failure(claim: Claim, error: Exception, rank: int) -> None:
     """Write the time and the error to failure.json, on rank 0. A UserError does not create the directory."""
-    mistake = isinstance(error, UserError)
-    if rank != 0 or (mistake and not directory.exists()):
+    mistake, directory = isinstance(error, UserError), claim.run.path
+    if rank != 0 or isinstance(error, InUseError) or (mistake and not directory.exists()):
         return
     prefix = "" if mistake else f"{type(error).__name__}: "
     record = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "error": f"{prefix}{error}"}
     # if this cannot be written either, the original error still ends the run
     with suppress(OSError):
-        directory.mkdir(parents=True, exist_ok=True)
-        replace_text(RunDirectory(directory).failure, json.dumps(record, indent=1) + "\n")
+        if claim.may_write():
+            directory.mkdir(parents=True, exist_ok=True)
+            replace_text(claim.run.failure, json.dumps(record, indent=1) + "\n")
 
 
 @contextmanager
-def lock_run_directory(directory: Path) -> Iterator[Path]:
+def lock_run_directory(claim: Claim) -> Iterator[None]:
     """Create and lock the run directory; delete it afterwards if nothing was written to it.
 
     Raises UserError if it cannot be created, or if another process trains in it.
     """
-    lock_file = RunDirectory(directory).lock
+    directory, lock_file = claim.run.path, claim.run.lock
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = lock_file.open("w")
@@ -71,12 +118,15 @@ def lock_run_directory(directory: Path) -> Iterator[Path]:
         raise UserError(f"output_dir={directory}: cannot be created ({error})") from None
     with lock:
         _lock(lock, directory)
+        claim.lock = lock
         try:
-            yield directory
+            yield
         finally:
-            if os.listdir(directory) == [lock_file.name]:
+            claim.lost = not claim.intact()
+            if not claim.lost and os.listdir(directory) == [lock_file.name]:
                 lock_file.unlink()
                 directory.rmdir()
+            claim.lock = None
 
 
 def _lock(file: TextIO, directory: Path) -> None:
@@ -135,8 +185,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     """
     run = RunDirectory.of(config.output_dir)
     directory = run.path
-    files = run.config, run.checkpoints, run.metrics, run.summary
-    if config.resume == "never" and any(file.exists() for file in files):
+    if config.resume == "never" and any(file.exists() for file in run.contents):
         raise UserError(
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
         )

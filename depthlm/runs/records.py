@@ -73,7 +73,7 @@ def read_run(directory: str | Path) -> RunRecord:
     rows = list(read_metrics(run.metrics))
     if summary:
         state = COMPLETE
-    elif _is_locked(run.lock):
+    elif is_locked(run.lock):
         state = RUNNING
     elif failure:
         state = FAILED
@@ -125,7 +125,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _is_locked(lock: Path) -> bool:
+def is_locked(lock: Path) -> bool:
     """Return whether a process trains in the directory, on any node that shares this lock."""
     try:
         with lock.open() as file:

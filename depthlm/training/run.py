@@ -13,6 +13,8 @@ from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import lost, retrain
 from depthlm.runs.directory import (
+    Claim,
+    DirectoryLostError,
     check_run_directory,
     check_shared,
     describe_run,
@@ -46,20 +48,21 @@ def train(config: Config) -> int:
         return COMPLETE
     ranks = start_process(config)
     directory = RunDirectory.of(config.output_dir).path
-    with record_failure(directory, ranks.rank), ExitStack() as stack:
+    with record_failure(directory, ranks.rank) as claim, ExitStack() as stack:
         try:
-            trainer = set_up(config, ranks, stack)
+            trainer = set_up(config, ranks, claim, stack)
             return COMPLETE if trainer is None else trainer.fit()
-        except (DivergedError, NotSavedError) as error:
+        except (DivergedError, NotSavedError, DirectoryLostError) as error:
             log.error("%s", error)
-            write_failure(directory, error, ranks.rank)
+            write_failure(claim, error, ranks.rank)
             return FAILED
 
 
-def set_up(config: Config, ranks: Ranks, stack: ExitStack) -> Trainer | None:
+def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trainer | None:
     """Return the trainer of a run at the step where it starts or resumes; None if the run is complete. Collective.
 
-    stack: receives what is released after training: the process group, the signal handlers and the lock.
+    claim: to the run directory. stack: receives what is released after training: the process group, the signal
+    handlers and the lock.
     """
     paths = RunDirectory.of(config.output_dir)
     device, activity = stack.enter_context(process_group(config, ranks))
@@ -67,9 +70,10 @@ def set_up(config: Config, ranks: Ranks, stack: ExitStack) -> Trainer | None:
     if summary is not None:
         show_complete(config, summary, ranks.rank)
         return None
+    claim.accepted = True
     setup = prepare_run(config, ranks, device, activity)
     request = stack.enter_context(stop_on_signal(activity.report))
-    on_rank_0(lambda: stack.enter_context(lock_run_directory(paths.path)))
+    on_rank_0(lambda: stack.enter_context(lock_run_directory(claim)))
     # check again: another process may have trained this run before the lock was taken
     summary = on_rank_0(lambda: check_run_directory(config))
     if summary is not None:
@@ -90,7 +94,7 @@ def set_up(config: Config, ranks: Ranks, stack: ExitStack) -> Trainer | None:
         "config": dataclasses.asdict(config),
     }
     saver = Saver(engine, paths.path, config.training, manifest)
-    return Trainer(setup, engine, cost, progress, saver, request)
+    return Trainer(setup, engine, cost, progress, saver, request, claim)
 
 
 def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:

@@ -17,6 +17,7 @@ from depthlm.machine import environment
 from depthlm.model.initialization import seed_for
 from depthlm.model.observer import UNOBSERVED
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.directory import Claim, DirectoryLostError
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
 from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
@@ -69,11 +70,12 @@ class Trainer:
     """
 
     def __init__(
-        self, setup: Setup, engine: Engine, cost: Cost, progress: Progress, saver: Saver, request: StopRequest
-    ) -> None:
+        self, setup: Setup, engine: Engine, cost: Cost, progress: Progress, saver: Saver, request: StopRequest,
+        claim: Claim,
+    ) -> None:  # fmt: skip
         self.config, self.training, self.plan = setup.config, setup.config.training, setup.plan
         self.corpus, self.batches = setup.corpus, setup.batches
-        self.activity, self.request = setup.activity, request
+        self.activity, self.request, self.claim = setup.activity, request, claim
         self.engine, self.device, self.cost, self.progress, self.saver = engine, engine.device, cost, progress, saver
         self.is_rank_0 = setup.ranks.rank == 0
         self.paths = RunDirectory.of(setup.config.output_dir)
@@ -98,7 +100,7 @@ class Trainer:
         """Train to the plan's last step, and write the results of a complete run. Returns the exit code.
 
         A signal ends training after the step, with the state saved. Raises DivergedError if bad batches end the run,
-        and NotSavedError if the last checkpoint could not be written.
+        NotSavedError if the last checkpoint could not be written, and DirectoryLostError if the run directory is gone.
         """
         progress, summary = self.progress, None
         try:
@@ -265,11 +267,19 @@ class Trainer:
     def agree_on_what_is_due(self) -> Due:
         """Return what follows the last step: a signal, a clock or a written file on one rank counts for all."""
         step = self.progress.step
-        flags = (self.request.name is not None, self.saver.due(), self.saver.busy())
-        stop, by_the_clock, busy = on_any_rank(flags, self.device)
+        flags = (self.request.name is not None, self.saver.due(), self.saver.busy(), not self.claim.intact())
+        stop, by_the_clock, busy, lost = on_any_rank(flags, self.device)
+        if lost:
+            raise DirectoryLostError(self.paths.path)
         last = stop or step == self.plan.last_step
         save = last or by_the_clock or _is_multiple(step, self.training.checkpoint_every)
         return Due(last, stop, save, self.validation_due(step), written=not busy)
+
+    def check_directory(self) -> None:
+        """Raise DirectoryLostError if the run directory is gone. Called after what takes long, before it is written."""
+        (lost,) = on_any_rank((not self.claim.intact(),), self.device)
+        if lost:
+            raise DirectoryLostError(self.paths.path)
 
     def validation_due(self, step: int) -> bool:
         """Return whether a validation follows this step; the last step of the run always has one."""
@@ -337,6 +347,7 @@ class Trainer:
         """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
         losses = self.validation_losses()
         diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
+        self.check_directory()
         self.metrics.amend(losses.row() | diagnostics)
         log.info("%s", validation_text(losses, diagnostics))
 
@@ -352,6 +363,7 @@ class Trainer:
         progress, corpus, last, summary = self.progress, self.corpus, self.metrics.last, None
         losses = ValidationLosses.of_row(last) if last.get("step") == self.plan.max_steps else None
         losses = losses or self.validation_losses()
+        self.check_directory()
         if self.is_rank_0:
             tokens_per_second = progress.tokens / progress.wall_seconds
             summary = {

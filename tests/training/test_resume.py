@@ -19,7 +19,7 @@ from depthlm.evaluation import total_loss
 from depthlm.runs import directory as run_directory
 from depthlm.training import run, train
 
-from .run_files import assert_same, curve, states, weights
+from .run_files import assert_same, curve, states, unsealed, weights
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tm
 )
 def test_load_builds_no_foreign_classes(trained: Callable[..., Path], target: str, words: str) -> None:
     directory = trained("training.max_steps=1")
-    file = directory / "config.yaml"
-    file.write_text(file.read_text().replace("depthlm.model.connections.residual.Residual", target))
+    changed = unsealed(directory).replace("depthlm.model.connections.residual.Residual", target)
+    (directory / "config.yaml").write_text(changed)
     with pytest.raises(UserError, match=words):
         depthlm.load(directory)

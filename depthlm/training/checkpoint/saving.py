@@ -181,7 +181,10 @@ def _make_room(run: RunDirectory, staging: Path, needed: int) -> None:
     # staging directories of interrupted saves may be what fills the disk
     for leftover in run.leftovers():
         shutil.rmtree(leftover, ignore_errors=True)
-    (staging / STATE).mkdir(parents=True)
+    # without parents: a run directory that was removed must not come back
+    run.checkpoints.mkdir(exist_ok=True)
+    staging.mkdir()
+    (staging / STATE).mkdir()
     free = shutil.disk_usage(staging).free
     if free < needed:
         raise OSError(f"{needed / 2**30:.2f} GiB are needed in {staging.parent}, and {free / 2**30:.2f} GiB are free")

@@ -17,6 +17,8 @@ from depthlm.runs.checkpoints import read_manifest
 from depthlm.runs.manifest import CheckpointError, sealed
 from depthlm.training import train
 
+from ..run_files import unsealed
+
 Overrides = Callable[..., list[str]]
 
 
@@ -74,7 +76,7 @@ def test_loading_and_init_from_never_unpickle(run: Path, small_run: Overrides, t
 
 def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
     vouch(run)
-    text, _, _ = (run / "config.yaml").read_text().rpartition("# sha256")
+    text = unsealed(run)
     for line in (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system"):
         (run / "config.yaml").write_text(f"{text}\n{line}\n")
         with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
@@ -90,7 +92,7 @@ def test_interpolations_in_the_configuration_of_a_run_are_text(
 ) -> None:
     vouch(run)
     monkeypatch.setenv("SECRET", "known only to the user")
-    text, _, _ = (run / "config.yaml").read_text().rpartition("# sha256")
+    text = unsealed(run)
     (run / "config.yaml").write_text(text.replace("project: depthlm", "project: ${oc.env:SECRET}"))
     _, config = depthlm.load(run)
     assert config.tracker.project == "${oc.env:SECRET}"
@@ -103,7 +105,7 @@ def test_a_configuration_that_was_changed_is_refused(run: Path) -> None:
     (run / "config.yaml").write_text(text.replace("project: depthlm", "project: another"))
     with pytest.raises(UserError, match=r"run/config\.yaml is not what was saved"):
         depthlm.load(run)
-    (run / "config.yaml").write_text(text.replace("project: depthlm", "project: another").rpartition("# sha256")[0])
+    (run / "config.yaml").write_text(unsealed(run))
     assert depthlm.load(run)[1].tracker.project == "another"
 
 

@@ -1,0 +1,103 @@
+"""A process writes only into the run directory that it has locked, and only while that is still the same directory."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import depthlm
+from depthlm.errors import UserError
+from depthlm.runs.records import FAILED, STOPPED, read_run
+from depthlm.training import train, trainer
+
+Overrides = Callable[..., list[str]]
+
+
+def remove(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def replace(run: Path) -> None:
+    """Move the directory away, and put another run there."""
+    run.rename(run.with_name("moved"))
+    run.mkdir()
+    (run / ".lock").touch()
+    (run / "metrics.jsonl").write_text("of another run")
+
+
+@pytest.mark.parametrize("disturb", [remove, replace])
+@pytest.mark.parametrize("when", ["train_step", "validate", "mechanism_diagnostics"])
+def test_a_run_whose_directory_goes_away_ends_and_writes_nothing_there(
+    small_run: Overrides,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    disturb: Callable[[Path], None],
+    when: str,
+) -> None:
+    run, function, calls = tmp_path / "run", getattr(trainer, when), []
+
+    def disturbed(*arguments: object) -> object:
+        calls.append(0)
+        if len(calls) == 2:
+            disturb(run)
+        return function(*arguments)
+
+    monkeypatch.setattr(trainer, when, disturbed)
+    overrides = small_run("training.max_steps=9", "training.validate_every=2", "training.checkpoint_every=1")
+    assert train(depthlm.compose(overrides)) == 1
+    assert f"{run} was removed or replaced while this run trained in it" in capsys.readouterr().out
+    if disturb is remove:
+        assert not run.exists()
+    else:
+        assert {file.name for file in run.iterdir()} == {".lock", "metrics.jsonl"}
+        assert (run / "metrics.jsonl").read_text() == "of another run"
+
+
+def test_a_complete_run_with_torn_rows_stays_complete(small_run: Overrides, tmp_path: Path) -> None:
+    overrides = small_run("training.max_steps=6")
+    assert train(depthlm.compose([*overrides, "training.stop_after=4"])) == 0
+    metrics = tmp_path / "run/metrics.jsonl"
+    rows = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([rows[0], rows[1][:9], "[]", "\x00", *rows[2:]]) + "\n")
+    assert train(depthlm.compose(overrides)) == 0
+    assert [row["step"] for row in read_run(tmp_path / "run").rows] == [1, 3, 4, 5, 6]
+    assert (tmp_path / "run/loss.png").exists()
+
+
+def contents(run: Path) -> dict[str, tuple[int, int]]:
+    """Return the size and the time of the last change of every file and folder."""
+    stats = {str(path): os.stat(path) for path in [run, *run.rglob("*")]}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def test_a_refused_command_changes_nothing_in_the_run(small_run: Overrides, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(depthlm.compose(small_run("training.max_steps=4", "training.stop_after=2"))) == 0
+    before = contents(run)
+    with pytest.raises(UserError, match="holds a run with another configuration"):
+        train(depthlm.compose(small_run("training.max_steps=4", "optimizer.lr=0.5")))
+    with pytest.raises(UserError, match="resume=never"):
+        train(depthlm.compose(small_run("training.max_steps=4", "resume=never")))
+    assert contents(run) == before
+    assert read_run(run).state == STOPPED
+
+
+def test_a_failed_attempt_of_the_run_itself_is_recorded(
+    small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = small_run("training.max_steps=4")
+    assert train(depthlm.compose([*overrides, "training.stop_after=2"])) == 0
+
+    def fail(*_: object) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(trainer, "train_step", fail)
+    with pytest.raises(ValueError, match="out of luck"):
+        train(depthlm.compose(overrides))
+    failure = json.loads((tmp_path / "run/failure.json").read_text())
+    assert failure["error"] == "ValueError: out of luck"
+    assert read_run(tmp_path / "run").state == FAILED
