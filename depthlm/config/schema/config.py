@@ -291,7 +291,9 @@ class DeepSpeed:
     prefetch_bucket_size: Any = key(
         "50M", "ZeRO 3: weight elements to gather ahead of their use", minimum=0, count=True, on_resume="free"
     )
-    overlap_comm: bool = key(False, "ZeRO 1 and above: reduce gradients during the backward pass", on_resume="free")
+    overlap_comm: bool = key(
+        False, "ZeRO 1 and above: reduce gradients during the backward pass, as ZeRO 0 always does", on_resume="free"
+    )
     communication_data_type: str = key(
         "auto",
         "dtype in which gradients are reduced over the ranks; auto: that of the weights",
