@@ -13,6 +13,7 @@ import torch
 
 from depthlm.accounting.tracing import Trace, trace
 from depthlm.build import build_model
+from depthlm.config import bucket_elements
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.optimizers import state_bytes
@@ -24,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # freed blocks below 32 MiB that glibc retains on a CPU, without and with activation checkpointing, which fragments the
 # heap: (fraction of the activations, upper bound in bytes); measured with activations of 50 MiB to 1 GiB
 CPU_WASTE = {False: (0.25, 128 * 2**20), True: (1.5, 320 * 2**20)}
-# elements that DeepSpeed reduces at once without a ZeRO stage, and elements that ZeRO 3 keeps gathered
+# elements that DeepSpeed reduces at once after the backward pass, and elements that ZeRO 3 keeps gathered
 REDUCED, GATHERED = 500_000_000, 1_000_000_000
 
 
@@ -88,8 +89,11 @@ class MemoryEstimator:
         """
         numbers, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
         if stage == 0:
-            # the weights are fp32, under autocast for bf16; DeepSpeed copies the gradients into one flat buffer
-            flat = 4.0 * min(numbers, REDUCED)
+            # the weights are fp32, under autocast for bf16; on a single rank, DeepSpeed copies the gradients into one
+            # flat buffer, and on several, each bucket is copied when it is complete
+            flat = 4.0 * min(numbers, REDUCED if ranks == 1 else bucket_elements(sharding, stage))
+            if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
+                flat += 2.0 * numbers
             return Memory(
                 4.0 * numbers, 4.0 * numbers, self.optimizer_states, flat + self._waste(flat), process=self.process
             )
@@ -97,7 +101,7 @@ class MemoryEstimator:
         # the optimizer's states and an fp32 copy of the weights, even if they are fp32 already
         weights, optimizer = float(width * numbers), (4.0 * numbers + self.optimizer_states) / ranks
         gradients = flat = 4.0 * numbers / ranks
-        bucket = width * min(sharding.reduce_bucket_size, numbers) * (2.0 if sharding.overlap_comm else 1.0)
+        bucket = width * min(bucket_elements(sharding, stage), numbers) * (2.0 if sharding.overlap_comm else 1.0)
         if stage == 1 and precision == "bf16":
             # DeepSpeed's BF16_Optimizer keeps all gradients in both dtypes, and reduces them as ZeRO 0 does
             gradients, bucket, flat = 6.0 * numbers, 0.0, 6.0 * min(numbers, REDUCED)

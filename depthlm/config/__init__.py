@@ -4,12 +4,14 @@ from depthlm.config.compose import compose, mechanisms, resolve_and_check
 from depthlm.config.from_run import changes, run_of
 from depthlm.config.prepare_command import prepare_command
 from depthlm.config.schema import Config
+from depthlm.config.schema.buckets import bucket_elements
 from depthlm.config.schema.length import run_steps, warmup_steps
 from depthlm.config.validate.errors import ConfigError
 
 __all__ = [
     "Config",
     "ConfigError",
+    "bucket_elements",
     "changes",
     "compose",
     "mechanisms",

@@ -48,6 +48,14 @@ def test_offloaded_states_are_not_part_of_the_total():
     assert offloaded.total == pytest.approx(kept.total - offloaded.offloaded)
 
 
+def test_several_ranks_copy_gradients_bucket_by_bucket_at_zero_0():
+    one = estimator("size=360m")
+    assert one.states(0, 1).activations == 4.0 * one.parameters
+    assert one.states(0, 8).activations == 4.0 * 10**7
+    halved = estimator("size=360m", "deepspeed.reduce_bucket_size=5M", "deepspeed.communication_data_type=bf16")
+    assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * one.parameters
+
+
 def test_higher_stages_need_less_memory():
     one = estimator("size=3b")
     totals = [one.states(stage, 8).total for stage in range(4)]

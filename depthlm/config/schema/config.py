@@ -274,8 +274,12 @@ class DeepSpeed:
         choices=("none", "cpu"),
         on_resume="logged",
     )
-    reduce_bucket_size: Any = key(
-        "500M", "ZeRO 1 and above: gradient elements to reduce at once", minimum=1, count=True, on_resume="free"
+    reduce_bucket_size: Optional[Any] = key(
+        None,
+        "gradient elements to reduce over the ranks at once; null: 10M at ZeRO 0, 500M above",
+        minimum=1,
+        count=True,
+        on_resume="free",
     )
     allgather_bucket_size: Any = key(
         "500M",
@@ -287,10 +291,12 @@ class DeepSpeed:
     prefetch_bucket_size: Any = key(
         "50M", "ZeRO 3: weight elements to gather ahead of their use", minimum=0, count=True, on_resume="free"
     )
-    overlap_comm: bool = key(False, "ZeRO 1 and above: reduce gradients during the backward pass", on_resume="free")
+    overlap_comm: bool = key(
+        False, "ZeRO 1 and above: reduce gradients during the backward pass, as ZeRO 0 always does", on_resume="free"
+    )
     communication_data_type: str = key(
         "auto",
-        "dtype in which ZeRO 1 and above reduce gradients over the ranks; auto: that of the weights",
+        "dtype in which gradients are reduced over the ranks; auto: that of the weights",
         choices=("auto", "fp32", "bf16", "fp16"),
         on_resume="logged",
     )

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthlm.config import Config
+from depthlm.config import Config, bucket_elements
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.observer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine.interface import Engine, copy_to_cpu
+from depthlm.training.engine.reduction import Reducer
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
 from depthlm.training.plan import Plan
@@ -43,14 +44,14 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     if engine.fp16_enabled():
         # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
-    return DeepSpeedEngine(engine, model)
+    return DeepSpeedEngine(engine, model, reducer_of(config, plan, engine, model))
 
 
 class DeepSpeedEngine:
     """An engine of DeepSpeed, with its workarounds. The methods are documented in `Engine`."""
 
-    def __init__(self, deepspeed: Any, model: Decoder) -> None:
-        self.deepspeed, self.model = deepspeed, model
+    def __init__(self, deepspeed: Any, model: Decoder, reducer: Reducer | None) -> None:
+        self.deepspeed, self.model, self.reducer = deepspeed, model, reducer
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +70,8 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss)
+        if self.reducer is not None:
+            self.reducer.finish()
 
     def step(self) -> None:
         self.deepspeed.step()
@@ -126,6 +129,8 @@ class DeepSpeedEngine:
                     state["step"] = state["step"].clone()
 
     def destroy(self) -> None:
+        if self.reducer is not None:
+            self.reducer.remove()
         self.deepspeed.destroy()
 
 
@@ -145,6 +150,15 @@ class Collector:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.checkpoint_engine, name)
+
+
+def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reducer | None:
+    """Return what averages the gradients over the ranks instead of DeepSpeed; None if DeepSpeed does."""
+    if config.deepspeed.stage > 0 or plan.world_size == 1:
+        return None
+    engine.enable_backward_allreduce = False
+    size, dtype = bucket_elements(config.deepspeed, 0), engine.communication_data_type
+    return Reducer(model.parameters(), size, dtype, engine.is_gradient_accumulation_boundary)
 
 
 def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from depthlm.config import Config
+from depthlm.config import Config, bucket_elements
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.model.parameters import shape_of
@@ -24,7 +24,7 @@ def deepspeed_settings(config: Config, plan: Plan, model: Decoder) -> dict[str, 
         "zero_optimization": {
             "stage": stage,
             # DeepSpeed allocates a buffer of this many gradients at the start
-            "reduce_bucket_size": min(sharding.reduce_bucket_size, parameters),
+            "reduce_bucket_size": min(bucket_elements(sharding, stage), parameters),
             "allgather_bucket_size": sharding.allgather_bucket_size,
             "stage3_prefetch_bucket_size": sharding.prefetch_bucket_size,
             "overlap_comm": sharding.overlap_comm,

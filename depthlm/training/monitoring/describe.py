@@ -71,10 +71,11 @@ def memory_text(config: Config, memory: Memory | None) -> str:
 def dtypes(config: Config) -> str:
     """Describe the dtypes of computation, weights, gradient accumulation and communication."""
     name, sharding = config.precision.name, config.deepspeed
-    reduced = name if sharding.communication_data_type == "auto" else sharding.communication_data_type
-    if name == "fp32" or sharding.stage == 0:
+    weights = "fp32" if sharding.stage == 0 else name
+    reduced = weights if sharding.communication_data_type == "auto" else sharding.communication_data_type
+    if weights == "fp32":
         computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
-        return f"{computed}; gradients accumulated in fp32" + (f", reduced in {reduced}" if sharding.stage else "")
+        return f"{computed}; gradients accumulated in fp32, reduced in {reduced}"
     scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
     return f"{name} weights, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
 

@@ -1,0 +1,102 @@
+"""ZeRO 0: gradients are averaged over the ranks while the backward pass computes them.
+
+DeepSpeed reduces them only after the backward pass at this stage, when communication has nothing left to hide behind.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# fused optimizers are slower on gradients that do not start at a multiple of 16 bytes
+ALIGNMENT = 16
+
+
+class Reduction(NamedTuple):
+    """An all-reduce in progress. gradients: those of a bucket, flat. reduced: the same in the dtype of communication,
+    which is `gradients` itself if the dtypes are equal."""
+
+    gradients: Tensor
+    reduced: Tensor
+    work: torch.distributed.Work
+
+
+class Reducer:
+    """Averages gradients over all ranks, bucket by bucket, each as soon as the backward pass has computed it.
+
+    Every rank reduces the same buckets in the same order, since collective operations must match. A parameter without a
+    gradient counts as one whose gradient is zero, as in DeepSpeed.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], bucket_size: int, dtype: torch.dtype, due: Callable[[], bool]
+    ) -> None:
+        """bucket_size: elements. dtype: that of communication. due: whether this backward pass is the last of a batch;
+        before it, gradients accumulate on each rank."""
+        self.buckets = buckets_of(parameters, bucket_size)
+        self.dtype, self.due = dtype, due
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.running: list[Reduction] = []
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._count, number))
+            for number, bucket in enumerate(self.buckets)
+            for parameter in bucket
+        ]
+
+    def finish(self) -> None:
+        """Reduce the remaining buckets, and wait for all; to be called after every backward pass. Collective."""
+        if not self.due():
+            return
+        while len(self.running) < len(self.buckets):
+            self._start_next()
+        for gradients, reduced, work in self.running:
+            # on a GPU the stream waits, and the host does not
+            work.wait()
+            reduced.mul_(1.0 / torch.distributed.get_world_size())
+            if reduced is not gradients:
+                gradients.copy_(reduced)
+        self.running.clear()
+        self.missing = [len(bucket) for bucket in self.buckets]
+
+    def remove(self) -> None:
+        """Remove the hooks on the parameters."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _count(self, number: int, _: Tensor) -> None:
+        if not self.due():
+            return
+        self.missing[number] -= 1
+        while len(self.running) < len(self.buckets) and self.missing[len(self.running)] == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self.buckets[len(self.running)]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        gradients = torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+        # the gradients become views, so that the memory of the originals is free during the rest of the backward pass
+        for parameter, view in zip(bucket, gradients.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = view.view_as(parameter)
+        reduced = gradients.to(self.dtype)
+        work = torch.distributed.all_reduce(reduced, async_op=True)
+        self.running.append(Reduction(gradients, reduced, work))
+
+
+def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
+    """Return the trainable parameters in buckets of one dtype, the last parameter first.
+
+    This is roughly the order in which the backward pass computes their gradients. size: most elements of a bucket that
+    has more than one parameter.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    elements = 0
+    for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
+        elements += parameter.numel()
+        if not buckets or elements > size or parameter.dtype != buckets[-1][-1].dtype:
+            buckets.append([])
+            elements = parameter.numel()
+        buckets[-1].append(parameter)
+    # after parameters of odd sizes, all others would be misaligned
+    return [sorted(bucket, key=lambda p: p.numel() * p.element_size() % ALIGNMENT > 0) for bucket in buckets]
