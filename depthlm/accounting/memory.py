@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # freed blocks below 32 MiB that glibc retains on a CPU, without and with activation checkpointing, which fragments the
 # heap: (fraction of the activations, upper bound in bytes); measured with activations of 50 MiB to 1 GiB
 CPU_WASTE = {False: (0.25, 128 * 2**20), True: (1.5, 320 * 2**20)}
-# elements that DeepSpeed reduces at once after the backward pass, and elements that ZeRO 3 keeps gathered
+# elements that DeepSpeed's BF16_Optimizer reduces at once, and elements that ZeRO 3 keeps gathered
 REDUCED, GATHERED = 500_000_000, 1_000_000_000
 
 
@@ -89,9 +89,8 @@ class MemoryEstimator:
         """
         numbers, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
         if stage == 0:
-            # the weights are fp32, under autocast for bf16; on a single rank, DeepSpeed copies the gradients into one
-            # flat buffer, and on several, each bucket is copied when it is complete
-            flat = 4.0 * min(numbers, REDUCED if ranks == 1 else bucket_elements(sharding, stage))
+            # the weights are fp32, under autocast for bf16; on several ranks, a bucket of gradients is copied at a time
+            flat = 4.0 * min(numbers, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
                 flat += 2.0 * numbers
             return Memory(

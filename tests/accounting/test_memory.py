@@ -50,7 +50,7 @@ def test_offloaded_states_are_not_part_of_the_total():
 
 def test_several_ranks_copy_gradients_bucket_by_bucket_at_zero_0():
     one = estimator("size=360m")
-    assert one.states(0, 1).activations == 4.0 * one.parameters
+    assert one.states(0, 1).activations == 0
     assert one.states(0, 8).activations == 4.0 * 10**7
     halved = estimator("size=360m", "deepspeed.reduce_bucket_size=5M", "deepspeed.communication_data_type=bf16")
     assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * one.parameters

@@ -11,6 +11,7 @@ from torch import nn
 
 import depthlm
 from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
 from depthlm.training.engine import Engine, build_engine
 from depthlm.training.engine.reduction import buckets_of
 from depthlm.training.plan import make_plan
@@ -141,6 +142,12 @@ def test_all_buckets_but_the_last_are_reduced_while_the_backward_pass_runs(
     # hooks are called in the order in which they were registered, so that the last reduction starts before ours
     step = ["first weight", "end", *sizes, last, "first weight", "end"]
     assert two_ranks(events, overrides) == [2 * step, 2 * step]
+
+
+def test_a_single_rank_reduces_nothing(small_run: Callable[..., list[str]]) -> None:
+    start_distributed(ranks())
+    assert unequal_with_unused(small_run(*SMALL)) == []
+    assert {*events(small_run(*SMALL))} == {"first weight", "end"}
 
 
 def reductions_after_destroy(overrides: list[str]) -> list[Any]:

@@ -154,8 +154,9 @@ class Collector:
 
 def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reducer | None:
     """Return what averages the gradients over the ranks instead of DeepSpeed; None if DeepSpeed does."""
-    if config.deepspeed.stage > 0 or plan.world_size == 1:
+    if config.deepspeed.stage > 0:
         return None
+    # it would also copy the gradients of a single rank to a flat tensor and back
     engine.enable_backward_allreduce = False
     size, dtype = bucket_elements(config.deepspeed, 0), engine.communication_data_type
     return Reducer(model.parameters(), size, dtype, engine.is_gradient_accumulation_boundary)

@@ -3,6 +3,7 @@
 DeepSpeed reduces them only after the backward pass at this stage, when communication has nothing left to hide behind.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -37,17 +38,24 @@ class Reducer:
         before it, gradients accumulate on each rank."""
         self.buckets = buckets_of(parameters, bucket_size)
         self.dtype, self.due = dtype, due
+        self.alone = torch.distributed.get_world_size() == 1
         self.missing = [len(bucket) for bucket in self.buckets]
         self.running: list[Reduction] = []
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._count, number))
             for number, bucket in enumerate(self.buckets)
             for parameter in bucket
+            if not self.alone
         ]
 
     def finish(self) -> None:
         """Reduce the remaining buckets, and wait for all; to be called after every backward pass. Collective."""
         if not self.due():
+            return
+        if self.alone:
+            for parameter in itertools.chain(*self.buckets):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             return
         while len(self.running) < len(self.buckets):
             self._start_next()
