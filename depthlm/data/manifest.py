@@ -14,6 +14,9 @@ from depthlm.locations import command
 VERSION = 2
 FILE_NAME = "manifest.json"
 _PREPARE = command("data/prepare.py", "prepare")
+VERIFY = (
+    f"Find the damaged files: {_PREPARE} --verify with the same overrides. Then remove the folder and prepare it again."
+)
 _REMEDY = f"Remove the folder and prepare it again: {_PREPARE} with the same overrides."
 
 

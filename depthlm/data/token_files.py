@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from depthlm.data.corpora.sources import train_sources, validation_sources
 from depthlm.data.errors import DataError
-from depthlm.data.manifest import Manifest, Shard, check_sizes
+from depthlm.data.manifest import VERIFY, Manifest, Shard, check_sizes
 from depthlm.data.preparation.split_writer import little_endian
 from depthlm.data.settings import check_settings, quota, token_folder
 from depthlm.data.tokenizers import Tokenizer
@@ -36,8 +36,17 @@ class TokenFiles:
     the object can be sent to a worker.
     """
 
-    def __init__(self, folder: str | Path, shards: Sequence[Shard], dtype: str, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        shards: Sequence[Shard],
+        dtype: str,
+        limit: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """vocab_size: that of the tokenizer; all ids must be below it. None: any id is valid."""
         self.folder, self.shards, self.dtype = Path(folder), tuple(shards), little_endian(dtype)
+        self.vocab_size = vocab_size
         self._ends = list(accumulate(shard.tokens for shard in shards))
         self._length = min(self._ends[-1] if self._ends else 0, limit if limit is not None else 2**63)
 
@@ -47,7 +56,7 @@ class TokenFiles:
     def read(self, start: int, count: int) -> NDArray[np.int64]:
         """Return tokens start to start + count, [count].
 
-        Raises IndexError where they do not all exist, DataError where a file has become shorter.
+        Raises IndexError where they do not all exist, DataError where a file has become shorter or has an invalid id.
         """
         if start < 0 or count < 0 or start + count > len(self):
             raise IndexError(f"tokens {start} to {start + count} of {len(self)} in {self.folder}")
@@ -62,6 +71,9 @@ class TokenFiles:
             if len(content) != wanted * size:
                 raise DataError("a token file has become shorter", self.folder / shard.name, "Restore the file.")
             part = np.frombuffer(content, dtype=self.dtype)
+            if self.vocab_size is not None and part.max() >= self.vocab_size:
+                what = f"a token file has the id {part.max()}, and the vocabulary has {self.vocab_size} tokens"
+                raise DataError(what, self.folder / shard.name, VERIFY)
             tokens[filled : filled + len(part)] = part
             filled += len(part)
         return tokens
@@ -140,9 +152,9 @@ def open_corpus(data: "Data") -> Corpus:
             limit = quota(name, data)
             tokens = manifest.train.tokens if limit is None else min(limit, manifest.train.tokens)
             limit = math.ceil(data.fraction * tokens)
-            train[name] = TokenFiles(folder, manifest.train.files, manifest.dtype, limit)
+            train[name] = TokenFiles(folder, manifest.train.files, manifest.dtype, limit, manifest.vocab_size)
         # a folder holds one validation set; at a given path it may have been prepared under another name
         (held_out,) = manifest.validation.values()
-        validation[name] = TokenFiles(folder, held_out.files, manifest.dtype)
+        validation[name] = TokenFiles(folder, held_out.files, manifest.dtype, vocab_size=manifest.vocab_size)
     weights = {name: source.weight or 1.0 for name, source in sources.items()}
     return Corpus(data.name, folders, manifests, tokenizers.popitem()[1], train, weights, validation)

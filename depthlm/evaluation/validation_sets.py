@@ -46,7 +46,8 @@ def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[Validation
         if any(one.name == folder.name for one in sets):
             raise DataError("two folders of this name", folder, "Rename one: results are named after the folder.")
         (split,) = manifest.validation.values()
-        sets.append(ValidationSet(folder.name, TokenFiles(folder, split.files, manifest.dtype), split.bytes))
+        tokens = TokenFiles(folder, split.files, manifest.dtype, vocab_size=manifest.vocab_size)
+        sets.append(ValidationSet(folder.name, tokens, split.bytes))
     return sets
 
 

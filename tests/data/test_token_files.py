@@ -56,6 +56,17 @@ def test_any_range_of_tokens_is_read_across_files(
         tokens.read(start, len(whole) - start + 1)
 
 
+def test_an_id_beyond_the_vocabulary_names_its_file_and_how_to_verify_it(tmp_path: Path) -> None:
+    writer = SplitWriter(tmp_path, "train", "uint16", 300, 4)
+    writer.add(np.array([1, 99, 100, 3, 7, 200], dtype=np.int64), 1, 1)
+    tokens = TokenFiles(tmp_path, writer.finish().files, "uint16", vocab_size=200)
+    assert tokens.read(0, 5).tolist() == [1, 99, 100, 3, 7]
+    with pytest.raises(DataError, match="the id 200, and the vocabulary has 200 tokens") as caught:
+        tokens.read(2, 4)
+    assert "train-00001.bin" in str(caught.value)
+    assert "--verify" in str(caught.value)
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_the_files_hold_each_document_of_its_split_followed_by_end_of_text(local: Local, tokenizer: str) -> None:
     data = local(tokenizer=tokenizer)

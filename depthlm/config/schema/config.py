@@ -97,9 +97,16 @@ class Data(Source):
     document_mask: bool = key(False, "attention and positions do not cross document boundaries")
     on_bad_document: str = key(
         "error",
-        "what to do with a document that is not UTF-8, not JSON or has no text field. error: stop the preparation; "
-        "skip: skip and count it",
+        "what to do with a document that is not UTF-8, not JSON, too long or has no text field. error: stop the "
+        "preparation; skip: skip and count it",
         choices=("error", "skip"),
+    )
+    max_document_bytes: Any = key(
+        2**30,
+        "most bytes of a document, or of a line of JSON; a longer one is a bad document",
+        minimum=1,
+        count=True,
+        on_resume="free",
     )
     shard_tokens: Any = key(SHARD_TOKENS, "tokens per token file", minimum=1, count=True)
     num_workers: int = key(

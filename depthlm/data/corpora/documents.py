@@ -1,6 +1,7 @@
 """Documents read from files: one per text file, line of JSON or row of parquet; bad documents are reported."""
 
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,11 +20,15 @@ PIECES = 32
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 _CHUNK = 2**20
 
+# The default of data.max_document_bytes.
+LONGEST = 2**30
+
 REASONS = {
     "empty": "empty documents",
     "utf8": "documents that are not UTF-8",
     "json": "lines that are not JSON objects",
     "field": "documents without a text",
+    "long": "documents longer than data.max_document_bytes",
 }
 
 
@@ -45,11 +50,13 @@ class Reader:
     """Reads the records of one file, and says how much of the file has been read.
 
     text_field: of a JSON object or parquet table. cut: whether a plain-text file is cut into many documents, at line
-    ends; otherwise it is one document. Raises DataError, while iterating, for a file that cannot be read or ends early.
+    ends; otherwise it is one document. longest: bytes of a document or line; no more of a longer one is in memory,
+    except in parquet, which is read in pages. Raises DataError, while iterating, for a file that cannot be read or ends
+    early.
     """
 
-    def __init__(self, file: TextFile, text_field: str, cut: bool = False) -> None:
-        self.file, self.text_field, self.cut = file, text_field, cut
+    def __init__(self, file: TextFile, text_field: str, cut: bool = False, longest: int = LONGEST) -> None:
+        self.file, self.text_field, self.cut, self.longest = file, text_field, cut, longest
         self._raw: BinaryIO | None = None
         self._size = 0
 
@@ -89,8 +96,17 @@ class Reader:
             yield self._raw
 
     def _lines(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
-        for number, line in enumerate(stream):
-            if number >= first and not line.isspace():
+        for number in itertools.count():
+            # with its line end, a line may have one byte more
+            line = stream.readline(self.longest + 1)
+            if not line:
+                return
+            if too_long := len(line.rstrip(b"\n")) > self.longest:
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(_CHUNK)
+            if number >= first and too_long:
+                yield self._too_long(f"{self.file.name}:{number}", number, f"line {number + 1}")
+            elif number >= first and not line.isspace():
                 yield self._json_document(number, f"line {number + 1}", line)
 
     def _rows(self, raw: BinaryIO, first: int) -> Iterator[Record]:
@@ -125,15 +141,22 @@ class Reader:
     def _plain(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
         if not self.cut:
             if first == 0:
-                yield self._text(0, "the file", stream.read(), name=self.file.name)
+                content = stream.read(self.longest + 1)
+                if len(content) > self.longest:
+                    yield self._too_long(self.file.name, 0, "the file")
+                    # its end may be missing, which is an error in any case
+                    while stream.read(_CHUNK):
+                        pass
+                else:
+                    yield self._text(0, "the file", content, name=self.file.name)
             return
         size = max(1, min(PIECE, self._size // PIECES))
-        try:
-            for number, piece in enumerate(pieces(io.TextIOWrapper(stream, "utf-8", newline=""), size)):
-                if number >= first:
-                    yield Record(f"{self.file.name}:{number:08d}", number + 1, piece)
-        except UnicodeDecodeError as error:
-            raise DataError(f"not UTF-8 ({error.reason})", self.file.location, "Convert the file to UTF-8.") from error
+        # a byte that is not UTF-8 becomes a character that cannot be encoded, so that its piece alone is bad
+        text = io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="")
+        for number, piece in enumerate(pieces(text, size)):
+            if number >= first:
+                name = f"{self.file.name}:{number:08d}"
+                yield self._text(number, f"piece {number + 1} of the file", piece, name)
 
     def _json_document(self, number: int, place: str, line: bytes) -> Record:
         name = f"{self.file.name}:{number}"
@@ -151,10 +174,16 @@ class Reader:
             return Record(name, number + 1, None, "field", why)
         return self._text(number, place, value[self.text_field])
 
+    def _too_long(self, name: str, number: int, place: str) -> Record:
+        why = f"{place} is longer than data.max_document_bytes={self.longest}"
+        return Record(name, number + 1, None, "long", why)
+
     def _text(self, number: int, place: str, text: Any, name: str = "") -> Record:
         name = name or f"{self.file.name}:{number}"
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
+        if len(text) > self.longest:
+            return self._too_long(name, number, place)
         try:
             # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
             text = text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
@@ -165,10 +194,12 @@ class Reader:
         return Record(name, number + 1, text)
 
 
-def documents(files: Iterable[TextFile], text_field: str, cut: bool = False) -> Iterator[tuple[str, str]]:
+def documents(
+    files: Iterable[TextFile], text_field: str, cut: bool = False, longest: int = LONGEST
+) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of each valid document of the files. Raises DataError for a file that cannot be read."""
     for file in files:
-        for record in Reader(file, text_field, cut).records():
+        for record in Reader(file, text_field, cut, longest).records():
             if record.text is not None:
                 yield record.name, record.text
 
@@ -195,6 +226,19 @@ def _decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
     # of the file.
     stream = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
     return io.BufferedReader(stream, _CHUNK)  # type: ignore[arg-type]
+
+
+def compression(file: Path, sample: int = 2**23) -> float:
+    """Return how many bytes of text the first compressed bytes of a local file hold; 1 for a file without a codec.
+
+    sample: the bytes of text to decompress at most.
+    """
+    _, codec = _split_codec(file.name)
+    if codec is None:
+        return 1.0
+    with _reading(TextFile(file.name, str(file))), file.open("rb", buffering=0) as raw:
+        stream = _decompressed(raw, codec)
+        return len(stream.read(sample)) / max(raw.tell(), 1)
 
 
 @contextmanager

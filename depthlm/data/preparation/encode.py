@@ -32,6 +32,9 @@ BATCH = min(2**22, 2**18 * environment.cores())
 # A document with more characters is cut and encoded in pieces; the tokens at a cut depend on this number.
 LONGEST = 2**20
 
+# Remedies for bad documents.
+FIXES = {"field": "set data.text_field to the text's field", "long": "raise it, or divide the document"}
+
 # Batches encoded while another is written: the second keeps all cores busy while the last texts of the first finish.
 AHEAD = 2
 
@@ -136,18 +139,21 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
     )
 
 
-def held_out_fraction(files: TextFiles, text_field: str, cut: bool, fraction: float) -> float:
+def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: "Data") -> float:
     """Return the share of documents to hold out: 0 with held-out files, else enough for at least one document."""
     if files.held_out is not None:
         return 0.0
-    return held_out_share((name for name, _ in documents(files.train, text_field, cut)), fraction)
+    longest = data.max_document_bytes
+    return held_out_share(
+        (name for name, _ in documents(files.train, text_field, cut, longest)), data.validation_fraction
+    )
 
 
 def _parts(job: Job) -> list[Part]:
     """Return the files of the source in the order in which they are read."""
     if job.validation_only:
         return [Part(job.files.train, 1.0)]
-    fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data.validation_fraction)
+    fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data)
     return [*([Part(job.files.held_out, 1.0)] if job.files.held_out else []), Part(job.files.train, fraction)]
 
 
@@ -175,12 +181,12 @@ def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piec
             if (part, index) < start[:2]:
                 continue
             first_record = start.record if (part, index) == start[:2] else 0
-            reader = Reader(file, job.text_field, job.cut)
+            reader = Reader(file, job.text_field, job.cut, job.data.max_document_bytes)
             for record in reader.records(first_record):
                 after = Position(part, index, record.next)
                 if record.text is None:
                     if record.bad != "empty" and job.data.on_bad_document == "error":
-                        fix = "set data.text_field to the text's field" if record.bad == "field" else "fix the file"
+                        fix = FIXES.get(record.bad, "fix the file")
                         remedy = f"Either {fix}, or set data.on_bad_document=skip to skip and count such documents."
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader

@@ -1,5 +1,6 @@
 """Estimates of what preparing a source takes: tokens, disk space and time."""
 
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthlm.counts import count_text
+from depthlm.data.corpora.documents import compression
 from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
@@ -18,6 +20,8 @@ from depthlm.machine import environment
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
 
+log = logging.getLogger("depthlm")
+
 # Bytes of text that one core tokenises per second with a BPE of 50 000 tokens (benchmarks/data.py).
 BYTES_PER_CORE_SECOND = 2e6
 
@@ -26,6 +30,15 @@ BYTES_PER_TOKEN = 3.0
 
 # Uncompressed bytes per compressed byte, for local files.
 _COMPRESSION = 2.7
+
+# More than any text has: what decompresses to so much is damaged or made to fill a disk.
+_ABSURD = 50.0
+
+# Files of a source whose compression is measured.
+_LOOKED_AT = 32
+
+# A compressed file below this many bytes cannot hold enough text to matter.
+_SMALL = 2**17
 
 # Training prepares up to this many bytes of text on its own, which takes some minutes.
 BY_ITSELF = 2**30
@@ -60,9 +73,10 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
     per_token = 1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN
     if not is_remote(source):
         files = text_files(name, source)
-        sizes = [(file.name, Path(file.location).stat().st_size) for file in (*files.train, *(files.held_out or ()))]
-        packed = (".gz", ".zst", ".parquet")
-        text_bytes, download = round(sum(size * (_COMPRESSION if n.endswith(packed) else 1) for n, size in sizes)), 0
+        local = [Path(file.location) for file in (*files.train, *(files.held_out or ()))]
+        # to look into each of many files would take minutes
+        looked_at = {*local[:: -(-len(local) // _LOOKED_AT)]} if local else set()
+        text_bytes, download = round(sum(_text_bytes(file, file in looked_at) for file in local)), 0
     if text_bytes is None:
         return None
     known_tokens = source.num_tokens if is_remote(source) and data.tokenizer != "bytes" else None
@@ -74,6 +88,27 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
     return Estimate(
         share * tokens, share * tokens * item_bytes, share * text_bytes, share * download, share * text_bytes / rate
     )
+
+
+def _text_bytes(file: Path, look: bool) -> float:
+    """Return about how many bytes of text a local file holds. look: whether to check if its compression is absurd."""
+    if not file.name.endswith((".gz", ".zst", ".parquet")):
+        return file.stat().st_size
+    return file.stat().st_size * max(_COMPRESSION, (look and _absurd_compression(file)) or 0.0)
+
+
+def _absurd_compression(file: Path) -> float | None:
+    """Return the compression of a file if it is absurd, and log it; otherwise None, also for a damaged file."""
+    if not file.name.endswith((".gz", ".zst")) or file.stat().st_size < _SMALL:
+        return None
+    try:
+        found = compression(file)
+    except DataError:
+        return None  # reading its documents reports it
+    if found < _ABSURD:
+        return None
+    log.warning("%s: its text is about %.0f times as long as the compressed file, which no usual text is", file, found)
+    return found
 
 
 def check_room(name: str, source: "Source", data: "Data", folder: Path) -> Estimate | None:

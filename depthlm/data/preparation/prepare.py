@@ -91,8 +91,8 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
 def _text_for_training(data: "Data") -> Iterator[str]:
     for name, source in train_sources(data).items():
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
-        fraction = held_out_fraction(files, field, cut, data.validation_fraction)
-        everything = documents(files.train, field, cut)
+        fraction = held_out_fraction(files, field, cut, data)
+        everything = documents(files.train, field, cut, data.max_document_bytes)
         kept = ((document, text) for document, text in everything if not is_validation(document, fraction))
         yield from sample(kept, sample_bytes(data.vocab_size), files.description.get("bytes"))
 

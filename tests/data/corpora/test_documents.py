@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from depthlm.data import DataError, documents
-from depthlm.data.corpora.documents import Reader, Record
+from depthlm.data.corpora.documents import LONGEST, Reader, Record, compression
 from depthlm.data.corpora.sources import TextFile
 
 TEXTS = ["one", "two\nlines \u2028 and é", "🙂 three", "four <|endoftext|>"]
@@ -23,8 +24,10 @@ def parquet(path: Path, **columns: list[object]) -> None:
     pyarrow.parquet.write_table(pa.table(columns), path, row_group_size=2)
 
 
-def records(path: Path, first: int = 0, text_field: str = "text", cut: bool = False) -> list[Record]:
-    return list(Reader(TextFile(path.name, str(path)), text_field, cut).records(first))
+def records(
+    path: Path, first: int = 0, text_field: str = "text", cut: bool = False, longest: int = LONGEST
+) -> list[Record]:
+    return list(Reader(TextFile(path.name, str(path)), text_field, cut, longest).records(first))
 
 
 FORMATS: dict[str, Callable[[Path], object]] = {
@@ -59,6 +62,56 @@ def test_one_file_of_text_is_one_document_or_cut_into_many(tmp_path: Path) -> No
     pieces = records(path, cut=True)
     assert "".join(record.text or "" for record in pieces) == text
     assert records(path, 3, cut=True) == pieces[3:]
+
+
+def test_a_piece_of_a_file_that_is_not_utf8_is_bad_and_its_neighbours_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    lines = [f"line {n} é\n".encode() for n in range(5000)]
+    path.write_bytes(b"".join(lines))
+    good = records(path, cut=True)
+    assert all(record.text is not None for record in good)
+    lines[2500] = b"line 2500 \xe9\n"
+    path.write_bytes(b"".join(lines))
+    damaged = records(path, cut=True)
+    (bad,) = [record for record in damaged if record.text is None]
+    assert (bad.bad, bad.why) == ("utf8", f"piece {bad.next} of the file is not UTF-8 (surrogates not allowed)")
+    assert [r for r in damaged if r != bad] == [r for r in good if r.name != bad.name]
+
+
+OVER = "x" * 2000
+
+
+@pytest.mark.parametrize("name", ["long.jsonl", "long.jsonl.gz", "long.jsonl.zst", "long.parquet", "long.txt.gz"])
+def test_a_document_over_the_limit_is_bad_and_its_neighbours_are_read(tmp_path: Path, name: str) -> None:
+    path, texts = tmp_path / name, ["one", OVER, "three"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if name.endswith("parquet"):
+        parquet(path, text=texts)
+    elif name.endswith("txt.gz"):
+        path.write_bytes(gzip.compress(OVER.encode()))
+        texts = [OVER]
+    else:
+        path.write_bytes({"jsonl": bytes, "gz": gzip.compress, "zst": zstd}[name.rpartition(".")[2]](lines))
+    assert [record.text for record in records(path)] == texts
+    limited = records(path, longest=1000)
+    assert [record.text for record in limited] == [None if text == OVER else text for text in texts]
+    (bad,) = [record for record in limited if record.text is None]
+    assert bad.bad == "long"
+    assert bad.why.endswith("is longer than data.max_document_bytes=1000")
+    assert [record.next for record in limited] == [record.next for record in records(path)]
+    exact = max(len(line) for line in lines.splitlines()) if "jsonl" in name else len(OVER)
+    assert [record.text for record in records(path, longest=exact)] == texts
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+def test_a_long_document_is_not_decompressed_into_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"bomb.jsonl.{'gz' if pack is gzip.compress else 'zst'}"
+    path.write_bytes(pack(b'{"text": "' + b"x" * 2**26 + b'"}\n' + LINES))
+    tracemalloc.start()
+    assert [record.text for record in records(path, longest=2**20)] == [None, *TEXTS]
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert compression(path) > 100
 
 
 BAD_LINES = {

@@ -94,12 +94,6 @@ def test_missing_text_is_an_error(data: Data, message: str) -> None:
         list(docs(data))
 
 
-def test_a_single_file_that_is_not_utf8_is_an_error() -> None:
-    Path("latin1.txt").write_bytes(b"caf\xe9 noir")
-    with pytest.raises(DataError, match="not UTF-8"):
-        list(docs(Data(source="latin1.txt")))
-
-
 def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "mirror").mkdir()

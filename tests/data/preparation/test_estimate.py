@@ -34,6 +34,18 @@ def test_the_estimate_of_a_compressed_file_exceeds_its_size(tmp_path: Path) -> N
     assert 2e6 < estimated.text_bytes < 4e6
 
 
+def test_a_file_that_decompresses_to_an_absurd_size_is_logged_and_counted_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"x" * 2**28, 1))
+    data = Data(name="own", source=str(tmp_path), tokenizer="bytes")
+    with caplog.at_level("WARNING", logger="depthlm"):
+        estimated = estimate("own", data, data)
+    assert estimated is not None
+    assert 2**27 < estimated.text_bytes < 2**29
+    assert "times as long as the compressed file" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("overrides", "disk", "download"),
     [

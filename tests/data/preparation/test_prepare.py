@@ -215,6 +215,29 @@ def test_a_bad_document_is_an_error_or_is_skipped_and_counted_as_configured(
     }
 
 
+def test_a_single_file_with_a_bad_byte_is_an_error_or_loses_one_piece(tmp_path: Path) -> None:
+    lines = [b"a line of text\n"] * 2000
+    lines[1000] = b"caf\xe9\n"
+    (tmp_path / "one.txt").write_bytes(b"".join(lines))
+    data = Data(name="local", source="one.txt", tokenizer="bytes")
+    with pytest.raises(DataError, match=r"piece \d+ of the file is not UTF-8"):
+        prepare(data)
+    manifest = Manifest.read(prepare(dataclasses.replace(data, on_bad_document="skip"))["local"])
+    assert manifest.left_out == {"utf8": 1}
+    assert manifest.train.documents > 20
+
+
+def test_a_document_over_the_limit_is_an_error_or_is_skipped(tmp_path: Path) -> None:
+    texts = ["x" * 5000, *(f"document {n}" for n in range(40))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = Data(name="local", source="a.jsonl", tokenizer="bytes", max_document_bytes=4000)
+    with pytest.raises(DataError, match=r"line 1 is longer than data\.max_document_bytes=4000") as caught:
+        prepare(data)
+    assert caught.value.remedy.startswith("Either raise it")
+    manifest = Manifest.read(prepare(dataclasses.replace(data, on_bad_document="skip"))["local"])
+    assert manifest.left_out == {"long": 1}
+
+
 def test_too_little_space_is_an_error_before_anything_is_written(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(DataError, match=r"will take about .*, and 10 bytes are free"):
