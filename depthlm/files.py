@@ -44,11 +44,17 @@ def replace_text(file: Path, text: str) -> None:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the content of a YAML file as plain data; {} if the file is missing, broken or not a mapping."""
+    """Return the content of a YAML file as plain data; {} if the file is missing, broken or not a mapping.
+
+    A file with aliases counts as broken: a few lines with them can expand to more than fits in memory.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(file.read_text(), Loader=loader)
-    except (OSError, ValueError, yaml.YAMLError):
+        text = file.read_text()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
+            return {}
+        content = yaml.load(text, Loader=loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 

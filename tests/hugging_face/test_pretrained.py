@@ -173,6 +173,20 @@ def only_pickles(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def outside(name: str) -> Callable[[Path], None]:
+    """Move the weights out of the folder, and let the index or a link name them there."""
+
+    def change(folder: Path) -> None:
+        moved = folder.parent / "moved.safetensors"
+        (folder / "model.safetensors").rename(moved)
+        if name == "link.safetensors":
+            (folder / name).symlink_to(moved)
+        index = {"weight_map": {"a": str(moved) if name == "absolute" else name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "other type": (edit(model_type="llama"), r"model_type llama; allowed: qwen3, olmo2, depthlm"),
     "rope scaling": (
@@ -187,6 +201,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         "config.json is not the configuration of a model",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "above": (outside("../moved.safetensors"), "is not inside the folder"),
+    "absolute": (outside("absolute"), "is not inside the folder"),
+    "link": (outside("link.safetensors"), "is not inside the folder"),
     "pickled": (only_pickles, r"its weights are pickled .* save_pretrained"),
 }
 
