@@ -36,11 +36,23 @@ def sync(path: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace the content of a file by one rename, so that a kill leaves either the old text or the new one."""
+    """Replace the content of a file by one rename, so that a kill leaves either the old text or the new one.
+
+    After the return, a power cut leaves the new one.
+    """
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
     os.replace(temporary, file)
+    sync(file.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder with its parents. After the return, they survive a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

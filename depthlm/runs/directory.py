@@ -20,7 +20,7 @@ from depthlm.config.saved import compare, saved_config, sealed_config_text
 from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
-from depthlm.files import replace_text
+from depthlm.files import make_folder, replace_text
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
@@ -112,7 +112,7 @@ def lock_run_directory(claim: Claim) -> Iterator[None]:
     """
     directory, lock_file = claim.run.path, claim.run.lock
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         lock = lock_file.open("w")
     except OSError as error:
         raise UserError(f"output_dir={directory}: cannot be created ({error})") from None

@@ -101,5 +101,6 @@ PROGRESS: Checks = {
     ),
     "recent_losses": (_list_of(_is_number), "a list of numbers"),
     "wall_seconds": (lambda value: _is_number(value) and value >= 0, "a number from 0"),
+    "row": (lambda value: isinstance(value, dict) and (not value or _is_count(value.get("step"))), "a row with a step"),
     "wandb_id": (lambda value: value is None or isinstance(value, str), "a text or null"),
 }

@@ -1,6 +1,7 @@
 """The progress of a run."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -9,7 +10,8 @@ class Progress:
 
     skipped: the steps whose updates were skipped, in order. overflows: the skipped steps that only showed that the
     fp16 loss scale was too large. rewound: [a, b] for each time that the state of step a was restored after step b;
-    steps a + 1 to b are in skipped. recent_losses: nats per token of the newest updates, to detect spikes.
+    steps a + 1 to b are in skipped. recent_losses: nats per token of the newest updates, to detect spikes. row: the row
+    of metrics.jsonl of this step, which a crash may damage in the file while a validation adds to it.
     """
 
     step: int = 0
@@ -20,6 +22,7 @@ class Progress:
     recent_losses: list[float] = field(default_factory=list)
     wall_seconds: float = 0.0
     wandb_id: str | None = None
+    row: dict[str, Any] = field(default_factory=dict)
 
     @property
     def updates(self) -> int:

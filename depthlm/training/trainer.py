@@ -80,7 +80,7 @@ class Trainer:
         self.is_rank_0 = setup.ranks.rank == 0
         self.paths = RunDirectory.of(setup.config.output_dir)
         self.peak_flops = peak_flops(environment.device_name(self.device.type), self.config.precision.name)
-        self.metrics = open_metrics(self.paths.metrics, progress.step)
+        self.metrics = open_metrics(self.paths.metrics, progress.step, progress.row)
         self.bad_batches = MetricsFile(self.paths.bad_batches if self.is_rank_0 else None, progress.step)
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
@@ -327,7 +327,7 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Save a checkpoint of the last step. last: no other checkpoint of this process follows."""
-        self.progress.wandb_id = self.tracker.id
+        self.progress.wandb_id, self.progress.row = self.tracker.id, self.metrics.last
         self.activity.mark("saving", self.progress.step)
         self.saver.save(dataclasses.asdict(self.progress), last=last)
 

@@ -137,7 +137,7 @@ def test_a_rewound_run_that_is_stopped_or_killed_equals_an_uninterrupted_one(
     assert_same(weights(run), weights(straight))
     assert_same(states(run), states(straight))
     manifests = [
-        {**manifest(folder), **dict.fromkeys(("wall_seconds", "config", "files", "sha256"))}
+        {**manifest(folder), **dict.fromkeys(("wall_seconds", "config", "files", "row", "sha256"))}
         for folder in (run, straight)
     ]
     assert manifests[0] == manifests[1]

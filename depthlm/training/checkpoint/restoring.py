@@ -74,7 +74,7 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     _load(engine, start, folder)
     progress = read_progress(start.manifest)
     if start.forked:
-        progress.wandb_id = None
+        progress.wandb_id, progress.row = None, {}
         log.info("forked from %s: %d steps done", start.path, progress.step)
     else:
         log.info("resumed from %s: %d steps done", start.path, progress.step)

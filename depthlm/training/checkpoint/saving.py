@@ -147,10 +147,11 @@ class Saver:
         for file in self.run.row_files:
             if file.exists():
                 sync(file)
+        # their names in the run directory, and that of the folder of the checkpoints
+        sync(self.run.path)
+        sync(writing.staging / STATE)
         manifest = sealed({**writing.manifest, "files": dict(sorted(digests.items()))})
         replace_text(writing.staging / MANIFEST, json.dumps(manifest, indent=1))
-        for folder in (writing.staging / STATE, writing.staging):
-            sync(folder)
         shutil.rmtree(writing.final, ignore_errors=True)
         os.replace(writing.staging, writing.final)
         sync(self.run.checkpoints)
@@ -164,7 +165,6 @@ class Saver:
         )
         try:
             replace_text(self.run.latest, writing.final.name + "\n")
-            sync(self.run.checkpoints)
         except OSError as error:
             log.warning("%s cannot be written (%s); the checkpoint itself is complete", self.run.latest, error)
 

@@ -69,8 +69,11 @@ class MetricsFile:
     size: the bytes of the rows in the file. newest: the position at which the newest of them begins.
     """
 
-    def __init__(self, path: Path | None, after_step: int) -> None:
-        """Open for appending; rows of steps after `after_step`, and a truncated last row, are removed."""
+    def __init__(self, path: Path | None, after_step: int, saved: dict[str, Any] | None = None) -> None:
+        """Open for appending; rows of steps after `after_step`, and a truncated last row, are removed.
+
+        saved: the last row, as a checkpoint has it; it is appended if the file has lost it.
+        """
         self.path = path
         self.last: dict[str, Any] = {}
         self.waiting: list[str] = []
@@ -81,6 +84,8 @@ class MetricsFile:
             self.last = cut_after(path, after_step)
             self.size = path.stat().st_size
             self.newest = self.size - len(_line(self.last))
+            if saved and saved["step"] > self.last.get("step", 0):
+                self.write(saved)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row."""
@@ -114,9 +119,9 @@ class MetricsFile:
         self.waiting.clear()
 
 
-def open_metrics(path: Path, after_step: int) -> MetricsFile:
+def open_metrics(path: Path, after_step: int, saved: dict[str, Any]) -> MetricsFile:
     """Open metrics.jsonl on rank 0; the other ranks get its newest row, so that all decide alike. Collective."""
-    metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step)
+    metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step, saved)
     last = [metrics.last]
     torch.distributed.broadcast_object_list(last)
     metrics.last = last[0]
