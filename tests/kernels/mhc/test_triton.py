@@ -1,5 +1,6 @@
 """The outputs and all gradients of the Triton kernels of mhc_post_pre equal those of the PyTorch reference."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from depthlm.kernels.backend import using
 from depthlm.kernels.mhc.reference import mhc_post_pre
 
 from ..compiling import compile_kernels
+from ..inputs import assert_close, low
 
 triton_ops = pytest.importorskip("depthlm.kernels.mhc.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,16 +43,7 @@ def results(kernels: str, inputs: list[Tensor], pending: bool = True, iterations
     return [*outputs, *torch.autograd.grad(outputs, inputs, along)]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Compare tensors. The tolerance is relative to the largest number of each tensor."""
-    for name, x, y in zip(NAMES, found, expected, strict=False):
-        assert (x.double() - y).abs().max() <= tolerance * max(1.0, y.abs().max().item()), name
-
-
-def low(inputs: list[Tensor], kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs in a dtype, and the same rounded numbers in fp64."""
-    rounded = [x.to(kind) for x in inputs]
-    return rounded, [x.double() for x in rounded]
+assert_same = partial(assert_close, NAMES)
 
 
 @settings(max_examples=6, deadline=None)
