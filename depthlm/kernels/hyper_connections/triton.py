@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.call import call, operator_name
-from depthlm.kernels.dtypes import compute_dtype
+from depthlm.kernels.dtypes import common_dtype, compute_dtype
 from depthlm.kernels.hyper_connections.triton_kernels import backward_kernel, forward_kernel
 from depthlm.kernels.mhc.rebuilding import save_streams, saved_streams, start_write, written
+from depthlm.kernels.mhc.triton_write import write_again
 
 try:
     import triton
@@ -45,9 +46,9 @@ class PostPre(torch.autograd.Function):
     def forward(ctx, x, output, post, res, w, scale, static_pre, static_post, static_res, settings, rebuild):
         parameters = w, scale, static_pre, static_post, static_res
         read, new, new_post, new_res, *kept = forward(x, output, post, res, *parameters, *settings)
-        start_write(ctx, x, rebuild, _written)
+        start_write(ctx, x, rebuild, write_again)
         save_streams(ctx, x, output, post, res, *parameters, *kept, None if ctx.rebuilds or output is None else new)
-        ctx.settings, ctx.shapes = settings, (read.shape, new.shape, new_post.shape, new_res.shape)
+        ctx.dtype, ctx.shapes = settings[1], (read.shape, new.shape, new_post.shape, new_res.shape)
         ctx.set_materialize_grads(False)
         return read, new, new_post, new_res
 
@@ -64,22 +65,18 @@ class PostPre(torch.autograd.Function):
         )
         grad_x, *grad_pending, sums = backward(
             grad_read, None if output is None else grad_new, grad_post, grad_res,
-            x, output, post, res, new, *parameters, pre, projected, rms, ctx.settings[1],
+            x, output, post, res, new, *parameters, pre, projected, rms, ctx.dtype,
         )  # fmt: skip
         if output is None:
             grad_pending = [None] * 3
         w, scale, *static = parameters
-        parts = sums.split([part.numel() for part in (w, *static, scale)])
+        packed = w, *static, scale
+        # one conversion instead of one per parameter
+        parts = sums.to(common_dtype(packed)).split([part.numel() for part in packed])
         grad_w, *grad_static, grad_scale = (
-            grad.view(part.shape).to(part.dtype) for grad, part in zip(parts, (w, *static, scale), strict=True)
+            grad.view(part.shape).to(part.dtype) for grad, part in zip(parts, packed, strict=True)
         )
         return grad_x, *grad_pending, grad_w, grad_scale, *grad_static, None, None
-
-
-def _written(node):
-    """Return X' of a node."""
-    x, output, post, res, *others = saved_streams(node)
-    return forward(x, output, post, res, *others[:5], *node.settings)[1]
 
 
 @torch.library.custom_op(operator_name(__name__, "hyper_post_pre"), mutates_args=())
