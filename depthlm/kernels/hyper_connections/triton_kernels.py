@@ -71,7 +71,8 @@ def forward_kernel(
         rms = tl.rsqrt(squares[j] / d + EPS)
         tl.store(rms_ptr + p * N + j, rms, inside)
         if PENDING:
-            # the projection is linear
+            # W x'_i = sum_j res[i, j] W x_j + post[i] W y: the factors of the products are loaded tiles, since Triton
+            # would compute x'_i once more in the layout of a factor, in every warp
             scaled = mixed_tile(j, projected, projected_y, post_in, res_in, N)
         else:
             scaled = projected[j]
