@@ -23,6 +23,7 @@ from depthlm.kernels.attention_residuals.reference import depth_attend
 from depthlm.kernels.backend import using
 from depthlm.kernels.depth_attention.reference import depth_value_mix
 from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
+from depthlm.kernels.hyper_connections.reference import hyper_post_pre
 from depthlm.kernels.mhc.reference import mhc_post_pre
 from depthlm.kernels.moda.bank import depth_of
 from depthlm.kernels.moda.merge import merged_attention
@@ -30,7 +31,7 @@ from depthlm.model.connections.phases import READS
 
 TABLES = Path(__file__).parent / "tables" / "kernels"
 EPS = 1e-6
-# number of streams and Sinkhorn iterations of mHC
+# number of streams of hyper-connections and mHC, and Sinkhorn iterations of mHC
 STREAMS, ITERATIONS = 4, 20
 # reads of a layer of DeepCrossAttention: q, k and v
 INPUTS = 3
@@ -202,17 +203,32 @@ def cross_reads(shape: Shape, make: Make) -> Case:
     return Case(lambda: (gated_reads(bias, gate, sources),), [bias, gate, *sources], values)
 
 
-def streams_post_pre(shape: Shape, make: Make) -> Case:
-    """One write and the next read of mHC."""
+def pending_write(shape: Shape, make: Make) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return X_btnd, and the output, H_post and H_res of a write."""
     b, t, n, d = shape.batch, shape.length, STREAMS, shape.d
-    m = n * (n + 2)
     x_btnd, output_btd = make.normal(b, t, n, d), make.normal(b, t, d)
-    post_btn, res_btij = make.parameter(b, t, n), make.parameter(b, t, n, n, scale=n**-0.5)
+    return x_btnd, (output_btd, make.parameter(b, t, n), make.parameter(b, t, n, n, scale=n**-0.5))
+
+
+def manifold_post_pre(shape: Shape, make: Make) -> Case:
+    """One write and the next read of mHC."""
+    n, d = STREAMS, shape.d
+    m = n * (n + 2)
+    x_btnd, pending = pending_write(shape, make)
     phi_mw, alpha, bias_m = make.parameter(m, n * d, scale=(n * d) ** -0.5), make.parameter(3), make.parameter(m)
-    pending = output_btd, post_btn, res_btij
     inputs = [x_btnd, *pending, phi_mw, alpha, bias_m]
     run = lambda: mhc_post_pre(x_btnd, pending, phi_mw, alpha, bias_m, EPS, ITERATIONS)  # noqa: E731
     return Case(run, inputs, streams_values(n, d))
+
+
+def dynamic_post_pre(shape: Shape, make: Make) -> Case:
+    """One write and the next read of hyper-connections."""
+    n, d = STREAMS, shape.d
+    x_btnd, pending = pending_write(shape, make)
+    static = make.parameter(n), make.parameter(n), make.parameter(n, n, scale=n**-0.5)
+    dynamic = make.parameter(n + 2, d, scale=d**-0.5), make.parameter(2)
+    inputs = [x_btnd, *pending, *static, *dynamic]
+    return Case(lambda: hyper_post_pre(x_btnd, pending, static, dynamic, EPS), inputs, streams_values(n, d))
 
 
 def moda(shape: Shape, make: Make) -> Case:
@@ -242,6 +258,7 @@ CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "depth_attend_full": attend_full,
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,
-    "mhc_post_pre": streams_post_pre,
+    "mhc_post_pre": manifold_post_pre,
+    "hyper_post_pre": dynamic_post_pre,
     "merged_attention": moda,
 }

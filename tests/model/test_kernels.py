@@ -8,9 +8,12 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # one preset of each fused operator
-QUICK = ("attention_residuals_recency", "dca", "denseformer", "depth_attention", "mhc", "moda")
-# test_fused_mhc has four streams and all iterations too
-FEWER = {"mhc": ["model.connection.num_streams=2", "model.connection.iterations=3"]}
+QUICK = ("attention_residuals_recency", "dca", "denseformer", "depth_attention", "hyper_connections", "mhc", "moda")
+# test_fused_streams has four streams and all iterations too
+FEWER = {
+    "hyper_connections": ["model.connection.num_streams=2"],
+    "mhc": ["model.connection.num_streams=2", "model.connection.iterations=3"],
+}
 # presets without a fused operator are not tested
 FUSED = (*QUICK, "attention_residuals", "attention_residuals_full", "grn_v1", "grn_v3")
 pytestmark = pytest.mark.skipif(

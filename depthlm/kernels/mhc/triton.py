@@ -11,6 +11,7 @@ from depthlm.kernels.call import call, operator_name
 from depthlm.kernels.dtypes import compute_dtype, no_autocast
 from depthlm.kernels.mhc.rebuilding import save_streams, saved_streams, start_write, written
 from depthlm.kernels.mhc.triton_kernels import backward_kernel, forward_kernel
+from depthlm.kernels.mhc.triton_write import write_again
 
 try:
     import triton
@@ -49,10 +50,10 @@ class PostPre(torch.autograd.Function):
         # in the dtype of the products, as the backward pass needs it too
         low = phi.to(dtype) if norm is None else torch.mul(norm, phi, out=phi.new_empty(phi.shape, dtype=dtype))
         read, new, new_post, new_res, projected, scale = forward(x, output, post, res, low, alpha, bias, *settings)
-        start_write(ctx, x, rebuild, _written)
+        start_write(ctx, x, rebuild, write_again)
         kept = None if ctx.rebuilds or output is None else new
         save_streams(ctx, x, output, post, res, low, alpha, bias, projected, scale, phi, norm, kept)
-        ctx.settings, ctx.shapes = settings, (read.shape, new.shape, new_post.shape, new_res.shape)
+        ctx.iterations, ctx.shapes = settings[1], (read.shape, new.shape, new_post.shape, new_res.shape)
         ctx.set_materialize_grads(False)
         return read, new, new_post, new_res
 
@@ -69,7 +70,7 @@ class PostPre(torch.autograd.Function):
         )
         grad_x, *grad_pending, grad_phi, sums = backward(
             grad_read, None if output is None else grad_new, grad_post, grad_res,
-            x, output, post, res, new, low, alpha, bias, projected, scale, ctx.settings[1],
+            x, output, post, res, new, low, alpha, bias, projected, scale, ctx.iterations,
         )  # fmt: skip
         if output is None:
             grad_pending = [None] * 3
@@ -79,12 +80,6 @@ class PostPre(torch.autograd.Function):
             grad_norm, grad_phi = (grad_phi * phi).sum(0), grad_phi * norm
         weights = grad_phi, grad_norm, grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
         return grad_x, *grad_pending, *weights, None, None, None
-
-
-def _written(node):
-    """Return X' of a node."""
-    x, output, post, res, phi, alpha, bias, *_ = saved_streams(node)
-    return forward(x, output, post, res, phi, alpha, bias, *node.settings)[1]
 
 
 @torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())

@@ -6,7 +6,16 @@ A program processes BP positions, in chunks of BD columns of d.
 Shapes: p positions (batch and tokens), n streams (i new, j old), d hidden size, m = n (n + 2).
 """
 
-from depthlm.kernels.mhc.triton_maps import cells, columns, load, logits_and_gates, sinkhorn, sinkhorn_backward, vectors
+from depthlm.kernels.mhc.triton_maps import cells, columns, load, logits_and_gates, sinkhorn, sinkhorn_backward
+from depthlm.kernels.mhc.triton_streams import (
+    mixed_tile,
+    store_transposed,
+    store_vectors,
+    stream_tiles,
+    vectors,
+    write_backward,
+    zeros,
+)
 
 try:
     import triton
@@ -36,15 +45,10 @@ def forward_kernel(
         tile = (p * N * d)[:, None] + column[None, :]
         if PENDING:
             y = tl.load(output_ptr + (p * d)[:, None] + column[None, :], mask, other=0.0).to(tl.float32)
-            old = ()
-            for j in tl.static_range(N):
-                old += (tl.load(x_ptr + tile + j * d, mask, other=0.0).to(tl.float32),)
+            old = stream_tiles(x_ptr, tile, mask, d, N)
         for i in tl.static_range(N):
             if PENDING:
-                mixed = post_in[i][:, None] * y
-                for j in tl.static_range(N):
-                    mixed += res_in[i * N + j][:, None] * old[j]
-                new = mixed.to(new_ptr.dtype.element_ty)
+                new = mixed_tile(i, old, y, post_in, res_in, N).to(new_ptr.dtype.element_ty)
                 tl.store(new_ptr + tile + i * d, new, mask)
             else:
                 new = tl.load(x_ptr + tile + i * d, mask, other=0.0)
@@ -101,9 +105,7 @@ def backward_kernel(
     g = tl.arange(0, 16)
 
     # d H_pre
-    grad_pre = ()
-    for _ in tl.static_range(N):
-        grad_pre += (tl.zeros([BP], tl.float32),)
+    grad_pre = zeros(BP, N)
     for start in range(0, d, BD):
         column = start + tl.arange(0, BD)
         mask = inside[:, None] & (column < d)[None, :]
@@ -156,11 +158,7 @@ def backward_kernel(
     if PENDING:
         post_in = vectors(post_in_ptr, p * N, inside, N)
         res_in = vectors(res_in_ptr, p * N * N, inside, N * N)
-        grad_res, grad_post = (), ()
-        for _ in tl.static_range(N):
-            grad_post += (tl.zeros([BP], tl.float32),)
-        for _ in tl.static_range(N * N):
-            grad_res += (tl.zeros([BP], tl.float32),)
+        grad_post, grad_res = zeros(BP, N), zeros(BP, N * N)
     for start in range(0, d, BD):
         column = start + tl.arange(0, BD)
         seen = (column < d)[None, :]
@@ -184,26 +182,10 @@ def backward_kernel(
             else:
                 tl.store(grad_x_ptr + tile + i * d, grad.to(grad_x_ptr.dtype.element_ty), mask)
         if PENDING:
-            y = tl.load(output_ptr + flat, mask, other=0.0).to(tl.float32)
-            grad_output = tl.zeros([BP, BD], tl.float32)
-            added = ()
-            for i in tl.static_range(N):
-                grad_output += post_in[i][:, None] * grads[i]
-                added += (grad_post[i] + tl.sum(grads[i] * y, axis=1),)
-            grad_post = added
-            tl.store(grad_output_ptr + flat, grad_output.to(grad_output_ptr.dtype.element_ty), mask)
-            added = ()
-            for j in tl.static_range(N):
-                old = tl.load(x_ptr + tile + j * d, mask, other=0.0).to(tl.float32)
-                grad_old = tl.zeros([BP, BD], tl.float32)
-                for i in tl.static_range(N):
-                    grad_old += res_in[i * N + j][:, None] * grads[i]
-                    added += (grad_res[j * N + i] + tl.sum(grads[i] * old, axis=1),)
-                tl.store(grad_x_ptr + tile + j * d, grad_old.to(grad_x_ptr.dtype.element_ty), mask)
-            grad_res = added
+            grad_post, grad_res = write_backward(
+                grads, grad_post, grad_res, x_ptr, output_ptr, post_in, res_in, grad_x_ptr, grad_output_ptr,
+                tile, flat, mask, d, N,
+            )  # fmt: skip
     if PENDING:
-        for i in tl.static_range(N):
-            tl.store(grad_post_in_ptr + p * N + i, grad_post[i].to(grad_post_in_ptr.dtype.element_ty), inside)
-            for j in tl.static_range(N):
-                at = grad_res_in_ptr + p * N * N + i * N + j
-                tl.store(at, grad_res[j * N + i].to(grad_res_in_ptr.dtype.element_ty), inside)
+        store_vectors(grad_post_in_ptr, p * N, inside, grad_post)
+        store_transposed(grad_res_in_ptr, p, inside, grad_res, N)

@@ -29,15 +29,6 @@ def load(ptr, at_p, inside_p, at_c, held_c):
 
 
 @triton.jit
-def vectors(ptr, at_p, inside_p, COUNT: tl.constexpr):
-    """Load COUNT consecutive numbers per position, as COUNT vectors over positions in fp32."""
-    loaded = ()
-    for c in tl.static_range(COUNT):
-        loaded += (tl.load(ptr + at_p + c, inside_p, other=0.0).to(tl.float32),)
-    return loaded
-
-
-@triton.jit
 def logits_and_gates(projected_r, projected_g, alpha_ptr, bias_ptr, N: tl.constexpr, NP: tl.constexpr):
     """Return the logits of H_res, and the sigmoid of the logits of H_pre and H_post."""
     at_r, held_r, at_g, held_g = columns(N, NP)

@@ -7,6 +7,10 @@ X consists of n streams of width D, which start as copies of the embedding:
     X_btnd --+-> H_pre X -> sublayer f -> H_post^T -(+)-> X_btnd
              `-> H_res X ----------------------------'
 
+A write is deferred: it only stores its arguments, and one operator performs the write and the next read. The stream is
+[X] before the first sublayer, then [X, y, H_post, H_res], which represents H_res X + H_post^T y. On a GPU, some streams
+are computed again in the backward pass (`depthlm.kernels.mhc.rebuilding`).
+
 Shapes: b batch, t tokens, n streams (i new, j old), d hidden size.
 """
 
@@ -16,8 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from depthlm.kernels.hyper_connections.reference import Dynamic, Static, hyper_maps, hyper_post_pre
 from depthlm.kernels.mhc.reference import Pending, mhc_maps, mhc_post_pre, write_streams
-from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams
+from depthlm.kernels.mhc.streams import read_streams
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
@@ -27,15 +32,13 @@ COLLAPSES = ("mean", "sum", "learned")
 
 
 class HyperConnections(Connection):
-    """Hyper-connections. The stream is [X].
+    """Hyper-connections.
 
     H = static + s * tanh(norm(X) W) for each of H_pre, H_post and H_res. The static part initially equals vanilla. The
     dynamic part depends on each stream.
 
-    On a GPU, some streams are computed again in the backward pass (`depthlm.kernels.mhc.rebuilding`).
-
     num_streams: n.
-    dynamic: whether the maps have a dynamic part.
+    dynamic: whether the maps have a dynamic part. Without one, PyTorch runs for any choice of kernels.
     collapse: how the streams become the final hidden state: mean, sum, or learned, a learned softmax average.
     """
 
@@ -79,37 +82,33 @@ class HyperConnections(Connection):
     def open(self, embedding_btd: Tensor) -> Stream:
         return [copies(embedding_btd, self.num_streams)]
 
-    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor]]:
-        (x_btnd,) = stream
-        pre_btn, post_btn, res_btij = self.maps(x_btnd)
-        return (read_streams(pre_btn, x_btnd),), (post_btn, res_btij)
+    def read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
+        x_btnd, pending = _pending(stream)
+        rebuild = self.rebuild and scarce_memory(x_btnd)
+        input_btd, x_btnd, post_btn, res_btij = hyper_post_pre(x_btnd, pending, *self._parts(), self.eps, rebuild)
+        return (input_btd,), (x_btnd, post_btn, res_btij)
 
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return H_pre, H_post and H_res of every token."""
-        b, t, n, _ = x_btnd.shape
-        pre, post, res = self.static_pre.expand(b, t, n), self.static_post.expand(b, t, n), self.static_res
-        if not self.dynamic:
-            return pre, post, res.expand(b, t, n, n)
-        m_btnm = normed_projection(x_btnd, self.w, self.eps).tanh()
-        s_pre_res, s_post = self.scale
-        pre_btj, post_btj, res_btji = m_btnm.split((1, 1, n), dim=-1)
-        return (
-            pre + s_pre_res * pre_btj[..., 0],
-            post + s_post * post_btj[..., 0],
-            res + s_pre_res * res_btji.mT,
-        )
+        return hyper_maps(x_btnd, *self._parts(), self.eps)
 
-    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor]) -> Stream:
-        post_btn, res_btij = carry
-        return [mix_streams(res_btij, stream[0], post_btn, output_btd, self.rebuild and scarce_memory(output_btd))]
+    def _parts(self) -> tuple[Static, Dynamic | None]:
+        static = self.static_pre, self.static_post, self.static_res
+        return static, (self.w, self.scale) if self.dynamic else None
+
+    def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor, Tensor]) -> Stream:
+        return _deferred(output_btd, carry)
 
     def streams(self, stream: Stream) -> Tensor:
-        """Return X_btnd."""
-        return stream[0]
+        """Return X_btnd, with the pending write applied."""
+        return _written(stream)
+
+    def materialize(self, stream: Stream) -> Stream:
+        return [_written(stream)]
 
     def close(self, stream: Stream) -> Tensor:
         assert self.collapse is not None
-        return self.collapse(stream[0])
+        return self.collapse(_written(stream))
 
     def forward_flops(self, length: int, causal: bool) -> float:
         if self.collapse is not None:
@@ -126,10 +125,6 @@ class ManifoldHyperConnections(Connection):
 
     x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
     H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
-
-    A write is deferred: it only stores its arguments, and one operator performs the write and the next read. The stream
-    is [X] before the first sublayer, then [X, y, H_post, H_res], which represents H_res X + H_post^T y. On a GPU, some
-    streams are computed again in the backward pass (`depthlm.kernels.mhc.rebuilding`).
 
     num_streams: n.
     iterations: the number of Sinkhorn-Knopp iterations.
@@ -192,26 +187,24 @@ class ManifoldHyperConnections(Connection):
         return mhc_maps(x_btnd, self.norm * self.phi, self.alpha, self.bias, self.eps, self.iterations)
 
     def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Tensor, Tensor]) -> Stream:
-        x_btnd, post_btn, res_btij = carry
-        return [x_btnd, output_btd, post_btn, res_btij]
+        return _deferred(output_btd, carry)
 
     def streams(self, stream: Stream) -> Tensor:
         """Return X_btnd, with the pending write applied."""
-        x_btnd, pending = _pending(stream)
-        return x_btnd if pending is None else write_streams(x_btnd, pending)
+        return _written(stream)
 
     def materialize(self, stream: Stream) -> Stream:
-        return [self.streams(stream)]
+        return [_written(stream)]
 
     def close(self, stream: Stream) -> Tensor:
         assert self.collapse is not None
-        return self.collapse(self.streams(stream))
+        return self.collapse(_written(stream))
 
     def diagnostics(self, stream: Stream) -> dict[str, Tensor]:
         """Return the distance of H_res from its manifold, where all rows and columns sum to 1."""
         if self.collapse is not None:
             return {}
-        _, _, res_btij = self.maps(self.streams(stream))
+        _, _, res_btij = self.maps(_written(stream))
         sums = {"row": res_btij.sum(-1), "column": res_btij.sum(-2)}
         return {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
 
@@ -244,9 +237,20 @@ class Collapse(nn.Module):
         tensor.zero_()
 
 
+def _deferred(output_btd: Tensor, carry: tuple[Tensor, Tensor, Tensor]) -> Stream:
+    x_btnd, post_btn, res_btij = carry
+    return [x_btnd, output_btd, post_btn, res_btij]
+
+
 def _pending(stream: Stream) -> tuple[Tensor, Pending | None]:
     x_btnd, *rest = stream
     return x_btnd, (rest[0], rest[1], rest[2]) if rest else None
+
+
+def _written(stream: Stream) -> Tensor:
+    """Return X_btnd, with the pending write applied."""
+    x_btnd, pending = _pending(stream)
+    return x_btnd if pending is None else write_streams(x_btnd, pending)
 
 
 def scarce_memory(x: Tensor) -> bool:

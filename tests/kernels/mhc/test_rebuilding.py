@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.backend import using
+from depthlm.kernels.hyper_connections.reference import hyper_post_pre
 from depthlm.kernels.mhc.rebuilding import RUN
 from depthlm.kernels.mhc.reference import mhc_post_pre, write_streams
-from depthlm.kernels.mhc.streams import mix_streams, normed_projection, read_streams
 
 N, D, WRITES = 2, 8, 2 * RUN + 3
 
@@ -19,13 +19,12 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def hyper_connections_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
-    """Return the streams after WRITES sublayers, each of which doubles its input."""
-    projection, output = weights
-    for _ in range(WRITES):
-        maps = normed_projection(x, projection, 1e-5).tanh()
-        read = read_streams(maps[..., 0], x)
-        x = mix_streams(torch.eye(N) + 0.1 * maps[..., 1 : 1 + N], x, maps[..., -1], output * read, rebuild)
-    return x
+    w, output = weights
+    static, pending = (torch.ones(N) / N, torch.ones(N), torch.eye(N)), None
+    for _ in range(WRITES + 1):
+        read, x, post, res = hyper_post_pre(x, pending, static, (w, torch.full((2,), 0.1)), 1e-5, rebuild)
+        pending = output * read, post, res
+    return write_streams(x, pending)
 
 
 def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
@@ -37,21 +36,21 @@ def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
     return write_streams(x, pending)
 
 
+SHAPES = {hyper_connections_chain: (N + 2, D), mhc_chain: (N * (N + 2), N * D)}
 CHAINS = [
-    (hyper_connections_chain, (N + 2, D), "torch"),
-    (mhc_chain, (N * (N + 2), N * D), "torch"),
-    pytest.param(mhc_chain, (N * (N + 2), N * D), "triton", marks=pytest.mark.slow),
+    *((chain, "torch") for chain in SHAPES),
+    *(pytest.param(chain, "triton", marks=pytest.mark.slow) for chain in SHAPES),
 ]
 
 
-@pytest.mark.parametrize(("chain", "shape", "kernels"), CHAINS)
-def test_gradients_are_the_same_and_few_streams_are_saved(chain: Any, shape: tuple[int, ...], kernels: str) -> None:
+@pytest.mark.parametrize(("chain", "kernels"), CHAINS)
+def test_gradients_are_the_same_and_few_streams_are_saved(chain: Any, kernels: str) -> None:
     if kernels == "triton":
         pytest.importorskip("triton")
     start = normal(1, 3, N, D, seed=0)
     results, kept = [], []
     for rebuild in (False, True):
-        weights = [normal(*shape, seed=1).mul_(0.3).requires_grad_(), normal(D, seed=2).requires_grad_()]
+        weights = [normal(*SHAPES[chain], seed=1).mul_(0.3).requires_grad_(), normal(D, seed=2).requires_grad_()]
         x, saved = (2 * start.clone().requires_grad_()), {}
 
         def pack(y: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:

@@ -1,5 +1,6 @@
 """The outputs and all gradients of the Triton kernels of mhc_post_pre equal those of the PyTorch reference."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from depthlm.kernels.backend import using
 from depthlm.kernels.mhc.reference import mhc_post_pre
 
 from ..compiling import compile_kernels
+from ..inputs import assert_close, low
 
 triton_ops = pytest.importorskip("depthlm.kernels.mhc.triton")
+write_streams = pytest.importorskip("depthlm.kernels.mhc.triton_write").write_streams
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("input", "streams", "post", "res", "d x", "d phi", "d alpha", "d bias", "d output", "d post in", "d res in")
 
@@ -41,16 +44,7 @@ def results(kernels: str, inputs: list[Tensor], pending: bool = True, iterations
     return [*outputs, *torch.autograd.grad(outputs, inputs, along)]
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """Compare tensors. The tolerance is relative to the largest number of each tensor."""
-    for name, x, y in zip(NAMES, found, expected, strict=False):
-        assert (x.double() - y).abs().max() <= tolerance * max(1.0, y.abs().max().item()), name
-
-
-def low(inputs: list[Tensor], kind: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the inputs in a dtype, and the same rounded numbers in fp64."""
-    rounded = [x.to(kind) for x in inputs]
-    return rounded, [x.double() for x in rounded]
+assert_same = partial(assert_close, NAMES)
 
 
 @settings(max_examples=6, deadline=None)
@@ -161,6 +155,13 @@ def test_results_are_bitwise_reproducible() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("n", "d"), [(2, 70), (3, 8)])
+def test_a_write_alone_returns_the_same_bits(n: int, d: int) -> None:
+    x, phi, alpha, bias, *pending = [y.float() for y in arguments(n, d, 9)]
+    new = triton_ops.forward(x, *pending, phi, alpha, bias, 1e-5, 1)[1]
+    assert torch.equal(write_streams(x, *pending), new)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pending", [False, True])
 def test_operators_pass_opcheck(pending: bool) -> None:
@@ -172,6 +173,8 @@ def test_operators_pass_opcheck(pending: bool) -> None:
     grads = (torch.ones_like(read), torch.ones_like(new) if pending else None, post, res)
     saved = (x, *written, new, phi, alpha, bias, projected, scale)
     torch.library.opcheck(triton_ops.backward, (*grads, *saved, 3))
+    if pending:
+        torch.library.opcheck(write_streams, (x, *written))
 
 
 def changed(inputs: list[Tensor], which: int, value: Tensor) -> list[Tensor]:
@@ -222,3 +225,18 @@ def test_the_kernels_compile_for_gpus() -> None:
     shared = sizes | {f"{name}_ptr": "*fp32" for name in exact}
     module = "depthlm.kernels.mhc.triton_kernels"
     compile_kernels(module, [(name, shared | types, values) for name, types, values in kernels])
+    written = [
+        (
+            "write_kernel",
+            {key: kind for key, kind in types.items() if key in ("x_ptr", "new_ptr", "output_ptr")},
+            values,
+        )
+        for name, types, values in kernels
+        if name == "backward_kernel" and values["PENDING"]
+    ]
+    values = {"BP": 16, "BD": 64}
+    exact_maps = {"post_ptr": "*fp32", "res_ptr": "*fp32", "positions": "i32", "d": "i32"}
+    compile_kernels(
+        "depthlm.kernels.mhc.triton_write",
+        [(name, exact_maps | types, values | {"N": of["N"]}) for name, types, of in written],
+    )

@@ -1,4 +1,4 @@
-"""An mhc decoder has the same loss and gradients with Triton kernels as with PyTorch."""
+"""A decoder with parallel streams has the same loss and gradients with Triton kernels as with PyTorch."""
 
 import copy
 from typing import Any
@@ -11,22 +11,31 @@ from depthlm.model.decoder import compile_sublayers
 from .gradients import loss_and_gradients
 
 pytest.importorskip("triton")
+PRESETS = ("hyper_connections", "mhc")
 
 
 @pytest.mark.parametrize(
-    ("streams", "checkpointing"),
-    [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
+    ("preset", "streams", "checkpointing"),
+    [
+        *((preset, 2, True) for preset in PRESETS),
+        *(
+            pytest.param(preset, *case, marks=pytest.mark.slow)
+            for preset in PRESETS
+            for case in ((2, False), (4, True))
+        ),
+    ],
 )
-def test_mhc_with_triton_equals_mhc_with_pytorch(build: Any, streams: int, checkpointing: bool) -> None:
-    model = build("model=mhc", f"model.connection.num_streams={streams}", "size.num_layers=2")
+def test_triton_equals_pytorch(build: Any, preset: str, streams: int, checkpointing: bool) -> None:
+    model = build(f"model={preset}", f"model.connection.num_streams={streams}", "size.num_layers=2")
     model.activation_checkpointing = checkpointing
     compare(model, copy.deepcopy(model))
 
 
 @pytest.mark.slow
-def test_compiled_mhc_with_triton_equals_pytorch(build: Any) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compiled_sublayers_with_triton_equal_pytorch(build: Any, preset: str) -> None:
     torch.compiler.reset()
-    model = build("model=mhc", "size.num_layers=2")
+    model = build(f"model={preset}", "size.num_layers=2")
     other = copy.deepcopy(model)
     compile_sublayers(other, backend="aot_eager")
     compare(model, other)

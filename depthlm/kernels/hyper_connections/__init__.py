@@ -1,0 +1,1 @@
+"""The write of a sublayer of hyper-connections and the read of the next."""
