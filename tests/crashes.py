@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,17 +44,14 @@ def look(root: Path) -> Tree:
     while waiting:
         inode, folder = waiting.pop()
         tree.entries.setdefault(inode, {})
-        try:
-            for entry in os.scandir(folder):
-                # not entry.inode(), which differs from this one on some file systems
-                number = entry.stat(follow_symlinks=False).st_ino
-                if entry.is_dir():
-                    waiting.append((number, Path(entry.path)))
-                else:
-                    tree.contents[number] = Path(entry.path).read_bytes()
-                tree.entries[inode][entry.name] = number
-        except FileNotFoundError:
-            continue  # another process has just removed it
+        for entry in os.scandir(folder):
+            # not entry.inode(), which differs from this one on some file systems
+            number = entry.stat(follow_symlinks=False).st_ino
+            if entry.is_dir():
+                waiting.append((number, Path(entry.path)))
+            else:
+                tree.contents[number] = Path(entry.path).read_bytes()
+            tree.entries[inode][entry.name] = number
     return tree
 
 
@@ -64,16 +61,10 @@ class Recorder:
     def __init__(self, root: Path, events: Path) -> None:
         self.root, self.events = root, events
 
-    def note(self, *events: Event) -> None:
-        """Append the state of the folder, and these events."""
-        with self.events.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            for event in (Event("look", look(self.root)), *events):
-                pickle.dump(event, file)
-
     def filter(self, record: logging.LogRecord) -> bool:
         """Note what is logged."""
-        self.note(Event("mark", record.getMessage()))
+        with self._noting() as note:
+            note(Event("mark", record.getMessage()))
         return True
 
     @contextmanager
@@ -87,25 +78,29 @@ class Recorder:
             if not (unsynced and path.match(unsynced)):
                 fsync(number)
                 if path.is_relative_to(self.root):
-                    self.note(Event("fsync", ROOT if path == self.root else os.fstat(number).st_ino))
+                    with self._noting() as note:
+                        note(Event("fsync", ROOT if path == self.root else os.fstat(number).st_ino))
 
         def recorded_replace(source: Any, target: Any) -> None:
             paths = [Path(path).absolute() for path in (source, target)]
             if not paths[0].is_relative_to(self.root):
                 return replace(source, target)
-            self.note()
-            places = [(self._inode(path.parent), path.name) for path in paths]
-            replace(source, target)
-            return self.note(Event("rename", places))
+            with self._noting() as note:
+                note()
+                places = [(self._inode(path.parent), path.name) for path in paths]
+                replace(source, target)
+                return note(Event("rename", places))
 
+        # a new file may get the inode of one that was removed
         def recorded_unlink(*arguments: Any, **settings: Any) -> None:
-            unlink(*arguments, **settings)
-            # a new file may get the inode of this one
-            self.note()
+            with self._noting() as note:
+                unlink(*arguments, **settings)
+                note()
 
         def recorded_rmdir(*arguments: Any, **settings: Any) -> None:
-            rmdir(*arguments, **settings)
-            self.note()
+            with self._noting() as note:
+                rmdir(*arguments, **settings)
+                note()
 
         log = logging.getLogger("depthlm")
         # a run removes all handlers when it starts
@@ -114,9 +109,22 @@ class Recorder:
         try:
             with mock.patch.multiple(os, **recorded, unlink=recorded_unlink, rmdir=recorded_rmdir):
                 yield
-            self.note()
+            with self._noting() as note:
+                note()
         finally:
             log.removeFilter(self)
+
+    @contextmanager
+    def _noting(self) -> Iterator[Callable[..., None]]:
+        """Yield what appends the state of the folder and events. Meanwhile, nobody else removes or renames."""
+        with self.events.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+            def note(*events: Event) -> None:
+                for event in (Event("look", look(self.root)), *events):
+                    pickle.dump(event, file)
+
+            yield note
 
     def _inode(self, folder: Path) -> int:
         return ROOT if folder.resolve() == self.root.resolve() else os.stat(folder).st_ino
@@ -146,7 +154,9 @@ class Disk:
         if event.kind == "mark":
             self.marks.append(event.value)
         elif event.kind == "fsync":
-            self._sync(self.numbers[event.value])
+            # another rank may have removed it in the meantime
+            if event.value in self.numbers:
+                self._sync(self.numbers[event.value])
         elif event.kind == "look":
             tree = self._numbered(event.value)
             self.pending += [(change,) for change in self._changes(tree)]
@@ -230,7 +240,7 @@ class Disk:
                 numbers[inode] = self.numbers.get(inode, self.count)
         self.numbers = numbers
         entries = {
-            numbers[folder]: {name: numbers[inode] for name, inode in names.items() if inode in numbers}
+            numbers[folder]: {name: numbers[inode] for name, inode in names.items()}
             for folder, names in tree.entries.items()
         }
         return Tree(entries, {numbers[inode]: content for inode, content in tree.contents.items()})
