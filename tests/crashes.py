@@ -105,7 +105,7 @@ class Recorder:
         log = logging.getLogger("depthlm")
         # a run removes all handlers when it starts
         log.addFilter(self)
-        recorded = {"fsync": recorded_fsync, "replace": recorded_replace}
+        recorded = {"fsync": recorded_fsync, "replace": recorded_replace, "rename": recorded_replace}
         try:
             with mock.patch.multiple(os, **recorded, unlink=recorded_unlink, rmdir=recorded_rmdir):
                 yield
