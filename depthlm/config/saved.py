@@ -21,7 +21,7 @@ from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 
-SEAL = "# sha256 of the lines above: "
+SEAL, END = "# sha256 of the lines below: ", "# end\n"
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
@@ -43,9 +43,12 @@ def config_text(config: Config) -> str:
 
 
 def sealed_config_text(config: Config) -> str:
-    """Return a configuration as config.yaml contains it, with its SHA-256 in the last line."""
+    """Return a configuration as config.yaml contains it, with its SHA-256 in the first line and a mark in the last.
+
+    A text that has lost some of its lines has at most one of the two; one that never had a digest has neither.
+    """
     text = config_text(config)
-    return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}{END}"
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
@@ -56,11 +59,10 @@ def saved_config(directory: Path) -> dict[str, Any]:
     path = RunDirectory(directory).config
     try:
         text = path.read_text(encoding="utf-8")
-        content, seal, expected = text.rpartition(SEAL)
-        if seal and hashlib.sha256(content.encode()).hexdigest() != expected.strip():
+        if (SEAL in text or END in text) and not _is_sealed(text):
             raise UserError(
                 f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "
-                "delete its last line"
+                "delete its first and its last line"
             )
         saved = yaml.load(text, Loader=Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -69,6 +71,11 @@ def saved_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
     use_new_names(saved)
     return saved
+
+
+def _is_sealed(text: str) -> bool:
+    first, _, rest = text.removesuffix(END).partition("\n")
+    return text.endswith(END) and first == SEAL + hashlib.sha256(rest.encode()).hexdigest()
 
 
 def as_text(value: Any) -> Any:

@@ -82,8 +82,12 @@ class Manifest:
             record["validation"] = {name: _split(split) for name, split in record["validation"].items()}
             if record["dtype"] not in ("uint16", "uint32") or not isinstance(record["vocab_size"], int):
                 raise ValueError(f"dtype {record['dtype']!r}, vocab_size {record['vocab_size']!r}")
+            if not all(isinstance(record[name], dict) for name in ("source", "settings")):
+                raise TypeError("source and settings must be objects")
+            if len(record["validation"]) != 1:
+                raise ValueError(f"{len(record['validation'])} validation sets")
             return cls(**record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"not a manifest of token files ({error!r})", file, _REMEDY) from error
 
     def write(self, folder: str | Path) -> Path:
@@ -137,6 +141,9 @@ def _split(record: dict[str, Any]) -> Split:
     split = Split(**(record | {"files": tuple(Shard(**shard) for shard in record["files"])}))
     counts = [split.tokens, split.documents, split.bytes, *(shard.tokens for shard in split.files)]
     names = [shard.name for shard in split.files]
-    if not all(isinstance(count, int) for count in counts) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"counts {counts}, files {names}")
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise TypeError(f"counts {counts}")
+    # longer names raise OSError where the file is looked for
+    if not all(isinstance(name, str) and 0 < len(name.encode()) < 256 and not {"/", "\0"} & {*name} for name in names):
+        raise ValueError("a name that no file in the folder can have")
     return split

@@ -56,8 +56,10 @@ def read_pretrained(folder: Path) -> Pretrained:
         raise UserError(f"init_from={folder}: model_type {model_type}; allowed: {', '.join(NATIVE)}, depthlm")
     try:
         settings, beyond = _own_settings(config) if model_type == "depthlm" else our_settings(config)
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise UserError(f"init_from={folder}: {CONFIG} lacks {error}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
+        raise UserError(f"init_from={folder}: {CONFIG} has a value of a wrong type ({error})") from None
     if config.get("quantization_config"):
         beyond.append("quantized weights")
     return Pretrained(folder, model_type, _weight_files(folder), settings, beyond)
@@ -156,6 +158,8 @@ def _weight_files(folder: Path) -> list[Path]:
             names = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
             if not all(isinstance(name, str) for name in names):
                 raise TypeError("a file name is not a text")
+            if any("\0" in name or len(name) > 255 for name in names):
+                raise ValueError("a file name is too long, or has a zero")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"init_from={folder}: {INDEX} cannot be read ({error!r})") from None
     else:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from depthlm.config.saved import SEAL
+from depthlm.config.saved import END
 from depthlm.runs.records import read_metrics
 
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
@@ -25,7 +25,7 @@ def checkpoint(directory: Path, step: int | None = None) -> Path:
 
 def unsealed(directory: Path) -> str:
     """Return config.yaml without its digest, so that it can be changed."""
-    return (directory / "config.yaml").read_text().rpartition(SEAL)[0]
+    return (directory / "config.yaml").read_text().partition("\n")[2].removesuffix(END)
 
 
 def manifest(directory: Path, step: int | None = None) -> dict[str, Any]:
