@@ -235,7 +235,10 @@ def make_targets(folder: Path) -> list[Target]:
 def of_run(run: Path, overrides: list[str]) -> list[Target]:
     """Return the files of a run directory."""
     python, checkpoint = ("-m", "depthlm"), run / "checkpoints/step-00000004"
-    loading = ((*python, "generate", f"run={run}", "prompt=a", "max_new_tokens=2"), (*python, "runs", "--root", str(run.parent)))
+    loading = (
+        (*python, "generate", f"run={run}", "prompt=a", "max_new_tokens=2"),
+        (*python, "runs", "--root", str(run.parent)),
+    )
     resuming = (("train.py", *overrides, f"output_dir={run}"), (*python, "report", f"runs={run}", f"to={run}-report"))
 
     def newest(_: Path) -> Any:
