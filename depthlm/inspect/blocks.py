@@ -24,7 +24,7 @@ CURVES = 8
 
 def block_picture(directory: Path) -> Picture | None:
     """Return the picture of a run's blocks.jsonl; None if the file is missing or empty."""
-    rows = list(read_metrics(RunDirectory(directory).sublayer_norms, {"step", *PARTS}))
+    rows = list(read_metrics(RunDirectory(directory).sublayer_norms, {"step"}, PARTS))
     if not rows:
         return None
     steps = np.array([row["step"] for row in rows])

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,13 @@ def read_run(directory: str | Path) -> RunRecord:
     return RunRecord(run.path, state, rows, summary, evaluation, None if error is None else str(error))
 
 
-def read_metrics(path: Path, needed: Set[str] = frozenset({"step", "loss"})) -> Iterator[dict[str, Any]]:
+def read_metrics(
+    path: Path, needed: Set[str] = frozenset({"step", "loss"}), lists: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Yield every valid row of a metrics.jsonl, in order; nothing if there is no file.
 
-    needed: the keys that a row must have, each with a number, null, or a list of these. blocks.jsonl has others than
-    metrics.jsonl.
+    needed: the keys that a row must have, each with a number or null. lists: those that it must have with a list of
+    these, as in blocks.jsonl.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -99,7 +101,12 @@ def read_metrics(path: Path, needed: Set[str] = frozenset({"step", "loss"})) -> 
         return
     for line in lines:
         row = row_of(line)
-        if row is not None and all(name in row and _is_numbers(row[name]) for name in needed):
+        if row is None or not needed | {*lists} <= row.keys():
+            continue
+        values = [row[name] for name in needed]
+        for name in lists:
+            values += row[name] if isinstance(row[name], list) else [row[name], "not a list"]
+        if all(value is None or type(value) in (int, float) for value in values):
             yield row
 
 
@@ -110,11 +117,6 @@ def row_of(line: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def _is_numbers(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(one is None or type(one) in (int, float) for one in values)
 
 
 def _json(path: Path) -> dict[str, Any]:
