@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,7 @@ class RunRecord:
             return self._validation(metric, at)
         if metric == "training_perplexity":
             late = [row["loss"] for row in self.rows if row["step"] > 0.99 * self.summary["steps"]]
-            return math.exp(sum(late) / len(late)) if late and None not in late else None
+            return perplexity(finite(sum(late) / len(late))) if late and None not in late else None
         # prefer evaluation: it covers whole validation sets, training possibly only a part
         value = self.evaluation.get(metric, self.summary.get(metric))
         return finite(value)
