@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from interleaved import result_path, write_json
+from mutations import mutated
 from rich.progress import track
 from safetensors.torch import load_file
 
@@ -56,24 +58,6 @@ RUN = ["size=micro", "size.hidden_size=16", "size.head_size=8", "size.intermedia
        "training.sequence_length=32", "training.max_steps=4", "training.checkpoint_every=2", "training.log_every=1",
        "training.validate_every=2", "training.validation_tokens=64", "training.sample=null",
        "training.log_blocks_every=2", "memory=ignore"]  # fmt: skip
-# values that replace others in JSON
-VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**70,
-    1.5,
-    float("inf"),
-    "",
-    "x" * 10000,
-    "../../x",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"a": 1},
-]
 
 
 class HangError(Exception):
@@ -98,62 +82,6 @@ class Outcome:
     refused: int = 0
     returned: int = 0
     failures: dict[str, str] = field(default_factory=dict)
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    """Return a damaged copy."""
-    data = bytearray(content)
-    at = chance.randrange(len(data) + 1)
-    end = min(len(data), at + chance.choice((1, 4, 64, 4096)))
-    kind = chance.choice(("bits", "bits", "cut", "remove", "insert", "repeat", "encoding", "value", "value", "nesting"))
-    if kind == "bits":
-        for _ in range(chance.choice((1, 1, 1, 8))):
-            bit = chance.randrange(8 * max(1, len(data)))
-            if data:
-                data[bit // 8] ^= 1 << bit % 8
-    elif kind == "cut":
-        del data[at:]
-    elif kind == "remove":
-        del data[at:end]
-    elif kind == "insert":
-        data[at:at] = chance.randbytes(chance.choice((1, 3, 200)))
-    elif kind == "repeat":
-        data[at:at] = data[at:end] * chance.choice((1, 50))
-    elif kind == "encoding":
-        text = content.decode("utf-8", errors="replace")
-        return text.encode(chance.choice(("utf-16", "utf-8-sig", "utf-32", "cp037")), errors="replace")
-    elif kind == "nesting":
-        deep = chance.choice((b"[", b'{"a":', b"- ", b"{a: ")) * chance.choice((50, 20000))
-        data[at:end] = deep
-    else:
-        return with_another_value(content, chance)
-    return bytes(data)
-
-
-def with_another_value(content: bytes, chance: random.Random) -> bytes:
-    """Return JSON, or a line of it, with one value replaced or removed; other content with a random byte."""
-    lines = content.splitlines(keepends=True)
-    whole = content[:1] in (b"{", b"[") and len(lines) != 1 and not content.startswith(b'{"step')
-    number = 0 if whole or not lines else chance.randrange(len(lines))
-    try:
-        value = json.loads(content if whole else lines[number])
-    except (ValueError, IndexError):
-        return content + chance.randbytes(1)
-    holders: list[tuple[Any, Any]] = []
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        pairs = list(one.items()) if isinstance(one, dict) else list(enumerate(one)) if isinstance(one, list) else []
-        holders += [(one, key) for key, _ in pairs]
-        waiting += [child for _, child in pairs]
-    if holders:
-        holder, key = chance.choice(holders)
-        if isinstance(holder, dict) and chance.random() < 0.2:
-            del holder[key]
-        else:
-            holder[key] = chance.choice(VALUES)
-    changed = json.dumps(value).encode()
-    return changed if whole else b"".join([*lines[:number], changed + b"\n", *lines[number + 1 :]])
 
 
 @contextmanager
@@ -393,9 +321,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these files")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
-    from interleaved import result_path, write_json
-
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         with quiet():

@@ -47,7 +47,10 @@ def sealed_config_text(config: Config) -> str:
 
     A text that has lost some of its lines has at most one of the two; one that never had a digest has neither.
     """
-    text = config_text(config)
+    return _sealed(config_text(config))
+
+
+def _sealed(text: str) -> str:
     return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}{END}"
 
 
@@ -59,7 +62,7 @@ def saved_config(directory: Path) -> dict[str, Any]:
     path = RunDirectory(directory).config
     try:
         text = path.read_text(encoding="utf-8")
-        if (SEAL in text or END in text) and not _is_sealed(text):
+        if (SEAL in text or END in text) and text != _sealed(text.partition("\n")[2].removesuffix(END)):
             raise UserError(
                 f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "
                 "delete its first and its last line"
@@ -71,11 +74,6 @@ def saved_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
     use_new_names(saved)
     return saved
-
-
-def _is_sealed(text: str) -> bool:
-    first, _, rest = text.removesuffix(END).partition("\n")
-    return text.endswith(END) and first == SEAL + hashlib.sha256(rest.encode()).hexdigest()
 
 
 def as_text(value: Any) -> Any:

@@ -153,18 +153,13 @@ def _pairs(theirs: Mapping[str, Any], ours: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        try:
-            names = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError("a file name is not a text")
-            if any("\0" in name or len(name) > 255 for name in names):
-                raise ValueError("a file name is too long, or has a zero")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"init_from={folder}: {INDEX} cannot be read ({error!r})") from None
-    else:
-        names = [WEIGHTS]
-    missing = [name for name in names if not (folder / name).is_file()]
+    index, names = folder / INDEX, [WEIGHTS]
+    try:
+        if index.is_file():
+            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+        missing = [name for name in names if not (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"init_from={folder}: {INDEX} cannot be read ({error!r})") from None
     if missing and any(folder.glob("*.bin")):
         raise UserError(
             f"init_from={folder}: its weights are pickled (*.bin), which can contain code and is never loaded; convert "

@@ -102,11 +102,7 @@ class Data(Source):
         choices=("error", "skip"),
     )
     max_document_bytes: Any = key(
-        2**30,
-        "most bytes of a document, or of a line of JSON; a longer one is a bad document",
-        minimum=1,
-        count=True,
-        on_resume="free",
+        2**30, "most bytes of a document or line; a longer one is bad", minimum=1, count=True, on_resume="free"
     )
     shard_tokens: Any = key(SHARD_TOKENS, "tokens per token file", minimum=1, count=True)
     num_workers: int = key(
@@ -283,7 +279,7 @@ class DeepSpeed:
     )
     reduce_bucket_size: Optional[Any] = key(
         None,
-        "gradient elements to reduce over the ranks at once; null: 10M at ZeRO 0, 500M above",
+        "gradient elements to reduce at once; null: 10M at ZeRO 0, else 500M",
         minimum=1,
         count=True,
         on_resume="free",

@@ -1,5 +1,6 @@
 """Estimates of what preparing a source takes: tokens, disk space and time."""
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable
@@ -94,12 +95,14 @@ def _text_bytes(file: Path, look: bool) -> float:
     """Return about how many bytes of text a local file holds. look: whether to check if its compression is absurd."""
     if not file.name.endswith((".gz", ".zst", ".parquet")):
         return file.stat().st_size
-    return file.stat().st_size * max(_COMPRESSION, (look and _absurd_compression(file)) or 0.0)
+    size = file.stat().st_size
+    return size * max(_COMPRESSION, (look and _absurd_compression(file, size)) or 0.0)
 
 
-def _absurd_compression(file: Path) -> float | None:
-    """Return the compression of a file if it is absurd, and log it; otherwise None, also for a damaged file."""
-    if not file.name.endswith((".gz", ".zst")) or file.stat().st_size < _SMALL:
+@functools.cache
+def _absurd_compression(file: Path, size: int) -> float | None:
+    """Return the compression of a file if it is absurd, and log it once; otherwise None, also for a damaged file."""
+    if not file.name.endswith((".gz", ".zst")) or size < _SMALL:
         return None
     try:
         found = compression(file)
