@@ -1,192 +1,177 @@
-"""Kill a run at random moments, restart it each time, and compare it with an undisturbed run.
+"""Disturb runs at random moments, start them again each time, and compare them with undisturbed ones.
 
-    python benchmarks/chaos.py --kills 50
+    python benchmarks/chaos.py                       # all arms, two hours on two cores
+    python benchmarks/chaos.py --arms torchrun disk  # these, of the list that --help prints
+    python benchmarks/chaos.py --events 5            # of each arm
 
-Two gloo ranks on the CPU. A kill is a SIGKILL to one or both of them, at any time after the first new step, and every
-second time while a checkpoint is being written. The loss curve, the validation loss and the final weights must be
-equal, bit for bit.
+Each arm is a run of size micro on the CPU that is disturbed until it reaches its end; then another one begins, until
+there were enough events. Loss curve, validation loss and weights must be equal, bit for bit, to those of a run that one
+command trained from start to end. The arm `srun` needs SLURM, the arm `disk` root. Results of arms that do not run stay
+in the JSON.
 """
 
 import argparse
 import json
-import os
-import random
-import signal
-import socket
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.progress import track
-from safetensors.torch import load_file
+from disturbances.jobs import Begin, finish, starter
+from disturbances.kills import MOMENTS, Killer
+from disturbances.mishaps import Mishaps, small_disk
+from disturbances.results import outcome, same
+from interleaved import result_path, write_json
+from rich.progress import Progress
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-WORLD_SIZE = 2
 RUN = ["size=micro", "data=stdlib", "data.tokenizer=bytes", "data.max_tokens=200K", "tracker=none", "precision=fp32",
-       "device=cpu", "deepspeed=zero1", "training.sequence_length=64", "training.batch_size=4", "training.log_every=1",
-       "training.checkpoint_every=3", "training.validate_every=10", "training.validation_tokens=2K",
-       "training.sample=null", "training.num_threads=1", "training.rank_timeout=5"]  # fmt: skip
-
-
-# starts both ranks of a run
-Start = Callable[[Sequence[str]], Sequence[Any]]
+       "device=cpu", "training.sequence_length=64", "training.batch_size=4", "training.log_every=1",
+       "training.checkpoint_every=7", "training.validate_every=10", "training.validation_tokens=2K",
+       "training.sample=null", "training.num_threads=1", "training.rank_timeout=5",
+       "training.async_checkpoint=true"]  # fmt: skip
+STEPS = 600
 
 
 @dataclass(frozen=True)
-class Kill:
-    """A kill: its ranks and time, and how long the surviving rank took to end (None: no rank survived)."""
+class Arm:
+    """What happens to which run.
 
-    victims: list[int]
-    step: int
-    saving: bool
-    seconds_to_end: float | None
+    event: kill, stop, disk or tracker. segments: the run goes to each of these steps on so many ranks, in this order.
+    moments: when it is killed. most: kills in one segment.
+    """
 
-
-def start(overrides: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """Start both ranks of a run, with the environment variables of a launcher."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    shared = {"WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": port}  # fmt: skip
-    return [
-        subprocess.Popen(
-            [sys.executable, "train.py", *overrides],
-            cwd=REPOSITORY,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
+    event: str
+    launcher: str
+    overrides: list[str]
+    events: int
+    segments: Sequence[tuple[int, int]] = ((STEPS, 2),)
+    moments: Sequence[str] = MOMENTS
+    most: int = sys.maxsize
 
 
-def finish(overrides: Sequence[str], begin: Start = start) -> None:
-    """Train a run to its end. Raises RuntimeError with the output of its ranks if it fails."""
-    ranks = begin(overrides)
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("\n".join(outputs))
+ARMS = {
+    "plain": Arm("kill", "python", ["model=attention_residuals"], 200, [(STEPS, 1)]),
+    "torchrun": Arm("kill", "torchrun", ["model=mhc", "deepspeed=zero1"], 120),
+    "srun": Arm("kill", "srun", ["model=moda", "deepspeed=zero2"], 120),
+    "ranks": Arm("kill", "python", ["model=depth_attention", "deepspeed=zero1"], 60,
+                 [(step, 2 - step // 60 % 2) for step in range(60, STEPS + 1, 60)],
+                 ("converting", "resuming", "converting", "training"), 4),
+    "stop": Arm("stop", "python", ["model=denseformer", "deepspeed=zero1"], 50),
+    "disk": Arm("disk", "python", ["model=depth_attention", "deepspeed=zero1"], 20),
+    "tracker": Arm("tracker", "python", ["tracker=wandb", "tracker.mode=offline"], 20, [(STEPS, 1)]),
+}  # fmt: skip
 
 
-def life(
-    overrides: Sequence[str], directory: Path, chance: random.Random, while_saving: bool, begin: Start
-) -> Kill | None:
-    """Start a run and kill it; None if it was complete before. Raises RuntimeError if it did not resume."""
-    before, ranks = newest_step(directory), begin(overrides)
-    try:
-        while newest_step(directory) <= before:
-            if any(rank.poll() for rank in ranks):
-                raise RuntimeError("\n".join(rank.communicate()[0] for rank in ranks))
-            if all(rank.poll() == 0 for rank in ranks):
-                return None
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 1.0))
-        saving = False
-        deadline = time.monotonic() + 2
-        while while_saving and not saving and time.monotonic() < deadline:
-            saving = is_saving(directory)
-        time.sleep(chance.uniform(0, 0.01))
-        victims = chance.choice([[0, 1], [0, 1], [0], [1]])
-        for victim in victims:
-            ranks[victim].send_signal(signal.SIGKILL)
-        saving, killed_at = is_saving(directory), time.monotonic()
-        if all(rank.wait(timeout=60) == 0 for rank in ranks):
-            return None
-        alone = len(victims) < WORLD_SIZE
-        return Kill(victims, newest_step(directory), saving, time.monotonic() - killed_at if alone else None)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def train(arm: Arm, folder: Path, shared: list[str]) -> dict[str, Any]:
+    """Train the run of an arm without disturbances, and return its results."""
+    directory = folder / "undisturbed"
+    for step, ranks in arm.segments:
+        overrides = [*shared, "tracker=none", f"output_dir={directory}", f"training.stop_after={step}"]
+        finish(overrides, starter("python", ranks, folder / "output.txt"))
+    return outcome(directory)
 
 
-def disturb(overrides: Sequence[str], directory: Path, kills: int, seed: int, begin: Start = start) -> list[Kill]:
-    """Start and kill a run this many times."""
-    chance, done = random.Random(seed), []
-    for number in track(range(kills), "killing"):
-        kill = life(overrides, directory, chance, number % 2 == 1, begin)
-        if kill is None:
-            break
-        done.append(kill)
-    return done
+def disturb(arm: Arm, folder: Path, shared: list[str], seed: int, left: int, on_event: Callable[[], None]) -> list[Any]:
+    """Train the run of an arm to its end with at most so many events. Returns them."""
+    directory = folder / "disturbed"
+    killer, mishaps = Killer(directory, arm.moments, seed), Mishaps(directory, seed)
+    events: list[Any] = killer.kills if arm.event == "kill" else mishaps.events
+    for step, ranks in arm.segments:
+        begin = starter(arm.launcher, ranks, folder / "output.txt")
+        overrides = [*shared, f"output_dir={directory}", f"training.stop_after={step}"]
+        if arm.event == "kill":
+            ended = killer.disturb(overrides, begin, min(arm.most, left - len(events)), on_event)
+        else:
+            ended = happen(mishaps, arm.event, overrides, begin, left, on_event)
+        if not ended:
+            finish(overrides, begin)
+    return events
 
 
-def newest_step(directory: Path) -> int:
-    """Return the newest step in metrics.jsonl, or 0 if there is none."""
-    try:
-        rows = (directory / "metrics.jsonl").read_text().splitlines()
-        return max((json.loads(row)["step"] for row in rows[-2:]), default=0)
-    except (OSError, ValueError):
-        return 0
+def happen(
+    mishaps: Mishaps, event: str, overrides: list[str], begin: Begin, left: int, on_event: Callable[[], None]
+) -> bool:
+    """Let a mishap happen to a run until there were enough. Returns whether the run has reached its end."""
+    life = {"stop": mishaps.stop, "disk": mishaps.fill_disk, "tracker": mishaps.kill_tracker}[event]
+    while len(mishaps.events) < left:
+        before = len(mishaps.events)
+        if life(overrides, begin):
+            return True
+        for _ in range(len(mishaps.events) - before):
+            on_event()
+    return False
 
 
-def is_saving(directory: Path) -> bool:
-    """Return whether a checkpoint is being written."""
-    return any((directory / "checkpoints").glob(".saving-*"))
-
-
-def outcome(directory: Path) -> dict[str, Any]:
-    """Return the results that must not depend on kills: the loss curve, the validation loss and the weights."""
-    rows = [json.loads(row) for row in (directory / "metrics.jsonl").read_text().splitlines()]
-    names = ("step", "tokens", "loss", "learning_rate", "grad_norm", "validation/stdlib/loss", "validation/local/loss")
-    summary = json.loads((directory / "summary.json").read_text())
-    newest = (directory / "checkpoints/latest").read_text().strip()
+def run_arm(name: str, most: int | None, seed: int, progress: Progress) -> dict[str, Any]:
+    """Run an arm and return its results."""
+    arm, started = ARMS[name], time.monotonic()
+    events: list[Any] = []
+    runs, equal = 0, True
+    wanted = min(arm.events, most or arm.events)
+    bar = progress.add_task(name, total=wanted)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        shared = [*RUN, *arm.overrides, f"training.max_steps={STEPS}", f"data.path={folder}/tokens"]
+        undisturbed = train(arm, folder, shared)
+        while len(events) < wanted:
+            with ExitStack() as disk:
+                place = folder / f"run-{runs}"
+                disk.enter_context(small_disk(place)) if arm.event == "disk" else place.mkdir()
+                left = wanted - len(events)
+                seen = disturb(arm, place, shared, seed + runs, left, lambda: progress.advance(bar))
+                runs += 1
+                equal = same(outcome(place / "disturbed"), undisturbed) and equal
+            if not seen:
+                raise RuntimeError(f"{name}: a run of {STEPS} steps ended before anything happened to it")
+            events += seen
+    each = [asdict(event) if arm.event == "kill" else event for event in events]
     return {
-        "curve": [[row.get(name) for name in names] for row in rows],
-        "validation_loss": summary["validation_loss"],
-        "weights": load_file(directory / "checkpoints" / newest / "model.safetensors"),
+        "launcher": arm.launcher,
+        "overrides": arm.overrides,
+        "events": len(each),
+        "runs": runs,
+        "steps": STEPS,
+        **(kill_statistics(each) if arm.event == "kill" else {}),
+        "same_bit_for_bit": equal,
+        "minutes": (time.monotonic() - started) / 60,
+        "each": each,
     }
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two results are equal, bit for bit."""
-    weights = one["weights"].keys() == other["weights"].keys() and all(
-        torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"]
-    )
-    return weights and one["curve"] == other["curve"] and one["validation_loss"] == other["validation_loss"]
+def kill_statistics(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the runs did when they were killed, and how long the surviving ranks took to end."""
+    alone = [kill["seconds_to_end"] for kill in each if kill["seconds_to_end"] is not None]
+    seconds = {"median": statistics.median(alone), "largest": max(alone)} if alone else None
+    return {
+        "states": Counter(kill["state"] for kill in each),
+        "of_one_rank_alone": len(alone),
+        "seconds_until_the_others_ended": seconds,
+    }
 
 
 def main() -> None:
-    """Run the comparison, print it and write the results."""
-    from interleaved import result_path, write_json
-
+    """Run the arms, print their results and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--events", type=int, help="at most so many events of each arm")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = [*RUN, f"training.max_steps={60 * arguments.kills}", f"data.path={folder}/tokens"]
-        finish([*run, f"output_dir={folder}/undisturbed"])
-        overrides = [*run, f"output_dir={folder}/killed"]
-        started = time.monotonic()
-        kills = disturb(overrides, Path(folder, "killed"), arguments.kills, arguments.seed)
-        finish(overrides)
-        killed, undisturbed = outcome(Path(folder, "killed")), outcome(Path(folder, "undisturbed"))
-        log = Path(folder, "killed/train.log").read_text()
-    alone = [kill.seconds_to_end for kill in kills if kill.seconds_to_end is not None]
-    results = {
-        "kills": len(kills),
-        "while_saving": sum(kill.saving for kill in kills),
-        "of_one_rank_alone": len(alone),
-        "seconds_until_the_other_ended": {"median": sorted(alone)[len(alone) // 2], "largest": max(alone)},
-        "resumed": log.count("resumed from"),
-        "steps": len(undisturbed["curve"]),
-        "minutes": (time.monotonic() - started) / 60,
-        "validation_loss": {"killed": killed["validation_loss"], "undisturbed": undisturbed["validation_loss"]},
-        "same_bit_for_bit": same(killed, undisturbed),
-    }
-    for name, value in results.items():
-        print(f"{name}: {value}")
-    write_json(result_path("chaos"), {**results, "each": [asdict(kill) for kill in kills]})
-    sys.exit(0 if results["same_bit_for_bit"] else 1)
+    equal = True
+    with Progress() as progress:
+        for name in arguments.arms:
+            result = run_arm(name, arguments.events, arguments.seed, progress)
+            progress.print(json.dumps({name: {key: value for key, value in result.items() if key != "each"}}, indent=2))
+            path = result_path("chaos")
+            before = json.loads(path.read_text()).get("arms", {}) if path.exists() else {}
+            write_json(path, {"arms": {**before, name: result}})
+            equal = equal and result["same_bit_for_bit"]
+    sys.exit(0 if equal else 1)
 
 
 if __name__ == "__main__":

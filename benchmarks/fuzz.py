@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from disturbances.mutations import mutated
 from interleaved import result_path, write_json
-from mutations import mutated
 from rich.progress import track
 from safetensors.torch import load_file
 

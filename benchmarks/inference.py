@@ -32,7 +32,7 @@ from interleaved import (
     write_json,
 )
 from omegaconf import OmegaConf
-from peer_decoders import transformers_decoder
+from others.decoders import transformers_decoder
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

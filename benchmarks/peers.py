@@ -40,7 +40,7 @@ def static(peers: list[str]) -> list[Line]:
     rehearsal.prepare()
     import torch
     from fake_gpu.traffic import measure
-    from peer_operators import OPERATORS
+    from others.operators import OPERATORS
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def make(*shape: int, scale: float = 1.0, dtype: Any = torch.bfloat16) -> torch.Tensor:
@@ -70,7 +70,7 @@ def compare(peers: list[str], compared: Callable[[Steps], dict[str, Line]], inte
     if interpreted:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     import torch
-    from peer_operators import OPERATORS
+    from others.operators import OPERATORS
 
     device, default = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from interleaved import Step, measure, peak_memory_gib, print_peak_memory, ratio, result_path, spread, write_json
-from peer_decoders import INSTALL_LITGPT, has_litgpt, litgpt_decoder, transformers_decoder
+from others.decoders import INSTALL_LITGPT, has_litgpt, litgpt_decoder, transformers_decoder
 from rich.console import Console
 from rich.table import Table
 from torch import nn

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chaos import is_saving, newest_step
+from disturbances.results import is_saving, newest_step
 from interleaved import write_json
 
 from depthlm.locations import REPOSITORY

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chaos
+from benchmarks.disturbances.jobs import Job, finish
+from benchmarks.disturbances.kills import Killer
+from benchmarks.disturbances.results import newest_step, outcome, same
 
-from ..forks import Forked, Forks
+from ..forks import Forks, environment_with
+from ..ranks import WORLD_SIZE, free_port, rank_variables
 
 Overrides = Callable[..., list[str]]
 
@@ -18,24 +21,34 @@ Overrides = Callable[..., list[str]]
 def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
     small_run: Overrides, tmp_path: Path, forks: Forks
 ) -> None:
-    def begin(overrides: Sequence[str]) -> list[Forked]:
-        return forks.start_ranks(["train.py", *overrides])
+    def begin(overrides: Sequence[str]) -> Job:
+        text, port = tmp_path / "output.txt", free_port()
+        with text.open("w") as output:
+            ranks = [
+                forks.start(
+                    ["train.py", *overrides],
+                    environment=environment_with(**rank_variables(rank, port)),
+                    stdout=output.fileno(),
+                )
+                for rank in range(WORLD_SIZE)
+            ]
+        return Job(ranks, text.read_text)
 
     shared = ("deepspeed=zero1", "training.max_steps=200", "training.checkpoint_every=3", "training.validate_every=10",
               "training.validation_tokens=500", "training.rank_timeout=5")  # fmt: skip
     overrides = small_run(*shared, name="killed")
-    kills = chaos.disturb(overrides, tmp_path / "killed", kills=5, seed=0, begin=begin)
-    chaos.finish(overrides, begin)
-    chaos.finish(small_run(*shared, name="undisturbed"), begin)
-    killed, undisturbed = (chaos.outcome(tmp_path / name) for name in ("killed", "undisturbed"))
-    assert len(kills) == 5
-    assert any(kill.saving for kill in kills)
-    assert any(kill.seconds_to_end is not None for kill in kills)
-    assert all(kill.seconds_to_end is None or kill.seconds_to_end < 15 for kill in kills)
+    killer = Killer(tmp_path / "killed", seed=0)
+    assert not killer.disturb(overrides, begin, most=6)
+    finish(overrides, begin)
+    finish(small_run(*shared, name="undisturbed"), begin)
+    killed, undisturbed = (outcome(tmp_path / name) for name in ("killed", "undisturbed"))
+    assert {"saving", "resuming"} <= {kill.state for kill in killer.kills}
+    assert any(kill.seconds_to_end is not None for kill in killer.kills)
+    assert all(kill.seconds_to_end is None or kill.seconds_to_end < 15 for kill in killer.kills)
     assert len(undisturbed["curve"]) == 200
-    assert chaos.same(killed, undisturbed)
+    assert same(killed, undisturbed)
     undisturbed["curve"][-1][2] += 1e-9
-    assert not chaos.same(killed, undisturbed)
+    assert not same(killed, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -51,17 +64,17 @@ def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
 ) -> None:
     overrides = small_run(f"deepspeed=zero{stage}", "training.max_steps=100000", "training.checkpoint_every=100000")
     ranks = forks.start_ranks(["train.py", *overrides])
-    while chaos.newest_step(tmp_path / "run") < 3:
+    while newest_step(tmp_path / "run") < 3:
         assert all(process.poll() is None for process in ranks), ranks[0].communicate()[0]
         time.sleep(0.02)
     ranks[rank].send_signal(number)
     outputs = [process.communicate(timeout=60)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [75, 75], outputs
-    stopped_at = chaos.newest_step(tmp_path / "run")
+    stopped_at = newest_step(tmp_path / "run")
     assert f"stopped by a signal after step {stopped_at}; run the same command again to resume" in outputs[0]
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     forks.run_ranks(["train.py", *overrides, f"training.stop_after={stopped_at + 2}"])
-    assert chaos.newest_step(tmp_path / "run") == stopped_at + 2
+    assert newest_step(tmp_path / "run") == stopped_at + 2
 
 
 @pytest.mark.slow

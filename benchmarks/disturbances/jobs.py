@@ -1,0 +1,139 @@
+"""Jobs: the processes of one run, as each launcher starts them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN = [sys.executable, "train.py"]
+# torchrun waits 30 s for ranks that ignore SIGTERM
+END_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was started.
+
+    processes: Popen objects of the ranks or of their launcher. text: returns what they printed. find: returns the
+    process ids of the ranks if a launcher starts them.
+    """
+
+    processes: Sequence[Any]
+    text: Callable[[], str]
+    find: Callable[[], list[int]] | None = None
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks that run, in the order of ranks."""
+        if self.find is not None:
+            return self.find()
+        return [process.pid for process in self.processes if process.poll() is None]
+
+    def code(self) -> int | None:
+        """Return None while the job runs, then its exit code: the first of a process that is not 0, or 0."""
+        codes = [process.poll() for process in self.processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def failed(self) -> bool:
+        """Return whether any process has ended with an exit code that is not 0."""
+        return any(process.poll() for process in self.processes)
+
+    def wait(self) -> int:
+        """Wait for the end of all processes and return the exit code. Raises RuntimeError if they do not end."""
+        deadline = time.monotonic() + END_SECONDS
+        while (code := self.code()) is None or self.ranks():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {self.ranks()} did not end:\n{self.text()}")
+            time.sleep(0.02)
+        return code
+
+    def kill(self) -> None:
+        """Kill the launcher and all ranks."""
+        for process in self.processes:
+            process.kill()
+        for pid in self.ranks():
+            send(pid, signal.SIGKILL)
+
+
+# starts a run with these overrides
+Begin = Callable[[Sequence[str]], Job]
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, if it still exists."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def starter(launcher: str, ranks: int, output: Path) -> Begin:
+    """Return what starts a run on this many ranks: launcher is python, torchrun or srun; output, a file."""
+
+    def begin(overrides: Sequence[str]) -> Job:
+        directory = next(text for text in overrides if text.startswith("output_dir="))
+        port = free_port()
+        output.write_text("")
+        if launcher == "python":
+            environments = [_variables(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{}]
+            started = [_popen([*TRAIN, *overrides], output, environment) for environment in environments]
+            return Job(started, output.read_text)
+        if launcher == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
+                       "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
+            return Job([_popen([*command, *TRAIN[1:], *overrides], output)], output.read_text, lambda: _find(directory))
+        command = ["srun", f"--ntasks={ranks}"]
+        return Job([_popen([*command, *TRAIN, *overrides], output)], output.read_text, lambda: _find(directory))
+
+    return begin
+
+
+def finish(overrides: Sequence[str], begin: Begin) -> None:
+    """Train a run to its end. Raises RuntimeError with its output if it fails."""
+    job = begin(overrides)
+    try:
+        while job.code() is None:
+            time.sleep(0.05)
+        if job.code():
+            raise RuntimeError(job.text())
+    finally:
+        job.kill()
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _popen(command: Sequence[str], output: Path, variables: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    # all ranks append to it
+    with output.open("a") as file:
+        environment = {**os.environ, **(variables or {})}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    return {**shared, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _find(directory: str) -> list[int]:
+    """Return the process ids of the ranks that train with this override, in the order of ranks."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if {"train.py", directory} <= set(process.cmdline()):
+                variables = process.environ()
+                rank = variables.get("RANK") or variables.get("SLURM_PROCID")
+                if rank is not None:
+                    found.append((int(rank), process.pid))
+    return [pid for _, pid in sorted(found)]
