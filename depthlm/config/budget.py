@@ -97,5 +97,9 @@ def matrices(config: Config) -> int:
     """Return the approximate number N of matrix parameters applied per token, for 6 N FLOPs; each loop counts again."""
     size = config.size
     attention = size.hidden_size * size.head_size * 2 * (size.num_heads + size.num_kv_heads)
-    mlp = size.hidden_size * size.intermediate_size * (3 if config.backbone.mlp == "swiglu" else 2)
-    return config.model.loops * size.num_layers * (attention + mlp) + size.hidden_size * size.vocab_size
+    backbone, width = config.backbone, size.intermediate_size
+    dense = size.hidden_size * width * (2 if backbone.mlp == "relu" else 3)
+    experts = 3 * size.hidden_size * size.width_of_expert() * (size.experts_per_token + backbone.shared_experts)
+    sparse_layers = max(size.num_layers - backbone.dense_layers, 0) if backbone.mlp == "experts" else 0
+    mlps = sparse_layers * experts + (size.num_layers - sparse_layers) * dense
+    return config.model.loops * (size.num_layers * attention + mlps) + size.hidden_size * size.vocab_size
