@@ -23,7 +23,7 @@ from unittest import mock
 # outcomes of one moment that are built; if there are more, the extremes and a sample of the others
 MOST = 16
 # seconds between two looks at what another process writes
-INTERVAL = 0.05
+INTERVAL = 0.1
 ROOT = -1
 
 

@@ -61,6 +61,14 @@ def test_a_run_locked_by_another_process_is_running(root: Path) -> None:
         assert [run.directory for run in list_runs(root, ["running"])] == ["outputs/sweep/begun"]
 
 
+@pytest.mark.parametrize("half", ['{"step": 20, "lo', '{"step": 20}', "\x00\x00", "{"])
+def test_a_row_that_is_half_written_is_not_counted_yet(root: Path, half: str) -> None:
+    with (root / "sweep/begun/metrics.jsonl").open("a") as file:
+        file.write(half)
+    (run,) = list_runs(root, ["sweep/begun"])
+    assert (run.state, run.step, run.loss) == ("stopped", 10, 3.25)
+
+
 @pytest.mark.parametrize(
     ("filters", "names"),
     [
