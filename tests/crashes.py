@@ -201,15 +201,15 @@ class Disk:
         else:
             self._join([(self.numbers[inode], name) for inode, name in event.value])
 
-    def outcomes(self, chance: random.Random) -> Iterator[Tree]:
-        """Yield what a crash at this moment may leave: all outcomes, or at most MOST of them."""
+    def outcomes(self, chance: random.Random, most: int = MOST) -> Iterator[Tree]:
+        """Yield what a crash at this moment may leave: all outcomes, or at most `most` of them."""
         files = [inode for inode, content in self.now.contents.items() if self.contents.get(inode) != content]
         choices: list[list[Any]] = [[True, False] for _ in self.pending]
         choices += [_versions(self.contents.get(inode, b""), self.now.contents[inode]) for inode in files]
         total = 1
         for options in choices:
             total *= len(options)
-        if total <= MOST:
+        if total <= most:
             chosen = list(itertools.product(*choices))
         else:
             # all changes up to each moment, with the old content of the files, and with the new content
@@ -219,8 +219,8 @@ class Disk:
                 for end in reversed(range(number + 1))
                 for which in (0, 1)
             ]
-            drawn = [tuple(chance.choice(options) for options in choices) for _ in range(MOST)]
-            chosen = [*cut[: MOST // 2], *drawn][:MOST]
+            drawn = [tuple(chance.choice(options) for options in choices) for _ in range(most)]
+            chosen = [*cut[: most // 2], *drawn][:most]
         for picked in chosen:
             happened, written = picked[: len(self.pending)], picked[len(self.pending) :]
             yield self._outcome(happened, dict(zip(files, written, strict=True)))
@@ -304,13 +304,16 @@ def build(tree: Tree, root: Path) -> None:
                 waiting.append((number, folder / name))
 
 
-def crashes(events: Path, seed: int = 0) -> Iterator[tuple[Tree, list[str]]]:
-    """Yield every distinct outcome of a crash after each event, with what had been logged by then."""
+def crashes(events: Path, seed: int = 0, most: int = MOST) -> Iterator[tuple[Tree, list[str]]]:
+    """Yield every distinct outcome of a crash after each event, with what had been logged by then.
+
+    most: the outcomes of one event; see `Disk.outcomes`.
+    """
     disk, chance, seen = Disk(), random.Random(seed), set()
     with events.open("rb") as file:
         while file.peek(1):  # type: ignore[attr-defined]
             disk.apply(pickle.load(file))
-            for tree in disk.outcomes(chance):
+            for tree in disk.outcomes(chance, most):
                 reachable = _reachable(tree)
                 key = (reachable, len(disk.marks))
                 if key not in seen:

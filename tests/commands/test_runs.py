@@ -96,7 +96,9 @@ def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
     assert len(list_runs(Path("wandb"))) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n", b"size: &a {name: b}\nmodel: *a"]
+)
 def test_a_run_with_a_broken_configuration_is_listed(root: Path, content: bytes) -> None:
     (root / "sweep/new/config.yaml").write_bytes(content)
     run = list_runs(root)[-1]

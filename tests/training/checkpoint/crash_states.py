@@ -21,7 +21,7 @@ from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.monitoring.metrics import MetricsFile
 
-from ...crashes import Recorder, build, crashes
+from ...crashes import MOST, Recorder, build, crashes
 
 STEPS = 4
 
@@ -84,11 +84,17 @@ def wrong(folder: Path, marks: list[str], start: int = 0, saved: int = 0) -> str
 
 
 def failures(
-    root: Path, tmp_path: Path, every: Callable[[Path], None] = lambda _: None, start: int = 0, saved: int = 0
+    root: Path,
+    tmp_path: Path,
+    every: Callable[[Path], None] = lambda _: None,
+    *,
+    start: int = 0,
+    saved: int = 0,
+    most: int = MOST,
 ) -> tuple[int, list[str]]:
     """Return the number of states that a crash may leave, and what is wrong with some. every: called for each one.
 
-    start, saved: as in `wrong`.
+    start, saved: as in `wrong`. most: as in `crashes`.
     """
     found, count, load = [], 0, functools.cache(yaml.load)
 
@@ -96,7 +102,7 @@ def failures(
         """Parse each text once: the same configuration in every state would take half of the time."""
         return copy.deepcopy(load(text, *arguments, **settings))
 
-    for count, (tree, marks) in enumerate(crashes(root.with_name("events")), 1):
+    for count, (tree, marks) in enumerate(crashes(root.with_name("events"), most=most), 1):
         folder = tmp_path / f"state {count}"
         build(tree, folder)
         with mock.patch("depthlm.config.saved.yaml.load", load_once):

@@ -39,16 +39,16 @@ def test_a_crash_while_a_checkpoint_is_converted_loses_nothing_that_was_saved(
         unconverted = [path for path in paths.leftovers() if path.name.startswith(".universal")]
         converting.extend(unconverted)
         number = int(folder.name.split()[1])
-        if number % 149 == 0:
+        if number % 83 == 0:
             on(3 - before, train_converting_here, run(folder))
             assert_same(weights(folder / "run"), weights(root / "run"))
             assert_same(states(folder / "run"), states(root / "run"))
             assert not paths.leftovers()
             resumed.append(bool(unconverted))
 
-    count, found = failures(root, tmp_path, check, saved=SAVED)
+    count, found = failures(root, tmp_path, check, saved=SAVED, most=8)
     print(f"{count} states, {len(converting)} with a conversion, {len(resumed)} resumed, {sum(resumed)} of those")
     assert found == []
-    assert count > 500
+    assert count > 400
     assert len(converting) > 200
     assert sum(resumed) > 2
