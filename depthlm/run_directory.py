@@ -1,6 +1,7 @@
 """The paths of a run directory. No other module spells them."""
 
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,8 +144,8 @@ class RunDirectory:
         return self.checkpoints / f".saving-step-{step:08d}"
 
     def universal(self, checkpoint: Path) -> Path:
-        """Where a checkpoint is converted to DeepSpeed's universal format."""
-        return self.checkpoints / f".universal-{checkpoint.name}"
+        """Where a checkpoint is converted to DeepSpeed's universal format; another folder at each call."""
+        return self.checkpoints / f".universal-{checkpoint.name}-{secrets.token_hex(8)}"
 
     def leftovers(self) -> list[Path]:
         """Folders of checkpoints that were being written or converted when a process ended."""

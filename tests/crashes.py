@@ -11,8 +11,10 @@ import logging
 import os
 import pickle
 import random
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,8 @@ from unittest import mock
 
 # outcomes of one moment that are built; if there are more, the extremes and a sample of the others
 MOST = 16
+# seconds between two looks at what another process writes
+INTERVAL = 0.1
 ROOT = -1
 
 
@@ -31,7 +35,7 @@ class Tree(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that was seen: look (a Tree), fsync (an inode), rename (places), mark (a text that was logged)."""
+    """Something that was seen: look, settle (a Tree), fsync (an inode), rename (places), mark (a text)."""
 
     kind: str
     value: Any
@@ -44,14 +48,17 @@ def look(root: Path) -> Tree:
     while waiting:
         inode, folder = waiting.pop()
         tree.entries.setdefault(inode, {})
-        for entry in os.scandir(folder):
-            # not entry.inode(), which differs from this one on some file systems
-            number = entry.stat(follow_symlinks=False).st_ino
-            if entry.is_dir():
-                waiting.append((number, Path(entry.path)))
-            else:
-                tree.contents[number] = Path(entry.path).read_bytes()
-            tree.entries[inode][entry.name] = number
+        # another process may remove what is listed
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(folder):
+                with suppress(FileNotFoundError):
+                    # not entry.inode(), which differs from this one on some file systems
+                    number = entry.stat(follow_symlinks=False).st_ino
+                    if entry.is_dir():
+                        waiting.append((number, Path(entry.path)))
+                    else:
+                        tree.contents[number] = Path(entry.path).read_bytes()
+                    tree.entries[inode][entry.name] = number
     return tree
 
 
@@ -67,10 +74,18 @@ class Recorder:
             note(Event("mark", record.getMessage()))
         return True
 
+    def settle(self) -> None:
+        """Count everything that is in the folder as synced."""
+        with self.events.open("ab") as file:
+            pickle.dump(Event("settle", look(self.root)), file)
+
     @contextmanager
     def recording(self, unsynced: str = "") -> Iterator[None]:
-        """Record until the block ends. unsynced: a pattern of files and folders whose fsync is left out."""
-        fsync, replace, unlink, rmdir = os.fsync, os.replace, os.unlink, os.rmdir
+        """Record until the block ends. unsynced: a pattern of files and folders whose fsync is left out.
+
+        What a command of subprocess.run does is seen from time to time; its fsyncs are not.
+        """
+        fsync, replace, unlink, rmdir, run = os.fsync, os.replace, os.unlink, os.rmdir, subprocess.run
 
         def recorded_fsync(file: Any) -> None:
             number = file if isinstance(file, int) else file.fileno()
@@ -102,17 +117,35 @@ class Recorder:
                 rmdir(*arguments, **settings)
                 note()
 
+        def watched_run(*arguments: Any, **settings: Any) -> Any:
+            ended = threading.Event()
+            watcher = threading.Thread(target=self._watch, args=(ended,))
+            watcher.start()
+            try:
+                return run(*arguments, **settings)
+            finally:
+                ended.set()
+                watcher.join()
+
         log = logging.getLogger("depthlm")
         # a run removes all handlers when it starts
         log.addFilter(self)
         recorded = {"fsync": recorded_fsync, "replace": recorded_replace, "rename": recorded_replace}
         try:
-            with mock.patch.multiple(os, **recorded, unlink=recorded_unlink, rmdir=recorded_rmdir):
+            with (
+                mock.patch.multiple(os, **recorded, unlink=recorded_unlink, rmdir=recorded_rmdir),
+                mock.patch.object(subprocess, "run", watched_run),
+            ):
                 yield
             with self._noting() as note:
                 note()
         finally:
             log.removeFilter(self)
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(INTERVAL):
+            with self._noting() as note:
+                note()
 
     @contextmanager
     def _noting(self) -> Iterator[Callable[..., None]]:
@@ -153,6 +186,10 @@ class Disk:
         """Let an event happen."""
         if event.kind == "mark":
             self.marks.append(event.value)
+        elif event.kind == "settle":
+            self.now = self._numbered(event.value)
+            self.entries = {inode: dict(names) for inode, names in self.now.entries.items()}
+            self.contents, self.pending = dict(self.now.contents), []
         elif event.kind == "fsync":
             # another rank may have removed it in the meantime
             if event.value in self.numbers:
@@ -164,15 +201,15 @@ class Disk:
         else:
             self._join([(self.numbers[inode], name) for inode, name in event.value])
 
-    def outcomes(self, chance: random.Random) -> Iterator[Tree]:
-        """Yield what a crash at this moment may leave: all outcomes, or at most MOST of them."""
+    def outcomes(self, chance: random.Random, most: int = MOST) -> Iterator[Tree]:
+        """Yield what a crash at this moment may leave: all outcomes, or at most `most` of them."""
         files = [inode for inode, content in self.now.contents.items() if self.contents.get(inode) != content]
         choices: list[list[Any]] = [[True, False] for _ in self.pending]
         choices += [_versions(self.contents.get(inode, b""), self.now.contents[inode]) for inode in files]
         total = 1
         for options in choices:
             total *= len(options)
-        if total <= MOST:
+        if total <= most:
             chosen = list(itertools.product(*choices))
         else:
             # all changes up to each moment, with the old content of the files, and with the new content
@@ -182,8 +219,8 @@ class Disk:
                 for end in reversed(range(number + 1))
                 for which in (0, 1)
             ]
-            drawn = [tuple(chance.choice(options) for options in choices) for _ in range(MOST)]
-            chosen = [*cut[: MOST // 2], *drawn][:MOST]
+            drawn = [tuple(chance.choice(options) for options in choices) for _ in range(most)]
+            chosen = [*cut[: most // 2], *drawn][:most]
         for picked in chosen:
             happened, written = picked[: len(self.pending)], picked[len(self.pending) :]
             yield self._outcome(happened, dict(zip(files, written, strict=True)))
@@ -267,13 +304,16 @@ def build(tree: Tree, root: Path) -> None:
                 waiting.append((number, folder / name))
 
 
-def crashes(events: Path, seed: int = 0) -> Iterator[tuple[Tree, list[str]]]:
-    """Yield every distinct outcome of a crash after each event, with what had been logged by then."""
+def crashes(events: Path, seed: int = 0, most: int = MOST) -> Iterator[tuple[Tree, list[str]]]:
+    """Yield every distinct outcome of a crash after each event, with what had been logged by then.
+
+    most: the outcomes of one event; see `Disk.outcomes`.
+    """
     disk, chance, seen = Disk(), random.Random(seed), set()
     with events.open("rb") as file:
         while file.peek(1):  # type: ignore[attr-defined]
             disk.apply(pickle.load(file))
-            for tree in disk.outcomes(chance):
+            for tree in disk.outcomes(chance, most):
                 reachable = _reachable(tree)
                 key = (reachable, len(disk.marks))
                 if key not in seen:

@@ -154,7 +154,8 @@ def _start(
             log.info("W&B run %s: %s", run.id, where)
             return started.put(WandbTracker(run, directory))
         except Exception as error:
-            log.warning("W&B %s failed (%s)", mode, error)
+            last = mode == modes[-1]
+            log.warning("W&B %s failed (%s)%s", mode, error, "; only metrics.jsonl is written" if last else "")
     started.put(NoTracker(run_id))
 
 

@@ -61,6 +61,14 @@ def test_a_run_locked_by_another_process_is_running(root: Path) -> None:
         assert [run.directory for run in list_runs(root, ["running"])] == ["outputs/sweep/begun"]
 
 
+@pytest.mark.parametrize("half", ['{"step": 20, "lo', '{"step": 20}', "\x00\x00", "{"])
+def test_a_row_that_is_half_written_is_not_counted_yet(root: Path, half: str) -> None:
+    with (root / "sweep/begun/metrics.jsonl").open("a") as file:
+        file.write(half)
+    (run,) = list_runs(root, ["sweep/begun"])
+    assert (run.state, run.step, run.loss) == ("stopped", 10, 3.25)
+
+
 @pytest.mark.parametrize(
     ("filters", "names"),
     [
@@ -88,7 +96,9 @@ def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
     assert len(list_runs(Path("wandb"))) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n", b"size: &a {name: b}\nmodel: *a"]
+)
 def test_a_run_with_a_broken_configuration_is_listed(root: Path, content: bytes) -> None:
     (root / "sweep/new/config.yaml").write_bytes(content)
     run = list_runs(root)[-1]

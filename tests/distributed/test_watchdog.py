@@ -95,6 +95,16 @@ def test_ranks_that_send_heartbeats_keep_running(fleet: Fleet) -> None:
     assert fleet.ended == {}
 
 
+def test_jumps_of_the_wall_clock_end_no_rank(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(3):
+        fleet.start(rank)
+    now = time.time
+    for hours in (5, -7):
+        monkeypatch.setattr(time, "time", lambda hours=hours: now() + 3600 * hours)
+        time.sleep(0.5)
+    assert fleet.ended == {}
+
+
 def test_a_rank_that_is_behind_ends_all_ranks_and_is_named(fleet: Fleet) -> None:
     activities = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
     for activity, phase in zip(activities, ("forward", "forward", "reading"), strict=True):

@@ -219,6 +219,17 @@ def test_unsupported_and_broken_folders_are_refused(
         depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
 
 
+def test_the_code_in_a_folder_does_not_run(
+    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_folder("qwen3")
+    edit(auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "intruder.Intruder"))(folder)
+    (folder / "intruder.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\nclass Intruder: pass\n")
+    overrides = small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}", "training.max_steps=1")
+    assert train(depthlm.compose(overrides)) == 0
+    assert not (tmp_path / "trace").exists()
+
+
 def test_an_error_names_a_torn_weight_file(small_run: Overrides, make_folder: Callable[..., Path]) -> None:
     folder = make_folder("qwen3", shards="1GB")
     config = depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))

@@ -142,6 +142,18 @@ def test_a_start_that_hangs_times_out_and_the_run_keeps_its_id(
     assert len(warnings) == 1
 
 
+def test_a_folder_of_wandb_that_cannot_be_created_is_logged_once(warnings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "wandb").touch()
+    tracker = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, "kept")
+    tracker.write({"step": 1, "loss": 1.0})
+    tracker.close({"loss": 1.0})
+    assert isinstance(tracker, NoTracker)
+    assert tracker.id == "kept"
+    (warning,) = warnings
+    assert warning.startswith("W&B offline failed ([Errno 20] Not a directory: ")
+    assert warning.endswith("; only metrics.jsonl is written")
+
+
 def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.name() == "wandb-core"]
 

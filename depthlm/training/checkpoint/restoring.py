@@ -69,8 +69,7 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     """Load the checkpoint that the run in `directory` starts from into the engine; collective. Returns its progress."""
     if start is None:
         return Progress()
-    universal = RunDirectory(directory).universal(start.path)
-    folder = on_rank_0(lambda: convert(start.path, universal)) if start.universal else None
+    folder = on_rank_0(lambda: _convert(start.path, RunDirectory(directory))) if start.universal else None
     _load(engine, start, folder)
     progress = read_progress(start.manifest)
     if start.forked:
@@ -95,7 +94,7 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
         start = ResumePoint(
             path, manifest, False, needs_conversion(path, manifest, config.deepspeed.stage, plan.world_size)
         )
-        return start, convert(path, run.universal(path)) if start.universal else None
+        return start, _convert(path, run) if start.universal else None
 
     try:
         start, folder = on_rank_0(find_checkpoint)
@@ -104,6 +103,13 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
         return None
     _load(engine, start, folder)
     return read_progress(start.manifest)
+
+
+def _convert(checkpoint: Path, run: RunDirectory) -> Path:
+    # what an interrupted conversion has left may be what fills the disk
+    for leftover in run.leftovers():
+        shutil.rmtree(leftover, ignore_errors=True)
+    return convert(checkpoint, run.universal(checkpoint))
 
 
 def _load(engine: Engine, start: ResumePoint, converted: Path | None) -> None:

@@ -39,9 +39,11 @@ def needs_conversion(path: Path, manifest: dict[str, Any], stage: int, world_siz
 def convert(path: Path, folder: Path) -> Path:
     """Convert a checkpoint to DeepSpeed's universal format, in this new folder. Returns the folder.
 
+    folder: one that no earlier conversion has used: if this process is killed, the converter may still write to its own
+    until its next line of output, which nobody reads.
+
     Raises UserError if the disk has no room for it, and CheckpointError if DeepSpeed fails.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     size = sum(file.stat().st_size for file in (path / STATE).iterdir())
     free = shutil.disk_usage(folder).free

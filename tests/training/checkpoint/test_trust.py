@@ -77,7 +77,8 @@ def test_loading_and_init_from_never_unpickle(run: Path, small_run: Overrides, t
 def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
     vouch(run)
     text = unsealed(run)
-    for line in (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system"):
+    tagged = (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system")
+    for line in (*tagged, "x: &x [1]\ny: *x"):
         (run / "config.yaml").write_text(f"{text}\n{line}\n")
         with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
             depthlm.load(run)
