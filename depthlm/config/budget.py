@@ -34,8 +34,8 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
             training.num_threads = 1
         if free("deepspeed.stage"):
             config.deepspeed.stage, config.deepspeed.offload = 0, "none"
-    for name in ("hidden_size", "intermediate_size", "head_size"):
-        if free(f"size.{name}"):
+    for name in ("hidden_size", "intermediate_size", "expert_size", "head_size"):
+        if free(f"size.{name}") and getattr(size, name) is not None:
             setattr(size, name, divided(getattr(size, name), budget.width_divisor))
     lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
     shrinks = budget.flops is not None or budget.max_steps is not None
