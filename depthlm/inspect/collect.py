@@ -5,36 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from depthlm.inspect.depth_attention import DepthAttentionWeights
-from depthlm.inspect.hyper_connections import MixingMaps
-from depthlm.inspect.learned import Averages, LaurelWeights
-from depthlm.inspect.moda import DepthProbabilities
-from depthlm.inspect.picture import Collector, Picture
-from depthlm.inspect.reads import AttentionResidualWeights, StackWeights
+from depthlm.inspect.mechanisms import COLLECTORS
+from depthlm.inspect.picture import Picture
 from depthlm.model import Decoder, Observer, SublayerSpec
-from depthlm.model.attention.depth_attention import DepthAttention
-from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
-from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
 from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
-from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
-from depthlm.model.connections.laurel import Laurel
 from depthlm.model.connections.residual import Residual
 
-# keyed by the exact class, because a subclass may compute something else
-COLLECTORS: dict[type, type[Collector]] = {
-    DepthAttention: DepthAttentionWeights,
-    Moda: DepthProbabilities,
-    AttentionResiduals: AttentionResidualWeights,
-    AttentionResidualsRecency: AttentionResidualWeights,
-    GRN: StackWeights,
-    DenseFormer: Averages,
-    HyperConnections: MixingMaps,
-    ManifoldHyperConnections: MixingMaps,
-    Laurel: LaurelWeights,
-}
 WITHOUT_WEIGHTS = (SelfAttention, Residual)
 
 
