@@ -25,14 +25,14 @@ def collect(model: Decoder, windows: Iterable[Tensor]) -> tuple[list[Picture], l
     for tokens_bt in windows if collectors else ():
         model.hidden(tokens_bt.to(device), observer=observer)
     messages = [
-        f"there is no picture of the {part} {cls.__module__}.{cls.__qualname__}: only depthlm's own mechanisms have one"
+        f"the {part} {cls.__module__}.{cls.__qualname__} has no picture of its own: only depthlm's mechanisms have one"
         for part, cls in parts.items()
         if cls not in COLLECTORS and cls not in WITHOUT_WEIGHTS
     ]
     pictures = [picture for collector in collectors for picture in collector.pictures()]
     if not pictures and not messages:
         settings = "" if type(model.connections[0]) is Residual else ", with these settings,"
-        messages.append(f"this mechanism{settings} has no weights over depth to draw")
+        messages.append(f"this mechanism{settings} has no picture of its own")
     return pictures, messages
 
 

@@ -60,7 +60,7 @@ def test_writes_pictures_and_arrays(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "tokens=100")
-    names = {"moda_maps", "moda_depth_share", "attention_residuals", "blocks"}
+    names = {"moda_maps", "moda_depth_share", "attention_residuals", "depth_mixing", "blocks"}
     assert {file.stem for file in (trained / "inspect").glob("*.png")} == names
     assert all(file.stat().st_size > 10_000 for file in (trained / "inspect").glob("*.png"))
     output = capsys.readouterr().out
