@@ -95,7 +95,7 @@ def derivatives_vary(connections: Sequence[Connection], outputs: Sequence[Tensor
     """Return whether the derivatives of the inputs differ between tokens. Those of parameters alone do not."""
     leaves = [y.detach().requires_grad_() for y in outputs]
     total = torch.stack([x.sum() for inputs in linear_inputs(connections, leaves) for x in inputs]).sum()
-    gradients = torch.autograd.grad(total, leaves)
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
     return any(bool((x - x[:1, :1]).abs().max() > 1e-3 * x.abs().max()) for x in gradients)
 
 

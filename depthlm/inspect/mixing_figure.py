@@ -10,7 +10,7 @@ from depthlm.inspect.picture import Array
 from depthlm.report.figures.style import subplots
 
 # panels side by side, and labels of an axis
-ACROSS, LABELS = 4, 14
+ACROSS, LABELS = 3, 14
 
 
 def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
@@ -18,11 +18,16 @@ def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
     across = min(ACROSS, len(matrices))
     down = -(-len(matrices) // across)
     side = float(np.clip(0.24 * max(len(matrix) for _, matrix in matrices), 2.4, 5.0))
+    alike = len({len(matrix) for _, matrix in matrices}) == 1
     figure, axes = subplots(across, side * across + 2.2, (side + 0.35) * down + 1.2, rows=down)
     norm, colours = mixing_scale(np.concatenate([matrix.ravel() for _, matrix in matrices]))
-    for place, (title, matrix) in zip(axes.flat, matrices, strict=False):
+    for number, (place, (title, matrix)) in enumerate(zip(axes.flat, matrices, strict=False)):
         image = draw_grid(place, Grid(title, matrix, last_row="final read"), norm, colours)
         label_axes(place, len(matrix))
+        # labels that are the same as those of a panel beside or below it
+        place.tick_params(
+            labelleft=not alike or number % across == 0, labelbottom=not alike or number + across >= len(matrices)
+        )
     for place in axes.flat[len(matrices) :]:
         place.set_visible(False)
     figure.supylabel("input of", fontsize="medium")
@@ -59,7 +64,8 @@ def label_axes(axes: Any, rows: int) -> None:
     """Label the sources and the rows of a matrix by sublayer."""
     kinds = ("attention", "MLP")
     sublayers = [f"layer {sublayer // 2} {kinds[sublayer % 2]}" for sublayer in range(rows - 1)]
-    step = -(-rows // LABELS)
+    # an even step labels sublayers of one kind
+    step = 1 if rows <= LABELS else 2 * -(-rows // (2 * LABELS))
     sources, inputs = ["embedding", *sublayers], [*sublayers, "final read"]
     axes.set_xticks(range(0, rows, step), sources[::step], size=7, rotation=90)
     shown = [*range(0, rows - step, step), rows - 1]

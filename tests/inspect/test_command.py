@@ -82,6 +82,14 @@ def test_own_text_and_another_folder(
     assert np.load(tmp_path / "new" / "there" / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
 
 
+def test_depth_mixing_matrices_of_several_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect(monkeypatch, f"run={trained}", f"compare={trained},{trained}", "text=the depth", f"to={tmp_path}")
+    arrays = np.load(tmp_path / "arrays.npz")
+    assert arrays["depth_mixing"].shape == (5, 5)
+    for number in (2, 3):
+        np.testing.assert_array_equal(arrays[f"depth_mixing_{number}"], arrays["depth_mixing"])
+
+
 def test_pictures_are_reproducible_and_use_every_token(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +130,7 @@ def test_bad_arguments_are_refused(
 
     assert "run=...: is missing" in message()
     assert f"{tmp_path}: no run in it" in message(f"run={tmp_path}")
+    assert f"{tmp_path}: no run in it" in message(f"run={trained}", "text=a", f"compare={tmp_path}")
     assert "did you mean" in message(f"run={trained}", "token=5")
     assert "tokens=0: must be" in message(f"run={trained}", "tokens=0")
     assert "it has no tokens" in message(f"run={trained}", "text=")
