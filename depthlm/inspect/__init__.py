@@ -2,5 +2,6 @@
 
 from depthlm.inspect.collect import collect
 from depthlm.inspect.command import Inspect, inspect_run
+from depthlm.inspect.depth_mixing import depth_mixing
 
-__all__ = ["Inspect", "collect", "inspect_run"]
+__all__ = ["Inspect", "collect", "depth_mixing", "inspect_run"]

@@ -5,36 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from depthlm.inspect.depth_attention import DepthAttentionWeights
-from depthlm.inspect.hyper_connections import MixingMaps
-from depthlm.inspect.learned import Averages, LaurelWeights
-from depthlm.inspect.moda import DepthProbabilities
-from depthlm.inspect.picture import Collector, Picture
-from depthlm.inspect.reads import AttentionResidualWeights, StackWeights
+from depthlm.inspect.mechanisms import COLLECTORS
+from depthlm.inspect.picture import Picture
 from depthlm.model import Decoder, Observer, SublayerSpec
-from depthlm.model.attention.depth_attention import DepthAttention
-from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
-from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
 from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
-from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
-from depthlm.model.connections.laurel import Laurel
 from depthlm.model.connections.residual import Residual
 
-# keyed by the exact class, because a subclass may compute something else
-COLLECTORS: dict[type, type[Collector]] = {
-    DepthAttention: DepthAttentionWeights,
-    Moda: DepthProbabilities,
-    AttentionResiduals: AttentionResidualWeights,
-    AttentionResidualsRecency: AttentionResidualWeights,
-    GRN: StackWeights,
-    DenseFormer: Averages,
-    HyperConnections: MixingMaps,
-    ManifoldHyperConnections: MixingMaps,
-    Laurel: LaurelWeights,
-}
 WITHOUT_WEIGHTS = (SelfAttention, Residual)
 
 
@@ -48,14 +25,14 @@ def collect(model: Decoder, windows: Iterable[Tensor]) -> tuple[list[Picture], l
     for tokens_bt in windows if collectors else ():
         model.hidden(tokens_bt.to(device), observer=observer)
     messages = [
-        f"there is no picture of the {part} {cls.__module__}.{cls.__qualname__}: only depthlm's own mechanisms have one"
+        f"the {part} {cls.__module__}.{cls.__qualname__} has no picture of its own: only depthlm's mechanisms have one"
         for part, cls in parts.items()
         if cls not in COLLECTORS and cls not in WITHOUT_WEIGHTS
     ]
     pictures = [picture for collector in collectors for picture in collector.pictures()]
     if not pictures and not messages:
         settings = "" if type(model.connections[0]) is Residual else ", with these settings,"
-        messages.append(f"this mechanism{settings} has no weights over depth to draw")
+        messages.append(f"this mechanism{settings} has no picture of its own")
     return pictures, messages
 
 

@@ -18,9 +18,11 @@ from depthlm.errors import UserError
 from depthlm.fields import key
 from depthlm.inspect.blocks import block_picture
 from depthlm.inspect.collect import collect
-from depthlm.inspect.picture import Picture
+from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
+from depthlm.inspect.picture import Array, Picture
 from depthlm.loading import load
 from depthlm.machine import environment
+from depthlm.model import Decoder
 from depthlm.report.figures.style import save
 from depthlm.run_directory import RunDirectory
 
@@ -34,6 +36,7 @@ class Inspect:
     """The arguments of `inspect`."""
 
     run: str = key(doc="run directory; its newest complete checkpoint is inspected")
+    compare: Optional[list[str]] = key(None, "other run directories, whose depth mixing matrices are drawn beside it")
     to: Optional[str] = key(None, "folder for the pictures; null: inspect/ in the run directory")
     tokens: Any = key(8192, "maximum number of tokens of the first validation set", minimum=1, count=True)
     text: Optional[str] = key(None, "your own text, instead of the validation set")
@@ -48,25 +51,40 @@ def inspect_run(arguments: Inspect) -> Path:
     cannot be written to.
     """
     directory = Path(arguments.run)
-    model, config = load(directory, device=environment.usable_device(arguments.device), trust=arguments.trust or ())
-    tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
+    model, config, batches, source = read_run(directory, arguments)
     folder = Path(arguments.to) if arguments.to is not None else RunDirectory(directory).inspection
-    length = config.training.sequence_length
     with writable(folder):
         # fail before the forward passes, which may take minutes
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    pictures, messages = collect(model, windows(tokens, length))
+    pictures, messages = collect(model, batches)
+    matrices = [titled_matrix(model, config, batches, messages)]
+    for other in arguments.compare or ():
+        matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))
+    pictures.append(mixing_picture(matrices))
     if (blocks := block_picture(directory)) is not None:
         pictures.append(blocks)
     else:
         messages.append("training.log_blocks_every was not set, so there is no picture of outputs over training")
     with writable(folder):
         write(folder, pictures)
-    _show(
-        folder, pictures, [f"{len(tokens):,} tokens of {source}, in windows of {min(length, len(tokens)):,}", *messages]
-    )
+    tokens = sum(part.numel() for part in batches)
+    _show(folder, pictures, [f"{tokens:,} tokens of {source}, in windows of {batches[0].shape[1]:,}", *messages])
     return folder
+
+
+def read_run(directory: Path, arguments: Inspect) -> tuple[Decoder, Config, list[Tensor], str]:
+    """Return a run's model and configuration, its windows of tokens_bt, and a description of their source."""
+    model, config = load(directory, device=environment.usable_device(arguments.device), trust=arguments.trust or ())
+    tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
+    return model, config, windows(tokens, config.training.sequence_length), source
+
+
+def titled_matrix(model: Decoder, config: Config, batches: Sequence[Tensor], messages: list[str]) -> tuple[str, Array]:
+    """Return the title and the depth mixing matrix of a run. A warning about the matrix is appended to the messages."""
+    matrix, warnings = depth_mixing(model, batches)
+    messages += warnings
+    return f"{config.model.name}, {config.size.name}", matrix
 
 
 def read_tokens(directory: Path, config: Config, text: str | None, most: int) -> tuple[Tensor, str]:

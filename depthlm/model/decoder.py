@@ -148,7 +148,9 @@ class Decoder(nn.Module):
         if self.backbone.position == "rope":
             rope = rope_tables(positions, self.size.head_size, self.backbone.rope_theta)
 
-        stream = self.connections[0].open(self.embedding(tokens_bt, positions))
+        embedding_btd = self.embedding(tokens_bt, positions)
+        observer.open(embedding_btd)
+        stream = self.connections[0].open(embedding_btd)
         depth, routings = self.layers[0].attention.open_depth(), []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]

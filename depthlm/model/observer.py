@@ -14,6 +14,9 @@ class Observer:
     recomputation of a layer calls these methods again.
     """
 
+    def open(self, embedding_btd: Tensor) -> None:
+        """Called before the first connection opens the stream."""
+
     def read(self, connection: Connection, stream: Stream) -> None:
         """Called before a connection, including the final one, reads this stream.
 

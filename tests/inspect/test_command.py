@@ -60,7 +60,7 @@ def test_writes_pictures_and_arrays(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "tokens=100")
-    names = {"moda_maps", "moda_depth_share", "attention_residuals", "blocks"}
+    names = {"moda_maps", "moda_depth_share", "attention_residuals", "depth_mixing", "blocks"}
     assert {file.stem for file in (trained / "inspect").glob("*.png")} == names
     assert all(file.stat().st_size > 10_000 for file in (trained / "inspect").glob("*.png"))
     output = capsys.readouterr().out
@@ -80,6 +80,14 @@ def test_own_text_and_another_folder(
     inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
     assert "21 tokens of the given text" in capsys.readouterr().out
     assert np.load(tmp_path / "new" / "there" / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
+
+
+def test_depth_mixing_matrices_of_several_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inspect(monkeypatch, f"run={trained}", f"compare={trained},{trained}", "text=the depth", f"to={tmp_path}")
+    arrays = np.load(tmp_path / "arrays.npz")
+    assert arrays["depth_mixing"].shape == (5, 5)
+    for number in (2, 3):
+        np.testing.assert_array_equal(arrays[f"depth_mixing_{number}"], arrays["depth_mixing"])
 
 
 def test_pictures_are_reproducible_and_use_every_token(
@@ -122,6 +130,7 @@ def test_bad_arguments_are_refused(
 
     assert "run=...: is missing" in message()
     assert f"{tmp_path}: no run in it" in message(f"run={tmp_path}")
+    assert f"{tmp_path}: no run in it" in message(f"run={trained}", "text=a", f"compare={tmp_path}")
     assert "did you mean" in message(f"run={trained}", "token=5")
     assert "tokens=0: must be" in message(f"run={trained}", "tokens=0")
     assert "it has no tokens" in message(f"run={trained}", "text=")

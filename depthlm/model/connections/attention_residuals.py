@@ -82,6 +82,9 @@ class AttentionResiduals(Connection):
         h, read_ahead = read_phase(self, stream, num_old)
         return (h,), read_ahead
 
+    def linear_read(self, stream: Stream) -> tuple[Inputs, Stream]:
+        return (weighted_sum(self.weights(stream).detach(), stream[: self.num_sources]),), []
+
     def weights(self, stream: Stream) -> Tensor:
         """Return alpha of the sources, [n, b, t], or [n] for scalars."""
         stream = stream[: self.num_sources]
@@ -156,6 +159,9 @@ class AttentionResidualsRecency(Connection):
         # the running sum still changes, so it cannot be read ahead
         h, read_ahead = read_phase(self, stream, first_reader.num_sources - 1, self.recency)
         return (h,), read_ahead
+
+    def linear_read(self, stream: Stream) -> tuple[Inputs, Stream]:
+        return (weighted_sum(self.weights(stream).detach(), stream[: self.num_sources]),), []
 
     def weights(self, stream: Stream) -> Tensor:
         """Return alpha_nbt of the sources."""

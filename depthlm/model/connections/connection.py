@@ -62,6 +62,14 @@ class Connection(nn.Module):
         """Return the inputs of this sublayer, x_btd each, and the carry. Every subclass must define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no read(stream)")
 
+    def linear_read(self, stream: Stream) -> tuple[Inputs, Any]:
+        """Return what `read` returns, but with weights that are constants for autograd.
+
+        Then the inputs are a linear function of all outputs of earlier sublayers, and its derivatives are the depth
+        mixing matrix that `inspect` draws. A connection whose weights depend on the stream must define it.
+        """
+        return self.read(stream)
+
     def write(self, stream: Stream, output_btd: Tensor, carry: Any) -> Stream:
         """Return the stream after this sublayer. Every subclass must define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no write(stream, output_btd, carry)")

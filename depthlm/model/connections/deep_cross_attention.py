@@ -3,7 +3,7 @@
 Each block reads a learned combination of all earlier block outputs. In v3 the combination depends on the input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,15 @@ class GRN(Connection):
         inputs = list(g_sbtd)
         return tuple(inputs), (inputs[0], read_ahead)
 
+    def linear_read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Stream] | None]:
+        if self.spec.kind == "mlp" or self.version < 3:
+            return self.read(stream)
+        sources, inputs = stream[: self.num_sources], []
+        for i in range(self.num_inputs):
+            products = (beta.detach() * x for beta, x in zip(self.weights(stream, i), sources, strict=True))
+            inputs.append(sum(products, torch.zeros_like(sources[0])))
+        return tuple(inputs), (inputs[0], [])
+
     def sum_up(self, readers: "Sequence[GRN]", part: slice, sources: Stream, start_sbtd: Tensor | None) -> Tensor:
         """Return g_sbtd, all inputs of the readers, summed over a part of their sources and added to start_sbtd."""
         b_snd = torch.cat([c.b[:, part] for c in readers])
@@ -123,6 +132,12 @@ class GRN(Connection):
         """Return w_j . G_j of v3 for all sources of the i-th input, [n, b, t]."""
         sources = stream[: self.num_sources]
         return source_scores(self.w[i].expand(len(sources), -1), sources, eps=None)
+
+    def weights(self, stream: Stream, i: int) -> Iterator[Tensor]:
+        """Yield beta_btd of v3 for each source of the i-th input."""
+        for b_d, score_bt in zip(self.b[i], self.scores(stream, i), strict=True):
+            score_bt1 = score_bt[..., None]
+            yield (b_d + score_bt1).relu() if self.gate == "relu_of_sum" else b_d + score_bt1.relu()
 
     def write(self, stream: Stream, output_btd: Tensor, carry: tuple[Tensor, Stream] | None) -> Stream:
         sources, rest = stream[: self.num_sources], stream[self.num_sources :]

@@ -88,6 +88,9 @@ class HyperConnections(Connection):
         input_btd, x_btnd, post_btn, res_btij = hyper_post_pre(x_btnd, pending, *self._parts(), self.eps, rebuild)
         return (input_btd,), (x_btnd, post_btn, res_btij)
 
+    def linear_read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
+        return _linear_read(self, _written(stream))
+
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return H_pre, H_post and H_res of every token."""
         return hyper_maps(x_btnd, *self._parts(), self.eps)
@@ -182,6 +185,9 @@ class ManifoldHyperConnections(Connection):
         )
         return (input_btd,), (x_btnd, post_btn, res_btij)
 
+    def linear_read(self, stream: Stream) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
+        return _linear_read(self, _written(stream))
+
     def maps(self, x_btnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return H_pre, H_post and H_res of every token."""
         return mhc_maps(x_btnd, self.norm * self.phi, self.alpha, self.bias, self.eps, self.iterations)
@@ -240,6 +246,13 @@ class Collapse(nn.Module):
 def _deferred(output_btd: Tensor, carry: tuple[Tensor, Tensor, Tensor]) -> Stream:
     x_btnd, post_btn, res_btij = carry
     return [x_btnd, output_btd, post_btn, res_btij]
+
+
+def _linear_read(
+    connection: HyperConnections | ManifoldHyperConnections, x_btnd: Tensor
+) -> tuple[Inputs, tuple[Tensor, Tensor, Tensor]]:
+    pre_btn, post_btn, res_btij = (map_of_tokens.detach() for map_of_tokens in connection.maps(x_btnd))
+    return (read_streams(pre_btn, x_btnd),), (x_btnd, post_btn, res_btij)
 
 
 def _pending(stream: Stream) -> tuple[Tensor, Pending | None]:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from depthlm.inspect.moda_figures import draw_depth_share, draw_maps
+from depthlm.inspect.mechanisms.moda_figures import draw_depth_share, draw_maps
 from depthlm.inspect.picture import Array, Collector, Picture
 from depthlm.kernels.moda.merge import probabilities
 from depthlm.model import Decoder, SublayerSpec

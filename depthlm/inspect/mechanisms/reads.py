@@ -59,14 +59,10 @@ class StackWeights(Collector):
         assert isinstance(connection, GRN)
         if connection.spec.kind == "mlp" or connection.version < 3:
             return
-        by_input: list[list[torch.Tensor]] = [[] for _ in range(connection.num_inputs)]
-        for i, weights in enumerate(by_input):
-            for b_d, score_bt in zip(connection.b[i], connection.scores(stream, i), strict=True):
-                if connection.gate == "relu_of_sum":
-                    weights.append((b_d + score_bt[..., None]).relu().mean())
-                else:
-                    weights.append(b_d.mean() + score_bt.relu().mean())
-        means = torch.stack([torch.stack(weights) for weights in by_input])
+        by_input = [
+            torch.stack([beta.mean() for beta in connection.weights(stream, i)]) for i in range(connection.num_inputs)
+        ]
+        means = torch.stack(by_input)
         self.add(connection.spec.layer, means, stream[0][..., 0].numel())
 
     def pictures(self) -> list[Picture]:

@@ -1,0 +1,120 @@
+"""The depth mixing matrix of a connection (Attention Residuals, arXiv 2603.15031, Table 6).
+
+    input_l = sum_j M[l, j] output_j
+
+Output 0 is the embedding and output j that of sublayer j - 1. The last row is the final read. Every connection computes
+such a sum once its weights are fixed, so M compares all of them.
+
+Shapes: b batch, t tokens, d hidden size.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from depthlm.inspect.mixing_figure import draw_mixing
+from depthlm.inspect.picture import Array, Collector, Picture
+from depthlm.model import Connection, Decoder, SublayerSpec
+from depthlm.model.connections.connection import Inputs, Stream
+
+
+@torch.no_grad()
+def depth_mixing(model: Decoder, windows: Iterable[Tensor]) -> tuple[Array, list[str]]:
+    """Return M[l, j] of a decoder, and a message if it is not exact.
+
+    M is the mean over all tokens of windows of tokens_bt. It is nan for j > l.
+    """
+    mixing = Mixing(model)
+    device = next(model.parameters()).device
+    for tokens_bt in windows:
+        model.hidden(tokens_bt.to(device), observer=mixing)
+    name = type(model.connections[0]).__qualname__
+    warning = (
+        f"{name} defines no linear_read, but its weights depend on the stream: its depth mixing matrix includes the "
+        "derivatives of the weights"
+    )
+    return mixing.mean("matrix"), [warning] if mixing.differentiates_weights else []
+
+
+class Mixing(Collector):
+    """Collects the outputs of a forward pass, and at its end the matrix of its tokens."""
+
+    differentiates_weights = False
+
+    def open(self, embedding_btd: Tensor) -> None:
+        self.outputs = [embedding_btd]
+
+    def write(self, spec: SublayerSpec, output_btd: Tensor) -> None:
+        self.outputs.append(output_btd)
+
+    def read(self, connection: Connection, stream: Stream) -> None:
+        if connection.spec.kind == "final":
+            matrix = mixing_matrix(self.model.connections, self.outputs)
+            self.add("matrix", matrix, self.outputs[0][..., 0].numel())
+            if type(connection).linear_read is Connection.linear_read:
+                self.differentiates_weights |= derivatives_vary(self.model.connections, self.outputs)
+            self.outputs = []
+
+
+@torch.enable_grad()
+def mixing_matrix(connections: Sequence[Connection], outputs: Sequence[Tensor]) -> Tensor:
+    """Return M of these outputs, the embedding first.
+
+    With fixed weights, input_l = sum_j A_lj output_j with a D x D matrix A_lj for each token, and M[l, j] is the mean
+    of trace(A_lj) / D over the tokens. The trace is that of products with the Fourier vectors s_t of token t, whose
+    entry c is exp(2 pi i t c / T), since the mean of s_t^* A s_t over T >= D tokens is exactly
+
+        trace(A)            if A is the same for all tokens, because the mean of s_t s_t^* is the identity matrix
+        mean of trace(A_t)  if A is diagonal, because all |s_tc| are 1
+    """
+    d, tokens = outputs[0].shape[-1], outputs[0][..., 0].numel()
+    copies = math.ceil(d / tokens)
+    leaves = [y.detach().repeat(copies, 1, 1).requires_grad_() for y in outputs]
+    shape, count = leaves[0].shape, copies * tokens
+    t, c = (torch.arange(length, dtype=torch.float64) for length in (count, d))
+    angles_td = torch.outer(t, c) % count * (2 * math.pi / count)
+    probes = [part.to(leaves[0]).view(shape) for part in (angles_td.cos(), angles_td.sin())]
+    matrix = torch.full((len(outputs), len(outputs)), math.nan, dtype=torch.float64)
+    for row, inputs in enumerate(linear_inputs(connections, leaves)):
+        earlier = leaves[: row + 1]
+        matrix[row, : row + 1] = 0
+        for probe in probes:
+            gradients = torch.autograd.grad(
+                inputs, earlier, [probe] * len(inputs), retain_graph=True, materialize_grads=True
+            )
+            products = [(probe.double() * gradient).mean() for gradient in gradients]
+            matrix[row, : row + 1] += torch.stack(products).cpu() / len(inputs)
+    return matrix
+
+
+@torch.enable_grad()
+def derivatives_vary(connections: Sequence[Connection], outputs: Sequence[Tensor]) -> bool:
+    """Return whether the derivatives of the inputs differ between tokens. Those of parameters alone do not."""
+    leaves = [y.detach().requires_grad_() for y in outputs]
+    total = torch.stack([x.sum() for inputs in linear_inputs(connections, leaves) for x in inputs]).sum()
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    return any(bool((x - x[:1, :1]).abs().max() > 1e-3 * x.abs().max()) for x in gradients)
+
+
+def linear_inputs(connections: Sequence[Connection], outputs: Sequence[Tensor]) -> Iterator[Inputs]:
+    """Yield the inputs of every sublayer, and then the final hidden state, as linear functions of the outputs."""
+    *sublayers, last = connections
+    stream = connections[0].open(outputs[0])
+    for connection, output_btd in zip(sublayers, outputs[1:], strict=True):
+        inputs, carry = connection.linear_read(stream)
+        yield inputs
+        stream = connection.write(stream, output_btd, carry)
+    # by default, close is a read
+    is_read = type(last).close is Connection.close
+    yield (last.linear_read(stream)[0][0] if is_read else last.close(stream),)
+
+
+def mixing_picture(matrices: Sequence[tuple[str, Array]]) -> Picture:
+    """Return the picture of matrices with their titles. Their arrays are depth_mixing, depth_mixing_2, ..."""
+    names = ["depth_mixing", *(f"depth_mixing_{number}" for number in range(2, len(matrices) + 1))]
+    about = "the weight of each earlier output in the input of each sublayer (Table 6 of arXiv 2603.15031)"
+    arrays = {name: matrix for name, (_, matrix) in zip(names, matrices, strict=True)}
+    return Picture("depth_mixing", about, arrays, partial(draw_mixing, matrices))

@@ -1,0 +1,306 @@
+"""The depth mixing matrix equals, in float64, products of weights that are written literally from the formulas.
+
+Shapes: b batch, t tokens, d hidden size, n streams, j output (0: the embedding).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from depthlm.inspect import depth_mixing
+from depthlm.inspect.depth_mixing import mixing_picture
+from depthlm.model import Connection, Decoder, Observer
+from depthlm.model.connections.residual import Residual
+
+from .conftest import TOKENS, drawn_and_closed
+
+Build = Callable[..., Decoder]
+Array = np.ndarray[Any, Any]
+# the embedding and the outputs of eight sublayers
+OUTPUTS = 9
+
+
+class Recorder(Observer):
+    """Records the outputs, and each connection with the stream that it reads."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Array] = []
+        self.reads: list[tuple[Any, list[Tensor]]] = []
+
+    def open(self, embedding_btd: Tensor) -> None:
+        self.outputs.append(embedding_btd.numpy())
+
+    def write(self, spec: Any, output_btd: Tensor) -> None:
+        self.outputs.append(output_btd.numpy())
+
+    def read(self, connection: Connection, stream: list[Tensor]) -> None:
+        self.reads.append((connection, connection.materialize(stream)))
+
+
+@pytest.fixture
+def record(build: Build) -> Callable[..., tuple[Decoder, Recorder]]:
+    """A float64 decoder with noise on the parameters of its connections, and the record of a forward pass."""
+
+    def make(*overrides: str) -> tuple[Decoder, Recorder]:
+        model = build(*overrides).double()
+        generator = torch.Generator().manual_seed(4)
+        for parameter in model.connections.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        recorder = Recorder()
+        model(TOKENS, observer=recorder)
+        return model, recorder
+
+    return make
+
+
+def matrix(model: Decoder) -> Array:
+    # the batches have different numbers of tokens
+    found, warnings = depth_mixing(model, (TOKENS[:2], TOKENS[2:]))
+    assert warnings == []
+    return found
+
+
+def same(found: Array, rows: list[Array]) -> None:
+    expected = np.stack(rows)
+    expected[np.triu_indices(len(rows), 1)] = np.nan
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def unit(j: int) -> Array:
+    return np.eye(OUTPUTS)[j]
+
+
+def softmax(scores: Array) -> Array:
+    exponentials = np.exp(scores - scores.max(0))
+    return exponentials / exponentials.sum(0)
+
+
+@pytest.mark.parametrize("preset", ["vanilla", "uniform_mix", "moda"])
+def test_residual_connections_have_ones_with_any_attention(record: Any, preset: str) -> None:
+    model, _ = record(f"model={preset}")
+    same(matrix(model), [np.ones(OUTPUTS)] * OUTPUTS)
+
+
+@pytest.mark.parametrize("settings", [[], ["model.connection.period=2", "model.connection.dilation=2"]])
+def test_denseformer_has_products_of_its_averages(record: Any, settings: list[str]) -> None:
+    model, _ = record("model=denseformer", *settings)
+    x, y, rows = [unit(0)], unit(0), []
+    for block in range(1, 5):
+        rows += [y, y + unit(2 * block - 1)]
+        y = rows[-1] + unit(2 * block)
+        x.append(y)
+        average = model.connections[2 * block - 1]
+        if average.sources is not None:
+            y = sum(float(a) * x[j] for a, j in zip(average.a, average.sources, strict=True))
+    same(matrix(model), [*rows, y])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "settings"),
+    [(1, []), (3, []), (3, ["model.connection.mixing=scalars"]), (3, ["model.connection.query=input_dependent"])],
+)
+def test_attention_residuals_have_their_softmax(record: Any, block_size: int, settings: list[str]) -> None:
+    model, recorder = record("model=attention_residuals", f"model.connection.block_size={block_size}", *settings)
+    rows = []
+    for connection, sources in recorder.reads:
+        if hasattr(connection, "scores"):
+            alpha = softmax(connection.scores.numpy())
+        else:
+            projected = hasattr(connection, "query_proj")
+            query = sources[-1].numpy() @ connection.query_proj.weight.numpy().T if projected else connection.query
+            normed = [x / np.sqrt((x**2).mean(-1, keepdims=True) + connection.eps) for x in map(np.asarray, sources)]
+            scores = [(np.asarray(query) * connection.key_norm.numpy() * x).sum(-1) for x in normed]
+            alpha = softmax(np.stack(scores)).mean((1, 2))
+        np.testing.assert_allclose(alpha.sum(), 1)
+        blocks = [0, *(1 + j // block_size for j in range(connection.spec.sublayer))]
+        rows.append(np.append(alpha[blocks], np.zeros(OUTPUTS - len(blocks))))
+    same(matrix(model), rows)
+
+
+def test_rows_of_a_softmax_over_all_outputs_sum_to_one_in_loops(record: Any) -> None:
+    model, _ = record("model=attention_residuals_full", "model.loops=2", "size.num_layers=2")
+    found = matrix(model)
+    assert found.shape == (OUTPUTS, OUTPUTS)
+    np.testing.assert_allclose(np.nansum(found, axis=1), 1)
+
+
+def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(record: Any) -> None:
+    model, recorder = record("model=attention_residuals_recency", "model.connection.block_size=4")
+    rows, snapshots = [], [unit(0)]
+    for number, (connection, sources) in enumerate(recorder.reads):
+        running_sum = sum(unit(j) for j in range(number + 1))
+        scores = []
+        for x in map(np.asarray, sources):
+            normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + connection.eps)
+            scores.append((connection.query.numpy() * connection.key_norm.numpy() * normed).sum(-1))
+        scores[-1] = scores[-1] + float(connection.recency)
+        alpha = softmax(np.stack(scores)).mean((1, 2))
+        if number in (4, 8):
+            snapshots.append(running_sum)
+        rows.append(sum(a * source for a, source in zip(alpha, [*snapshots, running_sum], strict=True)))
+    same(matrix(model), rows)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model=dca"],
+        ["model=dca", "model.connection.last_k=1", "model.connection.gate=printed"],
+        ["model=grn_v2"],
+        ["model=grn_v1"],
+    ],
+)
+def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: Any, settings: list[str]) -> None:
+    model, recorder = record(*settings)
+    rows, stack, inputs = [], [unit(0)], []
+    for connection, stream in recorder.reads:
+        layer = connection.spec.layer
+        if connection.spec.kind == "mlp":
+            rows.append(inputs[0] + unit(2 * layer + 1))
+            stack.append(unit(2 * layer + 1) + unit(2 * layer + 2))
+            if connection.last_k is not None and len(stack) > 3:
+                stack = [stack[0], stack[1] + stack[2], stack[3]]
+            continue
+        inputs = []
+        for i in range(connection.num_inputs):
+            gates = []
+            for j, g_btd in enumerate(map(np.asarray, stream[: len(stack)])):
+                gate = np.broadcast_to(connection.b[i, j].numpy(), g_btd.shape)
+                if connection.version == 3:
+                    score = (connection.w[i, j].numpy() * g_btd).sum(-1, keepdims=True)
+                    printed = connection.gate == "printed"
+                    gate = gate + np.maximum(score, 0) if printed else np.maximum(gate + score, 0)
+                gates.append(gate.mean())
+            inputs.append(sum(gate * source for gate, source in zip(gates, stack, strict=True)))
+        rows.append(np.mean(inputs, axis=0))
+    same(matrix(model), rows)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("mhc", []),
+        ("mhc", ["model.connection.num_streams=2", "model.connection.collapse=learned"]),
+        ("hyper_connections", []),
+        ("hyper_connections", ["model.connection.dynamic=false", "model.connection.collapse=sum"]),
+    ],
+)
+def test_hyper_connections_have_products_of_their_maps(record: Any, preset: str, settings: list[str]) -> None:
+    model, recorder = record(f"model={preset}", *settings)
+    *sublayers, (last, _) = recorder.reads
+    maps = [[np.asarray(value) for value in connection.maps(stream[0])] for connection, stream in sublayers]
+    n, kind = last.num_streams, last.collapse.kind
+    collapse = {"mean": np.full(n, 1 / n), "sum": np.ones(n)}
+    if kind == "learned":
+        collapse["learned"] = softmax(last.collapse.weights.numpy())
+    rows = np.zeros((OUTPUTS, OUTPUTS))
+    for b, t in np.ndindex(*TOKENS.shape):
+        for row in range(OUTPUTS):
+            read_n = collapse[kind] if row == OUTPUTS - 1 else maps[row][0][b, t]
+            for j in range(row + 1):
+                # where output j is written, and then mixed by the maps of all sublayers up to the row
+                x_n = np.ones(n) if j == 0 else maps[j - 1][1][b, t]
+                for _, _, res_btij in maps[j:row]:
+                    x_n = res_btij[b, t] @ x_n
+                rows[row, j] += read_n @ x_n / TOKENS.numel()
+    same(matrix(model), list(rows))
+
+
+@pytest.mark.parametrize("variant", ["pa", "lr", "rw"])
+def test_laurel_has_the_traces_of_its_products(record: Any, variant: str) -> None:
+    model, _ = record("model=laurel", f"model.connection.variant={variant}")
+    d, rows = model.size.hidden_size, []
+    # the D x D matrix of each output in each past x
+    history = [[np.eye(d)] + [np.zeros((d, d))] * (OUTPUTS - 1)]
+    for number, connection in enumerate(model.connections):
+        rows.append(np.array([np.trace(a) / d for a in history[-1]]))
+        if number == OUTPUTS - 1:
+            break
+        written = [np.eye(d) * (j == number + 1) for j in range(OUTPUTS)]
+        if variant == "rw":
+            pairs = zip(history[-1], written, strict=True)
+            history.append([float(connection.beta) * a + float(connection.alpha) * f for a, f in pairs])
+            continue
+        low_rank = connection.up.numpy() @ connection.down.numpy()
+        gammas = connection.gamma.tolist() if variant == "pa" else [1.0]
+        total = [a + f for a, f in zip(history[-1], written, strict=True)]
+        for gamma, past in zip(gammas, history[::-1], strict=False):
+            total = [a + gamma * low_rank @ x for a, x in zip(total, past, strict=True)]
+        history.append(total)
+    same(matrix(model), rows)
+    # with fewer tokens than channels
+    same(depth_mixing(model, [TOKENS[:1, :3]])[0], rows)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    ["vanilla", "denseformer", "attention_residuals", "attention_residuals_recency", "dca", "grn_v3", "mhc", "laurel"],
+)
+def test_a_linear_read_returns_what_a_read_returns(record: Any, preset: str) -> None:
+    _, recorder = record(f"model={preset}")
+    for connection, stream in recorder.reads[:-1]:
+        # the parameters of this connection alone, since the streams contain no values that were read ahead
+        connection.link([connection])
+        for found, expected in zip(connection.linear_read(stream)[0], connection.read(stream)[0], strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+class Highway(Residual):
+    """h <- (1 - g) h + g f(h), with a gate g that depends on h."""
+
+    def read(self, stream: list[Tensor]) -> Any:
+        return (stream[0],), stream[0].mean(-1, keepdim=True).sigmoid()
+
+    def write(self, stream: list[Tensor], output_btd: Tensor, carry: Any) -> list[Tensor]:
+        return [(1 - carry) * stream[0] + carry * output_btd]
+
+
+class LinearHighway(Highway):
+    def linear_read(self, stream: list[Tensor]) -> Any:
+        inputs, carry = self.read(stream)
+        return inputs, carry.detach()
+
+
+def test_your_own_connection_is_exact_if_it_fixes_its_weights(build: Build) -> None:
+    model = build("model=vanilla").double()
+    for connection in model.connections:
+        connection.__class__ = LinearHighway
+    recorder = Recorder()
+    model(TOKENS, observer=recorder)
+    gates = [np.asarray(connection.read(stream)[1]) for connection, stream in recorder.reads]
+    weights, rows = np.zeros((OUTPUTS, *gates[0].shape)), []
+    weights[0] = 1
+    for number, gate in enumerate(gates):
+        rows.append(weights.mean((1, 2, 3)))
+        weights = (1 - gate) * weights
+        if number < OUTPUTS - 1:
+            weights[number + 1] = gate
+    same(matrix(model), rows)
+
+
+def test_a_matrix_with_derivatives_of_weights_is_reported(build: Build) -> None:
+    model = build("model=vanilla").double()
+    for connection in model.connections:
+        connection.__class__ = Highway
+    _, (warning,) = depth_mixing(model, [TOKENS])
+    assert "Highway defines no linear_read" in warning
+
+
+def test_matrices_share_one_scale_and_name_their_sublayers() -> None:
+    small, large = np.tril(np.full((5, 5), 0.2)), np.tril(np.full((7, 7), -3.0))
+    picture = mixing_picture([("one, micro", small), ("other, micro", large)])
+    assert list(picture.arrays) == ["depth_mixing", "depth_mixing_2"]
+    with drawn_and_closed():
+        panels = [axes for axes in picture.draw().axes if axes.images]
+        assert [axes.get_title() for axes in panels] == ["one, micro", "other, micro"]
+        assert {axes.images[0].norm.vmax for axes in panels} == {3.0}
+        outputs, inputs = (
+            [label.get_text() for label in labels]
+            for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
+        )
+    assert outputs == ["embedding", "layer 0 attention", "layer 0 MLP", "layer 1 attention", "layer 1 MLP"]
+    assert inputs == [*outputs[1:], "final read"]
