@@ -70,9 +70,7 @@ def output(layer: Layer, context: Tensor) -> Tensor:
     return output_btd if layer.pre_norm else layer.attention_norm(output_btd)
 
 
-def transform(
-    layer: Layer, inputs: Inputs, rope: Rope | None
-) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
+def transform(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
     """Return output_btd of the MLP sublayer, what `SelfAttention.project_mlp` makes of its input, and the routing."""
     if layer.pre_norm:
         inputs = _normed(layer.mlp_norm, inputs)

@@ -16,7 +16,7 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Also splits `gate_up_proj`, as which transformers keeps the first two in memory. Raises ValueError if an expert is
     missing.
     """
-    result, experts = {}, dict[str, dict[int, Tensor]]()
+    result, experts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for name, tensor in weights.items():
         if match := ONE.fullmatch(name):
             experts.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
@@ -33,7 +33,7 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights with those of each expert by itself."""
-    result = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if match := STACKED.fullmatch(name):
             result |= {f"{match[1]}{number}.{match[2]}_proj.weight": one for number, one in enumerate(tensor)}

@@ -28,8 +28,8 @@ from depthlm.training.monitoring.describe import show_summary
 from depthlm.training.monitoring.display import Bar, row_text, validation_text
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, open_metrics, peak_flops, peak_memory_gib
 from depthlm.training.monitoring.profiling import Profiler
-from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.routing import RoutingMeter
+from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.nonfinite import DivergedError, spike_limit, spike_text, windows_text
 from depthlm.training.progress import Progress
