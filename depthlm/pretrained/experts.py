@@ -1,4 +1,4 @@
-"""The weights of experts: we stack those of a layer in three tensors, and checkpoints on the hub have each by itself."""
+"""The weights of experts, which are stacked in three tensors here, and separate in the checkpoints of the hub."""
 
 import re
 from collections.abc import Mapping

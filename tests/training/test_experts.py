@@ -109,3 +109,17 @@ def test_a_skipped_step_does_not_change_the_biases(small_run: Overrides, tmp_pat
 def test_impossible_routers_are_refused(small_run: Overrides, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         depthlm.compose(small_run("backbone=qwen3_moe", *overrides))
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_resumes_with_the_biases(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
+) -> None:
+    given = (*EXPERTS, "deepspeed=zero1")
+    assert two_ranks(train_on_ranks, small_run(*given, name="straight")) == [0, 0]
+    assert two_ranks(train_on_ranks, small_run(*given, "training.stop_after=3", name="converted")) == [0, 0]
+    assert train(depthlm.compose(small_run(*given, name="converted"))) == 0
+    straight, converted = tmp_path / "straight", tmp_path / "converted"
+    expected = [row[2] for row in curve(straight)]
+    torch.testing.assert_close([row[2] for row in curve(converted)], expected, rtol=1e-5, atol=0)
+    assert_same(dict(enumerate(biases(straight))), dict(enumerate(biases(converted))))
