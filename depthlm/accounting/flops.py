@@ -35,8 +35,8 @@ def flops_per_token(model: Decoder, sequence_length: int, causal: bool = True) -
     """Return the FLOPs per token for sequences of this length; works on the meta device.
 
     A linear layer of n weights takes 2n. Attention takes 4 H e T, halved if causal, where H is the number of heads, e
-    their size and T the sequence length. Of a mixture of experts only those of a token count. The attention or connection of a mechanism has a method that returns the FLOPs
-    outside of its `nn.Linear` children:
+    their size and T the sequence length. Of a mixture of experts, only those of a token count. The attention or
+    connection of a mechanism has a method that returns the FLOPs outside of its `nn.Linear` children:
 
         def forward_flops(self, length, causal) -> float: ...
 
