@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +10,16 @@ from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.routing import RoutingMeter
 from depthlm.training.plan import Plan
+
+
+class Step(NamedTuple):
+    """A step just taken. nll: the summed loss of the global batch (nats). spike_limit: the loss above which it is a
+    spike. loss_scale: the scale of the step, which the engine may have changed since."""
+
+    nll: float
+    learning_rate: float
+    loss_scale: float
+    spike_limit: float
 
 
 def train_step(

@@ -28,29 +28,19 @@ from depthlm.training.monitoring.describe import show_summary
 from depthlm.training.monitoring.display import Bar, row_text, validation_text
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, open_metrics, peak_flops, peak_memory_gib
 from depthlm.training.monitoring.profiling import Profiler
-from depthlm.training.monitoring.routing import RoutingMeter
+from depthlm.training.monitoring.routing import meter_of
 from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.nonfinite import DivergedError, spike_limit, spike_text, windows_text
 from depthlm.training.progress import Progress
 from depthlm.training.schedules import learning_rate
 from depthlm.training.setup import Cost, Setup
-from depthlm.training.step import train_step
+from depthlm.training.step import Step, train_step
 from depthlm.training.validation import ValidationStopped, mechanism_diagnostics, validate
 
 log = logging.getLogger("depthlm")
 
 COMPLETE = 0
-
-
-class Step(NamedTuple):
-    """A step just taken. nll: the summed loss of the global batch (nats). spike_limit: the loss above which it is a
-    spike. loss_scale: the scale of the step, which the engine may have changed since."""
-
-    nll: float
-    learning_rate: float
-    loss_scale: float
-    spike_limit: float
 
 
 class Due(NamedTuple):
@@ -86,10 +76,7 @@ class Trainer:
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
-        self.routing: RoutingMeter | None = None
-        if engine.model.mixtures():
-            file = MetricsFile(self.paths.experts if self.is_rank_0 else None, progress.step)
-            self.routing = RoutingMeter(engine.model, self.device, file)
+        self.routing = meter_of(engine, self.paths.experts if self.is_rank_0 else None, progress.step)
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
         self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
         self.tracker: Tracker = NoTracker()

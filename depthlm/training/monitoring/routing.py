@@ -3,11 +3,24 @@
 Shapes: l layers with experts, each loop again; e experts.
 """
 
+from pathlib import Path
+
 import torch
 
 from depthlm.model import Decoder
 from depthlm.model.experts import Routing, balance
+from depthlm.training.engine import Engine
 from depthlm.training.monitoring.metrics import MetricsFile
+
+
+def meter_of(engine: Engine, path: Path | None, step: int) -> "RoutingMeter | None":
+    """Return the meter of a model with experts, otherwise None.
+
+    path: of the file for its rows, without those after `step`; None on ranks that write none.
+    """
+    if not engine.model.mixtures():
+        return None
+    return RoutingMeter(engine.model, engine.device, MetricsFile(path, step))
 
 
 class RoutingMeter:
