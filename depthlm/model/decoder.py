@@ -231,6 +231,8 @@ def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
     for layer in model.layers:
         layer.regions = whole
         layer.sublayer_regions = Regions(*(partial(region, sublayers=sublayers) for region in Regions()))
+    for mixture in model.mixtures():
+        mixture.experts.uncompiled = torch.compiler.disable(mixture.experts.uncompiled)
     model.head_and_loss = torch.compile(head_and_loss, backend=compiler)
     model.is_compiled = True
 

@@ -18,6 +18,8 @@ class Experts(nn.Module):
     """e SwiGLU MLPs (arXiv 2002.05202). No token is dropped: an expert takes as many as are sent to it.
 
     x_rd -> sort by expert -> gate_proj, up_proj -> silu(gate) * up -> down_proj -> weigh -> sum per token -> y_rd
+
+    uncompiled: `grouped_linear`, outside of graphs if the model is compiled.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int):
@@ -25,6 +27,7 @@ class Experts(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, expert_size))
+        self.uncompiled = grouped_linear
 
     def forward(self, x_rd: Tensor, experts_rk: Tensor, weights_rk: Tensor, ends_e: Tensor) -> Tensor:
         """Return y_rd, the weighted sum of the outputs of each token's experts.
@@ -34,8 +37,11 @@ class Experts(nn.Module):
         top_k, dtype = experts_rk.shape[1], compute_dtype(x_rd)
         order_n = experts_rk.flatten().argsort(stable=True)
         x_nd = x_rd.to(dtype)[order_n // top_k]
-        gate_nf, up_nf = (grouped_linear(x_nd, w.to(dtype), ends_e) for w in (self.gate_proj, self.up_proj))
-        y_nd = grouped_linear(F.silu(gate_nf) * up_nf, self.down_proj.to(dtype), ends_e)
+        # torch.compile takes only these; the number of tokens of an expert would be compiled into a loop
+        compiled = takes_grouped(x_nd, self.gate_proj) and dtype == torch.bfloat16
+        product = grouped_linear if compiled else self.uncompiled
+        gate_nf, up_nf = (product(x_nd, w.to(dtype), ends_e) for w in (self.gate_proj, self.up_proj))
+        y_nd = product(F.silu(gate_nf) * up_nf, self.down_proj.to(dtype), ends_e)
         y_rkd = y_nd[order_n.argsort()].unflatten(0, (-1, top_k))
         return (y_rkd * weights_rk.to(dtype).unsqueeze(-1)).sum(1)
 
