@@ -56,14 +56,19 @@ class RunDirectory:
         return self.path / "blocks.jsonl"
 
     @property
+    def experts(self) -> Path:
+        """The load of each expert, and the entropy and bias of each router, one object per logged step."""
+        return self.path / "experts.jsonl"
+
+    @property
     def bad_batches(self) -> Path:
         """The batches with a non-finite loss or gradient, or with a spike."""
         return self.path / "bad_batches.jsonl"
 
     @property
-    def row_files(self) -> tuple[Path, Path, Path]:
+    def row_files(self) -> tuple[Path, ...]:
         """The files to which a run appends a row at a time."""
-        return self.metrics, self.bad_batches, self.sublayer_norms
+        return self.metrics, self.bad_batches, self.sublayer_norms, self.experts
 
     @property
     def contents(self) -> tuple[Path, ...]:

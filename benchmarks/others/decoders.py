@@ -31,7 +31,12 @@ def transformers_decoder(model: Decoder) -> nn.Module:
     # drawing weights that are replaced would take a CPU long
     with next(iter(weights.values())).device:
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    theirs.load_state_dict({their_name(kind, name): tensor for name, tensor in weights.items()})
+    renamed = {their_name(kind, name): tensor for name, tensor in weights.items()}
+    for name in [name for name in renamed if name.endswith(".experts.gate_proj")]:
+        # one tensor: the rows of all gates, then those of all others
+        up = name.replace("gate_proj", "up_proj")
+        renamed[name.replace("gate_proj", "gate_up_proj")] = cat([renamed.pop(name), renamed.pop(up)], dim=1)
+    theirs.load_state_dict(renamed)
     return theirs.to(next(model.parameters()).dtype)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from depthlm.model.decoder import Decoder
+from depthlm.model.experts import Mixture
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ def flops_per_token(model: Decoder, sequence_length: int, causal: bool = True) -
     """Return the FLOPs per token for sequences of this length; works on the meta device.
 
     A linear layer of n weights takes 2n. Attention takes 4 H e T, halved if causal, where H is the number of heads, e
-    their size and T the sequence length. The attention or connection of a mechanism has a method that returns the FLOPs
-    outside of its `nn.Linear` children:
+    their size and T the sequence length. Of a mixture of experts, only those of a token count. The attention or
+    connection of a mechanism has a method that returns the FLOPs outside of its `nn.Linear` children:
 
         def forward_flops(self, length, causal) -> float: ...
 
@@ -44,7 +45,7 @@ def flops_per_token(model: Decoder, sequence_length: int, causal: bool = True) -
     attention = mlp = 0.0
     for layer in model.layers:
         attention += _linear(layer.attention) + layer.attention.forward_flops(sequence_length, causal)
-        mlp += _linear(layer.mlp)
+        mlp += _linear(layer.mlp) + (layer.mlp.forward_flops() if isinstance(layer.mlp, Mixture) else 0.0)
     connection = sum(_linear(c) + c.forward_flops(sequence_length, causal) for c in model.connections)
     head = 2.0 * model.size.hidden_size * model.size.vocab_size
     return Flops(attention * model.loops, mlp * model.loops, head, connection)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from depthlm.model.experts import Mixture
 from depthlm.model.layers import Embedding, Head, Norm
 from depthlm.model.parameters import Owned, owned_parameters
 
@@ -11,13 +12,19 @@ PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 def count_parameters(model: nn.Module) -> dict[str, int]:
     """Return the number of parameters of each part, and the "total"; works on the meta device.
 
+    With experts also "activated": all parameters but those of the experts that a token is not sent to.
+
     norms: the norms of the layers, of q and k, and the final norm. attention: including the mechanism's parameters.
     connection: all parameters of the connections, norms included. head: 0 if tied, since it counts as embedding.
     """
     counts = dict.fromkeys(PARTS, 0)
     for owned in owned_parameters(model):
         counts[_part(owned)] += owned.parameter.numel()
-    return counts | {"total": sum(counts.values())}
+    total, idle = sum(counts.values()), 0
+    for mixture in (module for module in model.modules() if isinstance(module, Mixture)):
+        experts = sum(parameter.numel() for parameter in mixture.experts.parameters())
+        idle += experts - experts * mixture.router.top_k // mixture.router.weight.shape[0]
+    return counts | {"total": total} | ({"activated": total - idle} if idle else {})
 
 
 def _part(owned: Owned) -> str:

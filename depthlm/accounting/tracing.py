@@ -75,7 +75,7 @@ def trace(
         with ledger, simulated_device:
             with simulated_device.autocast(autocast):
                 sums = model(tokens[:, :-1], tokens[:, 1:])
-                loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
+                loss = sums.total(z_loss)
             saved = ledger.live
             # loss.backward() calls this engine, but as a torch function it would leave `simulated_device`
             engine = torch.autograd.Variable._execution_engine

@@ -34,8 +34,8 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
             training.num_threads = 1
         if free("deepspeed.stage"):
             config.deepspeed.stage, config.deepspeed.offload = 0, "none"
-    for name in ("hidden_size", "intermediate_size", "head_size"):
-        if free(f"size.{name}"):
+    for name in ("hidden_size", "intermediate_size", "expert_size", "head_size"):
+        if free(f"size.{name}") and getattr(size, name) is not None:
             setattr(size, name, divided(getattr(size, name), budget.width_divisor))
     lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
     shrinks = budget.flops is not None or budget.max_steps is not None
@@ -97,5 +97,9 @@ def matrices(config: Config) -> int:
     """Return the approximate number N of matrix parameters applied per token, for 6 N FLOPs; each loop counts again."""
     size = config.size
     attention = size.hidden_size * size.head_size * 2 * (size.num_heads + size.num_kv_heads)
-    mlp = size.hidden_size * size.intermediate_size * (3 if config.backbone.mlp == "swiglu" else 2)
-    return config.model.loops * size.num_layers * (attention + mlp) + size.hidden_size * size.vocab_size
+    backbone, width = config.backbone, size.intermediate_size
+    dense = size.hidden_size * width * (2 if backbone.mlp == "relu" else 3)
+    experts = 3 * size.hidden_size * size.width_of_expert() * (size.experts_per_token + backbone.shared_experts)
+    sparse_layers = max(size.num_layers - backbone.dense_layers, 0) if backbone.mlp == "experts" else 0
+    mlps = sparse_layers * experts + (size.num_layers - sparse_layers) * dense
+    return config.model.loops * (size.num_layers * attention + mlps) + size.hidden_size * size.vocab_size

@@ -57,6 +57,8 @@ def resolve(config: Config, given: set[str], overrides: Sequence[str], here: boo
         apply_budget(config, given - keys_of_points(config.experiment.points, overrides))
     if config.precision.name == "auto":
         config.precision.name = environment.fast_precision(environment.device_type(config.device)) if here else "bf16"
+    if config.backbone.mlp == "experts":
+        config.size.expert_size = config.size.width_of_expert()
     if "size.vocab_size" not in given and tokenizer_exists(config):
         config.size.vocab_size = max(config.size.vocab_size, padded_vocab_size(config.data))
     if "model.name" not in given:

@@ -19,6 +19,7 @@ from depthlm.fields import key
 from depthlm.inspect.blocks import block_picture
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
+from depthlm.inspect.experts import expert_picture
 from depthlm.inspect.picture import Array, Picture
 from depthlm.loading import load
 from depthlm.machine import environment
@@ -62,6 +63,8 @@ def inspect_run(arguments: Inspect) -> Path:
     for other in arguments.compare or ():
         matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))
     pictures.append(mixing_picture(matrices))
+    if (experts := expert_picture(directory)) is not None:
+        pictures.append(experts)
     if (blocks := block_picture(directory)) is not None:
         pictures.append(blocks)
     else:

@@ -17,6 +17,7 @@ from depthlm.model.attention.self_attention import AttentionContext, AttentionFa
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
 from depthlm.model.documents import find_documents
+from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layer import Layer, Regions, Sublayers
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.observer import UNOBSERVED, Observer
@@ -27,12 +28,20 @@ from depthlm.model.sublayer_spec import SublayerSpec
 class Loss(NamedTuple):
     """Sums over all targets that are not -100; micro-batches and ranks add them up.
 
-    nll: -log p(target), in nats. z: logsumexp(logits)^2. tokens: the number of these targets.
+    nll: -log p(target), in nats. z: logsumexp(logits)^2. tokens: the number of these targets. penalty: the auxiliary
+    loss of the experts, times that number. routing: of all layers with experts, each loop again; None without experts.
     """
 
     nll: Tensor
     z: Tensor
     tokens: Tensor
+    penalty: Tensor | None = None
+    routing: Routing | None = None
+
+    def total(self, z_loss: float) -> Tensor:
+        """Return what is minimized, summed over the tokens. z_loss: the weight of z."""
+        loss = self.nll + z_loss * self.z if z_loss else self.nll
+        return loss if self.penalty is None else loss + self.penalty
 
 
 class Decoder(nn.Module):
@@ -99,12 +108,16 @@ class Decoder(nn.Module):
         ends_bt: true where a token is the last of its document, such as the last padding token to the left of a prompt;
             None: the tokens equal to end_of_text.
         """
-        hidden_btd = self.hidden(tokens_bt, cache, observer, ends_bt)
-        if targets_bt is None:
-            return self.logits(hidden_btd)
         with using(self.kernels):
+            hidden_btd, routings = self._hidden(tokens_bt, cache, observer, ends_bt)
+            if targets_bt is None:
+                return self.logits(hidden_btd)
             by_kernels = fused("cross_entropy", [hidden_btd])
-        return self.head_and_loss(self, hidden_btd, targets_bt, by_kernels)
+        loss = self.head_and_loss(self, hidden_btd, targets_bt, by_kernels)
+        if not routings:
+            return loss
+        routing = Routing(*map(torch.stack, zip(*routings, strict=True)))
+        return loss._replace(penalty=routing.penalty(self.backbone) * loss.tokens, routing=routing)
 
     def hidden(
         self,
@@ -115,9 +128,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return hidden_btd before the final norm."""
         with using(self.kernels):
-            return self._hidden(tokens_bt, cache, observer, ends_bt)
+            return self._hidden(tokens_bt, cache, observer, ends_bt)[0]
 
-    def _hidden(self, tokens_bt: Tensor, cache: Cache | None, observer: Observer, ends_bt: Tensor | None) -> Tensor:
+    def _hidden(
+        self, tokens_bt: Tensor, cache: Cache | None, observer: Observer, ends_bt: Tensor | None
+    ) -> tuple[Tensor, list[Routing]]:
         start, length = cache.length if cache is not None else 0, tokens_bt.shape[1]
         cached_b1 = cache.document_b1 if cache is not None else None
         if ends_bt is None and self.end_of_text is not None:
@@ -136,7 +151,7 @@ class Decoder(nn.Module):
         embedding_btd = self.embedding(tokens_bt, positions)
         observer.open(embedding_btd)
         stream = self.connections[0].open(embedding_btd)
-        depth = self.layers[0].attention.open_depth()
+        depth, routings = self.layers[0].attention.open_depth(), []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections = self.connections[2 * position], self.connections[2 * position + 1]
@@ -145,11 +160,16 @@ class Decoder(nn.Module):
                 layer = partial(
                     checkpoint, layer, use_reentrant=False, context_fn=partial(_recomputation, self.kernels)
                 )
-            stream, depth = layer(stream, depth, connections, rope, past, observer)
+            stream, depth, routing = layer(stream, depth, connections, rope, past, observer)
+            routings += [routing] if routing is not None else []
         if cache is not None:
             cache.advance(length, document_b1)
         observer.read(self.connections[-1], stream)
-        return self.connections[-1].close(stream)
+        return self.connections[-1].close(stream), routings
+
+    def mixtures(self) -> list[Mixture]:
+        """Return the mixtures of experts, in the order of layers."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
 
     def checkpoint_activations(self) -> None:
         """Recompute each layer in the backward pass (arXiv 1604.06174), and call `read_alone`.
@@ -211,6 +231,8 @@ def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
     for layer in model.layers:
         layer.regions = whole
         layer.sublayer_regions = Regions(*(partial(region, sublayers=sublayers) for region in Regions()))
+    for mixture in model.mixtures():
+        mixture.experts.uncompiled = torch.compiler.disable(mixture.experts.uncompiled)
     model.head_and_loss = torch.compile(head_and_loss, backend=compiler)
     model.is_compiled = True
 

@@ -31,12 +31,14 @@ def initialize(model: nn.Module, seed: int, std: float, place: Callable[[Owned, 
     fp32 tensor of zeros, to fill in place.
 
     place: gives a parameter its values; by default it copies them into the parameter, so allocate a model on the meta
-    device with `model.to_empty(device=...)` first. Only one parameter's values exist at a time.
+    device with `model.to_empty(device=...)` first. Only one parameter's values exist at a time. Buffers become zero.
 
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
     for owned in list(owned_parameters(model)):
         place(owned, _drawn(owned, generator_for(seed, owned.name), std))
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 from depthlm.model.connections.connection import Connection, Inputs, Stream
+from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layers import MLP, Norm, Rope
 from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.model.shape import Backbone, Size
@@ -21,7 +22,7 @@ class Layer(nn.Module):
              |     `----------------------carry----------------------^     |     `--------carry-----------^
              `---------------------------stream----------------------'     `-------------stream-----------'
 
-    With post-norm, the norm follows `output` and the MLP instead.
+    With post-norm, the norm follows `output` and the MLP instead. The MLP may be a mixture of experts.
     """
 
     def __init__(self, attention: SelfAttention, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
@@ -31,7 +32,9 @@ class Layer(nn.Module):
         self.attention_norm = _norms(counts[0], size, backbone)
         self.attention = attention
         self.mlp_norm = _norms(counts[1], size, backbone)
-        self.mlp = MLP(size, backbone)
+        sparse = backbone.mlp == "experts" and attention.spec.layer >= backbone.dense_layers
+        dense = MLP(size.hidden_size, size.intermediate_size, backbone) if not sparse else None
+        self.mlp: MLP | Mixture = dense or Mixture(size, backbone)
         self.regions = self.sublayer_regions = Regions()
 
     def forward(
@@ -42,14 +45,15 @@ class Layer(nn.Module):
         rope: Rope | None,
         past: AttentionContext,
         observer: Observer = UNOBSERVED,
-    ) -> tuple[Stream, DepthKV]:
+    ) -> tuple[Stream, DepthKV, Routing | None]:
+        """Return the stream, the depth list, and the routing of a mixture of experts."""
         whole = observer is UNOBSERVED and all(connection.is_compiled for connection in connections)
         regions = self.regions if whole else self.sublayer_regions
         projected, carry = regions.enter(self, connections[0], stream, rope, observer)
         observer.attend(connections[0].spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
-        stream, projected = regions.leave(self, connections, stream, carry, context, rope, observer)
-        return stream, self.attention.after_mlp(projected, depth)
+        stream, projected, routing = regions.leave(self, connections, stream, carry, context, rope, observer)
+        return stream, self.attention.after_mlp(projected, depth), routing
 
 
 def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
@@ -66,13 +70,13 @@ def output(layer: Layer, context: Tensor) -> Tensor:
     return output_btd if layer.pre_norm else layer.attention_norm(output_btd)
 
 
-def transform(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return output_btd of the MLP sublayer, and what `SelfAttention.project_mlp` makes of its input."""
+def transform(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
+    """Return output_btd of the MLP sublayer, what `SelfAttention.project_mlp` makes of its input, and the routing."""
     if layer.pre_norm:
         inputs = _normed(layer.mlp_norm, inputs)
-    output_btd = layer.mlp(inputs[0])
+    output_btd, routing = layer.mlp(inputs[0]) if isinstance(layer.mlp, Mixture) else (layer.mlp(inputs[0]), None)
     projected = layer.attention.project_mlp(inputs[0], rope)
-    return (output_btd if layer.pre_norm else layer.mlp_norm(output_btd)), projected
+    return (output_btd if layer.pre_norm else layer.mlp_norm(output_btd)), projected, routing
 
 
 class Sublayers(NamedTuple):
@@ -109,10 +113,10 @@ def leave(
     rope: Rope | None,
     observer: Observer,
     sublayers: Sublayers = PLAIN,
-) -> tuple[Stream, tuple[Tensor, ...]]:
+) -> tuple[Stream, tuple[Tensor, ...], Routing | None]:
     """Write the output of the attention, and read and write for the MLP.
 
-    Return the stream, and what `SelfAttention.project_mlp` makes of the input of the MLP.
+    Return the stream, what `SelfAttention.project_mlp` makes of the input of the MLP, and the routing.
     """
     for_attention, for_mlp = connections
     output_btd = sublayers.output(layer, context)
@@ -120,9 +124,9 @@ def leave(
     stream = for_attention.write(stream, output_btd, carry)
     observer.read(for_mlp, stream)
     inputs, carry = for_mlp.read(stream)
-    output_btd, projected = sublayers.transform(layer, inputs, rope)
+    output_btd, projected, routing = sublayers.transform(layer, inputs, rope)
     observer.write(for_mlp.spec, output_btd)
-    return for_mlp.write(stream, output_btd, carry), projected
+    return for_mlp.write(stream, output_btd, carry), projected, routing
 
 
 class Regions(NamedTuple):

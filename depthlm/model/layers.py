@@ -56,10 +56,9 @@ class MLP(nn.Module):
        `---> up_proj ---------------'
     """
 
-    def __init__(self, size: Size, backbone: Backbone):
+    def __init__(self, d: int, f: int, backbone: Backbone):
         super().__init__()
-        d, f, bias = size.hidden_size, size.intermediate_size, backbone.mlp_bias
-        gated = backbone.mlp == "swiglu"
+        bias, gated = backbone.mlp_bias, backbone.mlp != "relu"
         self.gate_proj = Linear(d, f, bias=bias) if gated else None
         self.up_proj = Linear(d, f, bias=bias)
         self.down_proj = (GatedLinear if gated else Linear)(f, d, bias=bias)

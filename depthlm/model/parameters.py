@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from depthlm.model.experts import Experts, Router
 from depthlm.model.layers import Embedding, Head, Norm
 
 SETTINGS = ("weight_decay", "lr_scale")
@@ -35,12 +36,14 @@ def shape_of(weight: Tensor) -> torch.Size:
 def kind_of(owned: Owned) -> str:
     """Return the kind of a parameter.
 
-    embedding: the token embedding and the matrix of the head. matrix: the weight of a linear layer. vector: norms and
-    biases. mechanism: all other parameters of a depth mechanism.
+    embedding: the token embedding and the matrix of the head. matrix: the weight of a linear layer or router. experts:
+    the stacked matrices of experts. vector: norms and biases. mechanism: all other parameters of a depth mechanism.
     """
     if isinstance(owned.owner, Embedding | Head | nn.Embedding):
         return "embedding" if owned.own_name == "weight" else "vector"
-    if isinstance(owned.owner, nn.Linear):
+    if isinstance(owned.owner, Experts):
+        return "experts"
+    if isinstance(owned.owner, nn.Linear | Router):
         return "matrix" if owned.own_name == "weight" else "vector"
     return "vector" if isinstance(owned.owner, Norm) else "mechanism"
 

@@ -1,6 +1,7 @@
 """The size and the backbone of a decoder: everything but its depth mechanism."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 from depthlm.fields import key
 
@@ -16,12 +17,21 @@ class Size:
     num_heads: int = key(0, "query heads H; H times head_size need not be hidden_size", minimum=1)
     num_kv_heads: int = key(0, "key/value heads K; divides num_heads", minimum=1)
     head_size: int = key(0, "size d of one head; even, for RoPE", minimum=1)
+    num_experts: int = key(8, "backbone.mlp=experts: experts of a layer", minimum=1)
+    experts_per_token: int = key(2, "backbone.mlp=experts: experts that a token is sent to", minimum=1)
+    expert_size: Optional[int] = key(
+        None, "backbone.mlp=experts: width of an expert; null: intermediate_size / experts_per_token", minimum=1
+    )
     vocab_size: int = key(
         0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2, protocol=False
     )
     init_std: float = key(0.02, "standard deviation of every matrix at the start", above=0)
     lr: float = key(1e-3, "peak learning rate of this size; the default of optimizer.lr", above=0)
     sequence_length: int = key(2048, "tokens of a sequence; the default of training.sequence_length", minimum=1)
+
+    def width_of_expert(self) -> int:
+        """Return the width of one expert. By default, the experts of a token are together as wide as the MLP."""
+        return self.expert_size or max(self.intermediate_size // self.experts_per_token, 1)
 
 
 @dataclass
@@ -37,7 +47,23 @@ class Backbone:
     qk_norm: str = key(
         "head", "norm of q and k before RoPE: per head, over the full width, or none", choices=("head", "full", "none")
     )
-    mlp: str = key("swiglu", "swiglu: down(silu(gate) * up); relu: down(relu(up))", choices=("swiglu", "relu"))
+    mlp: str = key(
+        "swiglu",
+        "swiglu: down(silu(gate) * up); relu: down(relu(up)); experts: a mixture of SwiGLU experts",
+        choices=("swiglu", "relu", "experts"),
+    )
+    dense_layers: int = key(0, "mlp=experts: the first layers have one SwiGLU of intermediate_size", minimum=0)
+    shared_experts: int = key(0, "mlp=experts: experts that every token passes through", minimum=0)
+    router_scores: str = key("softmax", "mlp=experts: scores of the router's logits", choices=("softmax", "sigmoid"))
+    router_normalize: bool = key(False, "mlp=experts: divide the weights of a token's experts by their sum")
+    router_scale: float = key(1.0, "mlp=experts: factor of the weights of a token's experts", above=0)
+    router_groups: int = key(1, "mlp=experts: groups of experts; divides size.num_experts", minimum=1)
+    router_groups_kept: int = key(1, "mlp=experts: groups from which the experts of a token are chosen", minimum=1)
+    router_bias_rate: float = key(
+        0.0, "mlp=experts: step of the bias that balances the load, after each update; 0: no bias", minimum=0
+    )
+    router_balance_loss: float = key(0.0, "mlp=experts: weight of the auxiliary loss that balances the load", minimum=0)
+    router_z_loss: float = key(0.0, "mlp=experts: weight of mean(logsumexp(logits)^2) of the router", minimum=0)
     position: str = key(
         "rope", "rope on q and k, or sinusoidal embeddings added to the tokens'", choices=("rope", "sinusoidal")
     )

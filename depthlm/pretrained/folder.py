@@ -17,6 +17,7 @@ from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
+from depthlm.pretrained.experts import stack_experts
 from depthlm.pretrained.native import NATIVE, SHAPE, our_name, our_settings
 
 if TYPE_CHECKING:
@@ -126,6 +127,10 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
         for name, tensor in loaded.items():
             own = source.model_type == "depthlm"
             weights[name.removeprefix("decoder.") if own else our_name(source.model_type, name)] = tensor
+    try:
+        weights = stack_experts(weights)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"init_from={source.folder}: the weights of the experts are incomplete ({error})") from None
     if source.settings["backbone"]["tie_embeddings"]:
         # some checkpoints contain the tied matrix twice
         weights.pop("head.weight", None)

@@ -2,12 +2,24 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
+from depthlm.training.monitoring.routing import RoutingMeter
 from depthlm.training.plan import Plan
+
+
+class Step(NamedTuple):
+    """A step just taken. nll: the summed loss of the global batch (nats). spike_limit: the loss above which it is a
+    spike. loss_scale: the scale of the step, which the engine may have changed since."""
+
+    nll: float
+    learning_rate: float
+    loss_scale: float
+    spike_limit: float
 
 
 def train_step(
@@ -18,19 +30,25 @@ def train_step(
     highest: float = math.inf,
     mark: Callable[[str], None] = lambda phase: None,
     observer: Observer = UNOBSERVED,
+    routing: RoutingMeter | None = None,
 ) -> torch.Tensor:
     """Take one step on batch [accumulation, micro_batch, T + 1]. Returns the token losses summed over all ranks (nats).
 
     The loss is divided by the number of tokens in the global batch. The engine divides by the accumulation steps and
     averages over the ranks, so the loss is multiplied by both. If the summed loss is not finite, or above `highest`,
     the update is skipped. mark: called with each phase of the step. observer: sees every micro-batch.
+    routing: gets the routing of a model with experts.
     """
+    if routing is not None:
+        routing.begin()
     totals = torch.zeros(2, device=batch.device)
     scale = plan.accumulation * plan.world_size / plan.tokens_per_step
     for number, tokens in enumerate(batch, 1):
         mark("forward")
         sums = engine(tokens[:, :-1], tokens[:, 1:], observer)
-        loss = sums.nll + z_loss * sums.z if z_loss else sums.nll
+        if routing is not None and sums.routing is not None:
+            routing.add(sums.routing)
+        loss = sums.total(z_loss)
         totals += torch.stack((sums.nll.detach(), loss.detach()))
         if number == len(batch):
             mark("reducing the loss")
@@ -41,4 +59,6 @@ def train_step(
         mark("backward")
         engine.backward(loss * scale)
         engine.step()
+    if routing is not None:
+        routing.end(engine.step_applied())
     return totals[0]

@@ -28,28 +28,19 @@ from depthlm.training.monitoring.describe import show_summary
 from depthlm.training.monitoring.display import Bar, row_text, validation_text
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, open_metrics, peak_flops, peak_memory_gib
 from depthlm.training.monitoring.profiling import Profiler
+from depthlm.training.monitoring.routing import meter_of
 from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.nonfinite import DivergedError, spike_limit, spike_text, windows_text
 from depthlm.training.progress import Progress
 from depthlm.training.schedules import learning_rate
 from depthlm.training.setup import Cost, Setup
-from depthlm.training.step import train_step
+from depthlm.training.step import Step, train_step
 from depthlm.training.validation import ValidationStopped, mechanism_diagnostics, validate
 
 log = logging.getLogger("depthlm")
 
 COMPLETE = 0
-
-
-class Step(NamedTuple):
-    """A step just taken. nll: the summed loss of the global batch (nats). spike_limit: the loss above which it is a
-    spike. loss_scale: the scale of the step, which the engine may have changed since."""
-
-    nll: float
-    learning_rate: float
-    loss_scale: float
-    spike_limit: float
 
 
 class Due(NamedTuple):
@@ -85,6 +76,7 @@ class Trainer:
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
+        self.routing = meter_of(engine, self.paths.experts if self.is_rank_0 else None, progress.step)
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
         self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
         self.tracker: Tracker = NoTracker()
@@ -178,7 +170,8 @@ class Trainer:
         every = self.training.log_blocks_every
         norms_due = every is not None and (progress.step == 0 or _is_multiple(progress.step + 1, every))
         meter = BlockMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
-        nll = train_step(engine, batch, self.plan, self.training.z_loss, highest, mark, meter or UNOBSERVED).item()
+        z_loss, observer = self.training.z_loss, meter or UNOBSERVED
+        nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing).item()
         progress.step += 1
         progress.tokens += self.plan.tokens_per_step
         if meter is not None:
@@ -307,10 +300,13 @@ class Trainer:
             **{f"data/{name}/share": share for name, (share, _) in seen.items()},
             **{f"data/{name}/epochs": epochs for name, (_, epochs) in seen.items()},
             "loss_scale": step.loss_scale,
+            **(self.routing.metrics() if self.routing is not None else {}),
         }
         bar.row(row)
         log.info("%s", row_text(row, self.plan.max_steps))
         self.metrics.write(row)
+        if self.routing is not None:
+            self.routing.write(number)
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the model FLOPs utilization of a rank; None if the peak FLOP/s of the device are unknown."""

@@ -92,6 +92,16 @@ def test_a_trace_counts_what_autograd_saves(name, autocast, mask):
     assert counted.saved == pytest.approx(saved, rel=0.03)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_trace_of_experts_assumes_equal_loads(autocast):
+    config = configuration("backbone=qwen3_moe", "size.num_layers=3")
+    real, meta = (depthlm.build_model(config, device) for device in ("cpu", "meta"))
+    tokens = torch.randint(0, 512, (4, 128), generator=torch.Generator().manual_seed(0))
+    saved = saved_by_autograd(real, tokens, autocast)
+    counted = trace(meta, "cpu", 4, 128, torch.bfloat16 if autocast else None)
+    assert counted.saved == pytest.approx(saved, rel=0.05)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_traced_for_a_gpu_and_saves_no_more_than_on_a_cpu(name):
     config = configuration(f"model={name}", "size.num_kv_heads=2")

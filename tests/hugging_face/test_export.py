@@ -26,6 +26,7 @@ NATIVE = {
     "vanilla": [],
     "vanilla, tied": ["backbone.tie_embeddings=true", "backbone.attention_bias=true"],
     "vanilla, olmo2": ["backbone=olmo2", "backbone.norm_eps=1e-6", "backbone.rope_theta=500000"],
+    "vanilla, experts": ["backbone=qwen3_moe"],
 }
 OTHERS = {
     "moda, olmo2": ["model=moda", "backbone=olmo2"],
@@ -35,6 +36,8 @@ OTHERS = {
     "moda, loops": ["model=moda", "model.loops=2"],
     "dca, documents": ["model=dca", "data.document_mask=true"],
     "vanilla, documents": ["data.document_mask=true"],
+    "moda, experts": ["model=moda", "backbone=qwen3_moe", "backbone.router_bias_rate=0.01"],
+    "vanilla, shared experts": ["backbone=olmoe", "backbone.shared_experts=1", "backbone.dense_layers=1"],
     "pair": ["model/connection=mhc", "model/attention=depth_attention"],
 }
 # mechanisms that the other cases have

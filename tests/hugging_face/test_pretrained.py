@@ -37,7 +37,8 @@ def classes(kind: str) -> tuple[Any, Any]:
     """Return the configuration and the model of a type of transformers, which takes seconds to import."""
     import transformers
 
-    return getattr(transformers, f"{kind.capitalize()}Config"), getattr(transformers, f"{kind.capitalize()}ForCausalLM")
+    prefix = "".join(part.capitalize() for part in kind.split("_"))
+    return getattr(transformers, f"{prefix}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
 @pytest.fixture
@@ -56,6 +57,38 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / kind
 
     return make
+
+
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 24, "norm_topk_prob": True}),
+        ("olmoe", {"intermediate_size": 24, "head_dim": 12}),
+    ],
+)
+def test_experts_are_read_and_written_as_transformers_does(
+    small_run: Overrides, make_folder: Callable[..., Path], tmp_path: Path, kind: str, settings: dict, whole: bool
+) -> None:
+    # a checkpoint of the hub has each expert by itself
+    folder = make_folder(kind, "10MB" if whole else "20KB", num_experts=6, num_experts_per_tok=2, **settings)
+    config = {"qwen3_moe": "router_normalize=true", "olmoe": "norm_eps=1e-5"}[kind]
+    overrides = [
+        *OURS, f"backbone={kind}", f"backbone.{config}", "backbone.rope_theta=10000", "size.num_experts=6",
+        "size.expert_size=24", f"size.head_size={settings.get('head_dim', 16)}", f"init_from={folder}",
+    ]  # fmt: skip
+    if kind == "qwen3_moe":
+        overrides.append("backbone.norm_eps=1e-6")
+    given = [text for text in overrides if not text.startswith("size.head_size=16") or kind == "qwen3_moe"]
+    assert train(depthlm.compose(small_run(*given, "training.max_steps=1", "optimizer.lr=1e-9"))) == 0
+    model, _ = depthlm.load(tmp_path / "run")
+    written = export(tmp_path / "run", tmp_path / "again")
+    assert written.native
+    theirs, again = (classes(kind)[1].from_pretrained(path) for path in (folder, written.folder))
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(tokens), again(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +221,7 @@ def outside(name: str) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "other type": (edit(model_type="llama"), r"model_type llama; allowed: qwen3, olmo2, depthlm"),
+    "other type": (edit(model_type="llama"), r"model_type llama; allowed: qwen3, olmo2, qwen3_moe, olmoe, depthlm"),
     "rope scaling": (
         edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         "rope scaling yarn, which is not supported",

@@ -19,7 +19,7 @@ from depthlm.model.shape import Backbone, Size
 from ..options import option
 
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
-BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b"]
+BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b", "qwen3_moe"]
 PARTS = ["connection", "attention"]
 # the overrides of a small decoder, for `build`
 SHAPE = [

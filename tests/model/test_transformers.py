@@ -3,31 +3,30 @@
 import pytest
 import torch
 
-from depthlm.pretrained.native import our_name
+from depthlm.pretrained.experts import stack_experts
+from depthlm.pretrained.native import NATIVE, our_name
 
 
 def pair(make_decoder, backbone, tie, kv_heads):
     # imported here, since it takes seconds
     import transformers
 
-    ours = make_decoder(backbone, tie=tie, num_heads=4, num_kv_heads=kv_heads, num_layers=3)
-    size = ours.size
-    config, cls = (getattr(transformers, f"{backbone.capitalize()}{kind}") for kind in ("Config", "ForCausalLM"))
+    ours = make_decoder(
+        backbone, tie=tie, num_heads=4, num_kv_heads=kv_heads, num_layers=3, head_size=16, num_experts=6,
+        experts_per_token=3, expert_size=24,
+    )  # fmt: skip
+    native, prefix = NATIVE[backbone], "".join(part.capitalize() for part in backbone.split("_"))
+    config, cls = (getattr(transformers, f"{prefix}{kind}") for kind in ("Config", "ForCausalLM"))
     theirs = cls(
         config(
-            vocab_size=size.vocab_size,
-            hidden_size=size.hidden_size,
-            intermediate_size=size.intermediate_size,
-            num_hidden_layers=size.num_layers,
-            num_attention_heads=size.num_heads,
-            num_key_value_heads=size.num_kv_heads,
-            head_dim=size.head_size,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=tie,
+            **{theirs: getattr(ours.size, name) for name, theirs in native.shape().items()},
+            **{theirs: getattr(ours.backbone, name) for name, theirs in native.keys().items()},
+            rope_parameters={"rope_type": "default", "rope_theta": ours.backbone.rope_theta},
             attn_implementation="eager",
         )
     )
-    named = {our_name(backbone, name): parameter for name, parameter in theirs.named_parameters()}
+    parameters = theirs.named_parameters()
+    named = stack_experts({our_name(backbone, name): parameter.detach() for name, parameter in parameters})
     generator = torch.Generator().manual_seed(0)
     for name, parameter in ours.named_parameters():
         if "norm" in name:
@@ -35,11 +34,11 @@ def pair(make_decoder, backbone, tie, kv_heads):
     ours_named = dict(ours.named_parameters())
     assert named.keys() == ours_named.keys()
     for name, parameter in named.items():
-        parameter.data.copy_(ours_named[name].data)
+        parameter.copy_(ours_named[name].data)
     return ours, theirs, named
 
 
-@pytest.mark.parametrize("backbone", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("backbone", NATIVE)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_logits_and_three_training_steps_equal_transformers(make_decoder, backbone, tie, kv_heads):

@@ -25,6 +25,7 @@ from depthlm.data import (
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.machine import environment
+from depthlm.model.shape import Backbone, Size
 from depthlm.run_directory import RunDirectory, is_checkpoint
 
 # overrides that choose the class of the optimizer
@@ -94,11 +95,35 @@ def _check_shape(config: Config, given: set[str]) -> list[str]:
         )
     if backbone.position == "rope" and size.head_size % 2:
         errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
+    if backbone.mlp == "experts":
+        errors += _check_experts(size, backbone)
     needed = padded_vocab_size(config.data) if tokenizer_exists(config) else 0
     if "size.vocab_size" in given and size.vocab_size < needed:
         errors.append(
             f"size.vocab_size={size.vocab_size}: data.tokenizer={config.data.tokenizer} needs {needed} "
             f"(padded to a multiple of {config.data.pad_vocab_multiple}); leave it out, or give a larger one"
+        )
+    return errors
+
+
+def _check_experts(size: Size, backbone: Backbone) -> list[str]:
+    groups, kept, errors = backbone.router_groups, backbone.router_groups_kept, []
+    if size.num_experts % groups:
+        errors.append(
+            f"backbone.router_groups={groups}: must divide size.num_experts={size.num_experts}; "
+            f"allowed: {listed(n for n in range(1, size.num_experts + 1) if size.num_experts % n == 0)}"
+        )
+    elif kept > groups:
+        errors.append(f"backbone.router_groups_kept={kept}: there are only {groups} groups (backbone.router_groups)")
+    elif kept < groups == size.num_experts:
+        errors.append(
+            f"backbone.router_groups={groups}: a group needs at least two of the {size.num_experts} experts, since it "
+            "counts by its two best"
+        )
+    elif size.experts_per_token > (most := size.num_experts // groups * kept):
+        errors.append(
+            f"size.experts_per_token={size.experts_per_token}: only {most} experts can be chosen (size.num_experts="
+            f"{size.num_experts}, in {kept} of {groups} groups)"
         )
     return errors
 

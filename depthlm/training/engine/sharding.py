@@ -47,6 +47,9 @@ def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
         owned.owner.register_parameter(owned.own_name, parameter)
         sharding._convert_to_zero_parameters([parameter])
 
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty_like(buffer, device=sharding.local_device))
     initialize(model, config.seed, config.size.init_std, place)
 
 

@@ -29,13 +29,14 @@ def derived(
     """Return the values derived from the configuration, by name."""
     size = config.size
     counts = count_parameters(model)
+    activated = f", {count_text(counts['activated'])} activated by a token" if "activated" in counts else ""
     epochs = f" ({plan.total_tokens / corpus.tokens:.2g} epochs)" if len(corpus.train) == 1 else ""
     entropy = "" if corpus.unigram_entropy is None else f", unigram entropy {corpus.unigram_entropy:.3f} nats"
     return {
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
         f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
         f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
-        "parameters": f"{count_text(counts['total'])} ({counts['total']:,})",
+        "parameters": f"{count_text(counts['total'])} ({counts['total']:,}){activated}",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
         "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
         f"{corpus.bytes_per_token:.2f} bytes per token{entropy}"

@@ -1,0 +1,79 @@
+"""The experts of a layer: SwiGLU MLPs whose matrices are stacked in three tensors.
+
+Shapes: r tokens (rows), k experts of a token, n = r * k pairs of a token and an expert, e experts, d hidden size,
+f width of an expert, o width of an output.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthlm.kernels.dtypes import compute_dtype
+
+# the dtypes that `torch.nn.functional.grouped_mm` takes
+GROUPED = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16,)}
+
+
+class Experts(nn.Module):
+    """e SwiGLU MLPs (arXiv 2002.05202). No token is dropped: an expert takes as many as are sent to it.
+
+    x_rd -> sort by expert -> gate_proj, up_proj -> silu(gate) * up -> down_proj -> weigh -> sum per token -> y_rd
+
+    uncompiled: `grouped_linear`, outside of graphs if the model is compiled.
+    """
+
+    def __init__(self, num_experts: int, hidden_size: int, expert_size: int):
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, expert_size))
+        self.uncompiled = grouped_linear
+
+    def forward(self, x_rd: Tensor, experts_rk: Tensor, weights_rk: Tensor, ends_e: Tensor) -> Tensor:
+        """Return y_rd, the weighted sum of the outputs of each token's experts.
+
+        ends_e: int32, the end of each expert's pairs in the order of experts, as of `expert_ends`.
+        """
+        top_k, dtype = experts_rk.shape[1], compute_dtype(x_rd)
+        order_n = experts_rk.flatten().argsort(stable=True)
+        x_nd = x_rd.to(dtype)[order_n // top_k]
+        # torch.compile takes only these; the number of tokens of an expert would be compiled into a loop
+        compiled = takes_grouped(x_nd, self.gate_proj) and dtype == torch.bfloat16
+        product = grouped_linear if compiled else self.uncompiled
+        gate_nf, up_nf = (product(x_nd, w.to(dtype), ends_e) for w in (self.gate_proj, self.up_proj))
+        y_nd = product(F.silu(gate_nf) * up_nf, self.down_proj.to(dtype), ends_e)
+        y_rkd = y_nd[order_n.argsort()].unflatten(0, (-1, top_k))
+        return (y_rkd * weights_rk.to(dtype).unsqueeze(-1)).sum(1)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.normal_(0, std, generator=generator)
+
+    def forward_flops(self, top_k: int) -> float:
+        """Return the FLOPs per token, which passes through `top_k` experts."""
+        return 6.0 * top_k * self.gate_proj[0].numel()
+
+
+def expert_ends(experts_rk: Tensor, num_experts: int) -> Tensor:
+    """Return ends_e in int32: the pairs of expert i end there, if all pairs are sorted by expert. Never waits."""
+    sorted_n = experts_rk.flatten().sort().values
+    numbers_e = torch.arange(num_experts, device=experts_rk.device, dtype=experts_rk.dtype)
+    return torch.searchsorted(sorted_n, numbers_e, right=True, out_int32=True)
+
+
+def grouped_linear(x_nd: Tensor, weight_eod: Tensor, ends_e: Tensor) -> Tensor:
+    """Return y_no: the rows up to ends_e[i] that no earlier group has, times the transpose of weight_eod[i]."""
+    if takes_grouped(x_nd, weight_eod):
+        return F.grouped_mm(x_nd, weight_eod.transpose(1, 2), offs=ends_e)
+    if x_nd.is_meta:
+        # shapes cannot depend on values there; equal groups take the same memory and FLOPs
+        count = -(-x_nd.shape[0] // len(weight_eod))
+        sizes = [min(count, max(x_nd.shape[0] - i * count, 0)) for i in range(len(weight_eod))]
+    else:
+        sizes = ends_e.diff(prepend=ends_e.new_zeros(1)).tolist()
+    return torch.cat([F.linear(x, w) for x, w in zip(x_nd.split(sizes), weight_eod, strict=True)])
+
+
+def takes_grouped(x_nd: Tensor, weight_eod: Tensor) -> bool:
+    """Return whether `torch.nn.functional.grouped_mm` takes these tensors: it wants rows of multiples of 16 bytes."""
+    aligned = all(width * x_nd.element_size() % 16 == 0 for width in weight_eod.shape[1:])
+    return aligned and x_nd.dtype in GROUPED.get(x_nd.device.type, ())

@@ -1,0 +1,75 @@
+"""Every preset works with a mixture of experts: causality, generation with a cache, recomputation, compilation."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthlm.evaluation.generation import generate
+from depthlm.model import compile_sublayers
+from depthlm.model.decoder import Decoder
+
+from ..conftest import PRESETS, quick_first
+
+QUICK = ["mhc", "moda"]
+EXPERTS = ("backbone=qwen3_moe", "size.num_experts=4", "backbone.router_bias_rate=0.01", "backbone.shared_experts=1")
+
+
+@pytest.fixture
+def model(build: Any, preset: str) -> Decoder:
+    return build(f"model={preset}", *EXPERTS)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 320, (2, 25), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def results(model: Decoder) -> list[Tensor]:
+    """Return the loss with its penalty, the loads, and all gradients."""
+    sums = model(*batch())
+    loss = sums.total(0.1)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [loss, sums.routing.load_e, *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("preset", quick_first(PRESETS, QUICK))
+def test_tokens_depend_only_on_earlier_ones_also_with_a_cache(model: Decoder) -> None:
+    model.requires_grad_(False)
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 320
+    difference = (model(tokens) - model(changed)).abs().amax(dim=(0, 2))
+    assert difference[:9].max() < 1e-5
+    assert difference[9:].min() > 1e-5
+    cache = model.make_cache()
+    pieces = [model(piece, cache=cache) for piece in tokens.split((4, 1, 16, 3), dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), rtol=1e-4, atol=1e-4)
+    prompt = tokens[:, :7]
+    assert torch.equal(generate(model, prompt, 4), generate(model, prompt, 4, use_cache=False))
+
+
+@pytest.mark.parametrize("preset", quick_first(PRESETS, QUICK))
+def test_recomputation_changes_nothing(model: Decoder) -> None:
+    other = copy.deepcopy(model)
+    other.activation_checkpointing = True
+    for one, two in zip(results(model), results(other), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["vanilla", "mhc", "dca"])
+def test_compile_changes_nothing(model: Decoder, precision: str) -> None:
+    torch.compiler.reset()
+    other = copy.deepcopy(model)
+    compile_sublayers(other, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        expected, compiled = results(model), results(other)
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    torch.testing.assert_close(compiled[0], expected[0], rtol=tolerance, atol=0)
+    if precision == "fp32":
+        for one, two in zip(compiled, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
