@@ -26,9 +26,9 @@ class Mishaps:
         self._random = random.Random(seed)
 
     def stop(self, overrides: Sequence[str], begin: Begin) -> bool:
-        """SIGSTOP one rank of two: briefly, so that the run goes on, or until the other rank has ended.
+        """SIGSTOP one rank of two: briefly, so that the run continues, or until the other rank has ended.
 
-        Then SIGCONT it: a run that goes on must train, and a rank that is left must end by itself, having saved
+        Then SIGCONT it: a run that continues must train, and a rank that is alone must end by itself, having saved
         nothing. Returns whether the run has reached its end.
         """
         job = begin(overrides)
@@ -53,7 +53,7 @@ class Mishaps:
                 self.events.append({"step": step, "brief": brief, "seconds": seconds})
                 if not brief:
                     if job.wait() == 0 or newest_step(self.directory) > step:
-                        raise RuntimeError(f"the rank that had been stopped went on:\n{job.text()}")
+                        raise RuntimeError(f"the rank that had been stopped continued:\n{job.text()}")
                 elif not self._trains(job):
                     return True
             return False
@@ -89,7 +89,7 @@ class Mishaps:
             filler.unlink(missing_ok=True)
 
     def kill_tracker(self, overrides: Sequence[str], begin: Begin) -> bool:
-        """Kill the process of W&B, check that the run goes on, and stop it. Returns whether it has reached its end."""
+        """Kill the process of W&B, check that the run trains on, and stop it. Returns whether it has reached its end."""
         job = begin(overrides)
         try:
             if not self._trains(job):
