@@ -89,7 +89,7 @@ class Mishaps:
             filler.unlink(missing_ok=True)
 
     def kill_tracker(self, overrides: Sequence[str], begin: Begin) -> bool:
-        """Kill the process of W&B, check that the run trains on, and stop it. Returns whether it has reached its end."""
+        """Kill the process of W&B; the run must still train. Then stop it. Returns whether it has reached its end."""
         job = begin(overrides)
         try:
             if not self._trains(job):
