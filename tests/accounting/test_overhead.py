@@ -61,6 +61,8 @@ def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
         ("denseformer", [], 1224),
         ("attention_residuals", [], 520),
         ("attention_residuals_recency", [], 528),
+        # 108 in the code of its authors; the counter of sublayers restarts at each snapshot
+        ("attention_residuals_recency", ["size.num_layers=12", "model.connection.block_size=3"], 108),
     ],
 )
 def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) -> None:

@@ -150,6 +150,7 @@ def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(recor
     [
         ["model=dca"],
         ["model=dca", "model.connection.last_k=1", "model.connection.gate=printed"],
+        ["model=grn_v3", "model.connection.last_k=2", "model.connection.own_embedding=false"],
         ["model=grn_v2"],
         ["model=grn_v1"],
     ],
@@ -163,7 +164,8 @@ def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: A
             rows.append(inputs[0] + unit(2 * layer + 1))
             stack.append(unit(2 * layer + 1) + unit(2 * layer + 2))
             if connection.last_k is not None and len(stack) > 3:
-                stack = [stack[0], stack[1] + stack[2], stack[3]]
+                summed = 1 if connection.own_embedding else 0
+                stack[summed : summed + 2] = [stack[summed] + stack[summed + 1]]
             continue
         inputs = []
         for i in range(connection.num_inputs):

@@ -65,13 +65,16 @@ def attention_residuals_recency(
 ) -> list[Tensor]:
     """Attention Residuals over the embedding, snapshots of the running sum, and the sum itself with a learned bonus.
 
-    A layer ends with a snapshot if its sublayers pass a multiple of block_size.
+    A layer ends with a snapshot if at least block_size sublayers were added since the last one.
     """
     block_size = block_size or math.ceil(2 * m.depth / 8)
-    running = [sum(f[:i], x_0) for i in range(s + 1)]
-    ends = [2 * (layer + 1) for layer in range(s // 2)]
-    snapshots = [running[end] for end in ends if end // block_size > (end - 2) // block_size]
-    b = [x_0, *snapshots, running[s]]
+    running, snapshots, added = x_0, [], 0
+    for i in range(s):
+        running, added = running + f[i], added + 1
+        if i % 2 == 1 and added >= block_size:
+            snapshots.append(running)
+            added = 0
+    b = [x_0, *snapshots, running]
     own = f"connections.{s}"
     scores = [torch.dot(m.p[f"{own}.query"], rms_normed(m, b_j) * m.p[f"{own}.key_norm"]) for b_j in b]
     scores[-1] = scores[-1] + m.p[f"{own}.recency"][0]
@@ -85,6 +88,7 @@ def grn(
     f: list[Tensor],
     version: int = 3,
     last_k: int | None = None,
+    own_embedding: bool = True,
     gate: str = "relu_of_sum",
     w: str = "per_source",
     separate_qkv: bool = False,
@@ -94,10 +98,10 @@ def grn(
     G = [embedding, output of block 1, ...], where the output of a block is attention output + MLP output.
     """
     blocks = [f[2 * i] + f[2 * i + 1] for i in range(s // 2)]
-    if last_k is not None and len(blocks) > last_k:
-        middle, last = blocks[: len(blocks) - last_k], blocks[len(blocks) - last_k :]
-        blocks = [sum(middle), *last]
     stack = [x_0, *blocks]
+    first = 1 if own_embedding else 0
+    if last_k is not None and len(stack) > first + last_k:
+        stack = [*stack[:first], sum(stack[first:-last_k]), *stack[-last_k:]]
     # the MLP of a block reads the same stack as its attention, with the same parameters
     own = f"connections.{s - s % 2}"
 
