@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .parts import Model, rms_normed, softmax, weighted_sum
+from .parts import Model, linear, rms_normed, softmax, weighted_sum
 
 
 def residual(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
@@ -224,6 +224,52 @@ def laurel(
     return [x[s]]
 
 
+def rezero(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- h + alpha f(h), arXiv 2003.04887"""
+    return [x_0 + sum(m.p[f"connections.{i}.alpha"][0] * f[i] for i in range(s))]
+
+
+def highway(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- (1 - g) * h + g * f(h), g = sigmoid(W h + b), arXiv 1505.00387"""
+    h = x_0
+    for i in range(s):
+        g = torch.sigmoid(linear(m, f"connections.{i}.gate", h))
+        h = (1 - g) * h + g * f[i]
+    return [h]
+
+
+def depth_dense(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """A linear projection of the concatenated embedding and outputs, arXiv 2603.15619, section 2.2."""
+    return [linear(m, f"connections.{s}.proj", torch.cat([x_0, *f[:s]]))]
+
+
+def depth_qkv(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """Attention(Q_s, {K_0 .. K_s}, {V_0 .. V_s}) over depth, head by head, arXiv 2603.15619, section 2.2."""
+    x = [x_0, *f[:s]]
+    heads, e = m.size.num_heads, m.size.hidden_size // m.size.num_heads
+    queries = linear(m, f"connections.{s}.q_proj", x[s]).split(e)
+    keys = [linear(m, f"connections.{j}.k_proj", x[j]).split(e) for j in range(s + 1)]
+    values = [linear(m, f"connections.{j}.v_proj", x[j]).split(e) for j in range(s + 1)]
+    contexts = []
+    for head in range(heads):
+        group = head // (heads // m.size.num_kv_heads)
+        scores = [torch.dot(queries[head], key[group]) / math.sqrt(e) for key in keys]
+        contexts.append(weighted_sum(softmax(scores), [value[group] for value in values]))
+    return [torch.cat(contexts)]
+
+
+def mrla(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h = sum_j (sigmoid(q of the newest output) . sigmoid(k_j) / e) v_j, arXiv 2603.15031, Table 5."""
+    if s == 0:
+        return [x_0]
+    query = torch.sigmoid(linear(m, f"connections.{s}.q_proj", f[s - 1]))
+    h = torch.zeros_like(x_0)
+    for j in range(1, s + 1):
+        key = torch.sigmoid(linear(m, f"connections.{j}.k_proj", f[j - 1]))
+        h = h + torch.dot(query, key) / m.size.head_size * m.p[f"connections.{j}.c"] * f[j - 1]
+    return [h]
+
+
 CONNECTIONS = {
     "residual": residual,
     "denseformer": denseformer,
@@ -233,4 +279,9 @@ CONNECTIONS = {
     "hyper_connections": hyper_connections,
     "mhc": mhc,
     "laurel": laurel,
+    "rezero": rezero,
+    "highway": highway,
+    "depth_dense": depth_dense,
+    "depth_qkv": depth_qkv,
+    "mrla": mrla,
 }
