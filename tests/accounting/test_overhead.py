@@ -61,6 +61,8 @@ def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
         ("denseformer", [], 1224),
         ("attention_residuals", [], 520),
         ("attention_residuals_recency", [], 528),
+        # 108 in the code of its authors; the counter of sublayers restarts at each snapshot
+        ("attention_residuals_recency", ["size.num_layers=12", "model.connection.block_size=3"], 108),
     ],
 )
 def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) -> None:
@@ -87,6 +89,12 @@ def test_sources(meta: Any, preset: str, overrides: list[str], expected: int) ->
         # DeepCrossAttention also has two more norms per layer, which the paper does not count
         (["model=dca", "size=lm1b", "backbone=lm1b"], 71_680 + 2 * 6 * 2 * 512),
         (["model=grn_v3", "model.connection.w=shared", "size=lm1b", "backbone=lm1b"], 28 * 512 + 7 * 512),
+        (["model/connection=rezero", "size=lm1b"], 12),
+        (["model/connection=highway", "size=lm1b"], 12 * 512 * 513),
+        (["model/connection=depth_dense", "size=lm1b"], 7 * 13 * 512**2),
+        # one key/value head for 4 query heads
+        (["model/connection=depth_qkv", "size=lm1b", "size.num_kv_heads=2"], 13 * 512**2 * 3 // 2),
+        (["model/connection=mrla", "size=lm1b"], 12 * 512 * (2 * 64 + 1)),
     ],
 )
 def test_extra_parameters(cost: Any, overrides: list[str], expected: int) -> None:

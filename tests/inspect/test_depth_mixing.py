@@ -150,6 +150,7 @@ def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(recor
     [
         ["model=dca"],
         ["model=dca", "model.connection.last_k=1", "model.connection.gate=printed"],
+        ["model=grn_v3", "model.connection.last_k=2", "model.connection.own_embedding=false"],
         ["model=grn_v2"],
         ["model=grn_v1"],
     ],
@@ -163,7 +164,8 @@ def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: A
             rows.append(inputs[0] + unit(2 * layer + 1))
             stack.append(unit(2 * layer + 1) + unit(2 * layer + 2))
             if connection.last_k is not None and len(stack) > 3:
-                stack = [stack[0], stack[1] + stack[2], stack[3]]
+                summed = 1 if connection.own_embedding else 0
+                stack[summed : summed + 2] = [stack[summed] + stack[summed + 1]]
             continue
         inputs = []
         for i in range(connection.num_inputs):
@@ -236,12 +238,81 @@ def test_laurel_has_the_traces_of_its_products(record: Any, variant: str) -> Non
     same(depth_mixing(model, [TOKENS[:1, :3]])[0], rows)
 
 
+def test_rezero_has_its_weights(record: Any) -> None:
+    model, _ = record("model/connection=rezero")
+    weights = [1.0, *(float(connection.alpha) for connection in model.connections[:-1])]
+    same(matrix(model), [np.where(np.arange(OUTPUTS) <= row, weights, 0) for row in range(OUTPUTS)])
+
+
+def test_highway_has_products_of_its_gates(record: Any) -> None:
+    model, recorder = record("model/connection=highway")
+    weights, rows = np.zeros((OUTPUTS, *recorder.outputs[0].shape)), []
+    weights[0] = 1
+    for number, (connection, (h_btd,)) in enumerate(recorder.reads):
+        rows.append(weights.mean((1, 2, 3)))
+        if connection.gate is None:
+            break
+        linear = h_btd.numpy() @ connection.gate.weight.numpy().T + connection.gate.bias.numpy()
+        gate = 1 / (1 + np.exp(-linear))
+        weights = (1 - gate) * weights
+        weights[number + 1] = gate
+    same(matrix(model), rows)
+
+
+def test_depth_dense_has_the_traces_of_its_matrices(record: Any) -> None:
+    model, _ = record("model/connection=depth_dense")
+    d, rows = model.size.hidden_size, np.zeros((OUTPUTS, OUTPUTS))
+    for row, connection in enumerate(model.connections):
+        parts = connection.proj.weight.numpy().reshape(d, -1, d)
+        rows[row, : row + 1] = np.trace(parts, axis1=0, axis2=2) / d
+    same(matrix(model), list(rows))
+
+
+def test_depth_qkv_has_the_traces_of_its_weights_times_the_projections_of_values(record: Any) -> None:
+    model, _ = record("model/connection=depth_qkv")
+    # with one token, the product is the same matrix everywhere
+    recorder, token, size = Recorder(), TOKENS[:1, :1], model.size
+    model(token, observer=recorder)
+    e, group = size.hidden_size // size.num_heads, size.num_heads // size.num_kv_heads
+    rows = np.zeros((OUTPUTS, OUTPUTS))
+    for row, (connection, stream) in enumerate(recorder.reads):
+        x = [output[0, 0] for output in recorder.outputs[: row + 1]]
+        np.testing.assert_allclose(stream[-1][0, 0], x[-1])
+        query = connection.q_proj.weight.numpy() @ x[-1]
+        for head in range(size.num_heads):
+            own, shared = (slice(i * e, (i + 1) * e) for i in (head, head // group))
+            keys = [c.k_proj.weight.numpy()[shared] @ x_j for c, x_j in zip(model.connections, x, strict=False)]
+            alpha = softmax(np.array([query[own] @ key for key in keys]) / np.sqrt(e))
+            for j, weight in enumerate(alpha):
+                projection = model.connections[j].v_proj.weight.numpy()[shared, own]
+                rows[row, j] += weight * np.trace(projection) / size.hidden_size
+    same(depth_mixing(model, [token])[0], list(rows))
+
+
+def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
+    model, recorder = record("model/connection=mrla")
+    rows = np.zeros((OUTPUTS, OUTPUTS))
+    rows[0, 0] = 1
+    for row in range(1, OUTPUTS):
+        outputs = recorder.outputs[: row + 1]
+        query = model.connections[row].q_proj.weight.numpy() @ outputs[-1][..., None]
+        for j in range(1, row + 1):
+            key = model.connections[j].k_proj.weight.numpy() @ outputs[j][..., None]
+            alpha = (1 / ((1 + np.exp(-query)) * (1 + np.exp(-key)))).mean()
+            rows[row, j] = alpha * model.connections[j].c.numpy().mean()
+    same(matrix(model), list(rows))
+
+
 @pytest.mark.parametrize(
-    "preset",
-    ["vanilla", "denseformer", "attention_residuals", "attention_residuals_recency", "dca", "grn_v3", "mhc", "laurel"],
+    "mechanism",
+    [
+        *(f"model={name}" for name in ("vanilla", "denseformer", "attention_residuals", "attention_residuals_recency")),
+        *(f"model={name}" for name in ("dca", "grn_v3", "mhc", "laurel")),
+        *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla")),
+    ],
 )
-def test_a_linear_read_returns_what_a_read_returns(record: Any, preset: str) -> None:
-    _, recorder = record(f"model={preset}")
+def test_a_linear_read_returns_what_a_read_returns(record: Any, mechanism: str) -> None:
+    _, recorder = record(mechanism)
     for connection, stream in recorder.reads[:-1]:
         # the parameters of this connection alone, since the streams contain no values that were read ahead
         connection.link([connection])

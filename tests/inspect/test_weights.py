@@ -158,6 +158,9 @@ def test_sum_of_older_blocks_gives_its_weight_to_each_block(build: Build, arrays
     expected = [[1, nan, nan, nan, nan], [1, 2, nan, nan, nan], [1, 2, 3, nan, nan], [1, 2, 2, 3, nan]]
     same(found["dca_b"], np.array([expected, expected, np.multiply(10, expected)]))
     same(found["dca_b_final"], [10, 20, 20, 20, 30])
+    model = build("model=grn_v2", "model.connection.last_k=1", "model.connection.own_embedding=false")
+    model.connections[-1].b.copy_(torch.tensor([[4.0], [7.0]]))
+    same(arrays(model)["grn_b_final"], [4, 4, 4, 4, 7])
 
 
 def test_averages_of_denseformer(build: Build, arrays: Find) -> None:

@@ -11,9 +11,13 @@ from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
 from depthlm.model.connections.deep_cross_attention import GRN
 from depthlm.model.connections.denseformer import DenseFormer
+from depthlm.model.connections.depth_dense import DepthDense
+from depthlm.model.connections.depth_qkv import DepthQKV
 from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
 from depthlm.model.connections.laurel import Laurel
+from depthlm.model.connections.mrla import MRLA
 from depthlm.model.connections.residual import Residual
+from depthlm.model.connections.single_state import Highway, ReZero
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Size
@@ -29,6 +33,11 @@ CONNECTIONS = {
     "hyper_connections": HyperConnections,
     "mhc": ManifoldHyperConnections,
     "laurel": Laurel,
+    "rezero": ReZero,
+    "highway": Highway,
+    "depth_dense": DepthDense,
+    "depth_qkv": DepthQKV,
+    "mrla": MRLA,
 }
 ATTENTIONS = {"self_attention": SelfAttention, "depth_attention": DepthAttention, "moda": Moda}
 
@@ -56,6 +65,7 @@ CONNECTION_SETTINGS = [
     ("attention_residuals_recency", {"block_size": 2}),
     ("attention_residuals_recency", {"block_size": 3}),
     ("attention_residuals_recency", {"block_size": 4}),
+    ("attention_residuals_recency", {"block_size": 5}),
     ("grn", {}),
     ("grn", {"version": 1}),
     ("grn", {"version": 2}),
@@ -64,8 +74,10 @@ CONNECTION_SETTINGS = [
     ("grn", {"w": "shared", "gate": "printed"}),
     ("grn", {"last_k": 1}),
     ("grn", {"version": 1, "last_k": 2}),
+    ("grn", {"last_k": 2, "own_embedding": False}),
     ("grn", DCA),
     ("grn", DCA | {"last_k": 2}),
+    ("grn", DCA | {"last_k": 1, "own_embedding": False}),
     ("grn", DCA | {"version": 1}),
     ("grn", DCA | {"version": 2}),
     ("grn", DCA | {"w": "shared", "gate": "printed", "last_k": 1}),
@@ -83,6 +95,11 @@ CONNECTION_SETTINGS = [
     ("laurel", {"rank": 2, "last_k": 100}),
     ("laurel", {"variant": "rw"}),
     ("laurel", {"variant": "lr", "rank": 3}),
+    ("rezero", {}),
+    ("highway", {}),
+    ("depth_dense", {}),
+    ("depth_qkv", {}),
+    ("mrla", {}),
 ]
 # (attention, its settings), each on qwen3
 ATTENTION_SETTINGS = [
@@ -186,7 +203,9 @@ FURTHER_CASES = [
     # grouped queries with more than one key/value head, and no groups
     *(case(attention=attention, num_layers=2, heads=(4, 2)) for attention in (SELF, *ATTENTION_OF_EACH)),
     *(case(attention=attention, num_layers=2, heads=(2, 2)) for attention in ATTENTION_OF_EACH),
+    case(("depth_qkv", {}), num_layers=2, heads=(4, 2)),
     # pairs
+    case(("depth_qkv", {}), ("depth_attention", {"stride": 1}), backbone="olmo2", num_layers=2),
     case(("grn", DCA), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
     case(("mhc", TWO_STREAMS), ("moda", {}), loops=2, num_layers=2),
     case(("hyper_connections", TWO_STREAMS), ("depth_attention", {}), loops=2, num_layers=2),

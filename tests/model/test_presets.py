@@ -92,7 +92,9 @@ def positions(a: Tensor, b: Tensor, dims: tuple[int, ...]) -> list[int]:
 VANILLA_AT_THE_START = [
     *(f"model={name}" for name in ("denseformer", "grn_v1", "grn_v2", "grn_v3", "dca", "hyper_connections", "laurel")),
     "model=dca model.connection.last_k=1",
+    "model=grn_v3 model.connection.last_k=1 model.connection.own_embedding=false",
     "model=grn_v3 model.connection.gate=printed model.connection.w=shared",
+    "model/connection=depth_dense",
     "model=denseformer model.connection.period=2 model.connection.dilation=2",
     "model=hyper_connections model.connection.dynamic=false model.connection.num_streams=3",
     "model=laurel model.connection.variant=lr",

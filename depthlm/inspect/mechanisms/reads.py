@@ -115,4 +115,4 @@ def _columns(read: GRN) -> list[int]:
     """Return the index of the source that contains the embedding, and that of each earlier block."""
     blocks = read.spec.layer + 1
     summed = blocks - read.num_sources
-    return [0, *([1] * summed), *range(1, read.num_sources)] if summed else list(range(blocks))
+    return [0, *([int(read.own_embedding)] * summed), *range(1, read.num_sources)]

@@ -120,7 +120,7 @@ class AttentionResidualsRecency(Connection):
     at the end of a layer. The stream is [embedding, snapshots ..., running sum], followed by the reads that the first
     sublayer of a phase has made ahead for the later sublayers.
 
-    block_size: sublayers between snapshots; None: ceil(2L / 8).
+    block_size: sublayers between snapshots, which layers end, so an odd number is rounded up; None: ceil(2L / 8).
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, block_size: int | None = None):
@@ -138,12 +138,10 @@ class AttentionResidualsRecency(Connection):
     def snapshots(self, layers: int) -> int:
         """Return the number of snapshots in the first `layers` layers.
 
-        A layer takes a snapshot at its end if its sublayers pass a multiple of block_size.
+        A layer ends with a snapshot if at least block_size sublayers have written since the last one.
         """
-        per_layer = 2
-        return sum(
-            per_layer * (layer + 1) // self.block_size > per_layer * layer // self.block_size for layer in range(layers)
-        )
+        layers_per_block = -(-self.block_size // 2)
+        return layers // layers_per_block
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0}[name])

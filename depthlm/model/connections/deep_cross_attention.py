@@ -36,6 +36,7 @@ class GRN(Connection):
 
     version: 1, 2 or 3, as above.
     last_k: k; G is then [embedding, sum of the older outputs, the last k outputs]; None: G contains all outputs.
+    own_embedding: with last_k, whether the embedding is a source of its own; if not, it is added to the older outputs.
     gate: for v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
     w: for v3; per_source, which matches the paper's parameter counts, or shared by all sources, as in the paper's text.
     separate_qkv: whether q, k and v have separate reads, as in DeepCrossAttention.
@@ -48,6 +49,7 @@ class GRN(Connection):
         backbone: Backbone,
         version: int = 3,
         last_k: int | None = None,
+        own_embedding: bool = True,
         gate: str = "relu_of_sum",
         w: str = "per_source",
         separate_qkv: bool = False,
@@ -58,10 +60,13 @@ class GRN(Connection):
             at_least(1, last_k=last_k, optional=True),
             one_of(("relu_of_sum", "printed"), gate=gate),
             one_of(("per_source", "shared"), w=w),
-            boolean(separate_qkv=separate_qkv),
+            boolean(own_embedding=own_embedding, separate_qkv=separate_qkv),
         )
+        if last_k is None and not own_embedding:
+            raise ValueError("own_embedding=false: needs last_k")
+        self.own_embedding = own_embedding
         self.version, self.last_k, self.gate, self.separate_qkv = version, last_k, gate, separate_qkv
-        self.num_sources = spec.layer + 1 if last_k is None else min(spec.layer + 1, last_k + 2)
+        self.num_sources = spec.layer + 1 if last_k is None else min(spec.layer + 1, last_k + 1 + own_embedding)
         # the fused operators read all inputs in one pass, also those of later blocks
         self.fused = version == 1 or (version == 3 and gate == "relu_of_sum")
         self.phase: list[GRN] = [self]
@@ -148,12 +153,13 @@ class GRN(Connection):
         return [*self.shorten([*sources, attention_btd + output_btd]), *read_ahead]
 
     def shorten(self, stack: Stream) -> Stream:
-        """Return the stack with the `last_k` newest outputs after the embedding and the sum of the older outputs."""
-        if self.last_k is None or len(stack) <= self.last_k + 1:
+        """Return the stack with the sum of all outputs that are older than the `last_k` newest."""
+        first = int(self.own_embedding)
+        if self.last_k is None or len(stack) <= self.last_k + first:
             return stack
-        embedding, *middle = stack[: -self.last_k]
+        oldest, *older = stack[first : -self.last_k]
         # in the embedding's dtype, because this sum grows with depth like a residual stream
-        return [embedding, sum(middle[1:], middle[0].to(embedding.dtype)), *stack[-self.last_k :]]
+        return [*stack[:first], sum(older, oldest.to(stack[0].dtype)), *stack[-self.last_k :]]
 
     def materialize(self, stream: Stream) -> Stream:
         return stream[: self.num_sources + 2 * (self.spec.kind == "mlp")]

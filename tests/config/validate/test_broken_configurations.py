@@ -115,6 +115,7 @@ BROKEN = [
     (["model=grn_v3", "model.connection.version=true"], ["version=true: must be one of 1, 2, 3"]),
     (["model=grn_v3", "model.connection.version=three"], ["version=three: must be one of 1, 2, 3"]),
     (["model=grn_v3", "model.connection.version=2.0"], ["version=2.0: must be one of 1, 2, 3"]),
+    (["model=grn_v3", "model.connection.own_embedding=false"], ["own_embedding=false: needs last_k"]),
     (["model=mhc", "model.connection.num_streams=1.5"], ["num_streams=1.5: must be a whole number"]),
     (["model=laurel", "model.connection.rank=null"], ["rank=null: must be a whole number"]),
     (["model=denseformer", "model.connection.period=99"], ["period=99: the 4 layers end before"]),

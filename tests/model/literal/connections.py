@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .parts import Model, rms_normed, softmax, weighted_sum
+from .parts import Model, linear, rms_normed, softmax, weighted_sum
 
 
 def residual(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
@@ -65,13 +65,16 @@ def attention_residuals_recency(
 ) -> list[Tensor]:
     """Attention Residuals over the embedding, snapshots of the running sum, and the sum itself with a learned bonus.
 
-    A layer ends with a snapshot if its sublayers pass a multiple of block_size.
+    A layer ends with a snapshot if at least block_size sublayers were added since the last one.
     """
     block_size = block_size or math.ceil(2 * m.depth / 8)
-    running = [sum(f[:i], x_0) for i in range(s + 1)]
-    ends = [2 * (layer + 1) for layer in range(s // 2)]
-    snapshots = [running[end] for end in ends if end // block_size > (end - 2) // block_size]
-    b = [x_0, *snapshots, running[s]]
+    running, snapshots, added = x_0, [], 0
+    for i in range(s):
+        running, added = running + f[i], added + 1
+        if i % 2 == 1 and added >= block_size:
+            snapshots.append(running)
+            added = 0
+    b = [x_0, *snapshots, running]
     own = f"connections.{s}"
     scores = [torch.dot(m.p[f"{own}.query"], rms_normed(m, b_j) * m.p[f"{own}.key_norm"]) for b_j in b]
     scores[-1] = scores[-1] + m.p[f"{own}.recency"][0]
@@ -85,6 +88,7 @@ def grn(
     f: list[Tensor],
     version: int = 3,
     last_k: int | None = None,
+    own_embedding: bool = True,
     gate: str = "relu_of_sum",
     w: str = "per_source",
     separate_qkv: bool = False,
@@ -94,10 +98,10 @@ def grn(
     G = [embedding, output of block 1, ...], where the output of a block is attention output + MLP output.
     """
     blocks = [f[2 * i] + f[2 * i + 1] for i in range(s // 2)]
-    if last_k is not None and len(blocks) > last_k:
-        middle, last = blocks[: len(blocks) - last_k], blocks[len(blocks) - last_k :]
-        blocks = [sum(middle), *last]
     stack = [x_0, *blocks]
+    first = 1 if own_embedding else 0
+    if last_k is not None and len(stack) > first + last_k:
+        stack = [*stack[:first], sum(stack[first:-last_k]), *stack[-last_k:]]
     # the MLP of a block reads the same stack as its attention, with the same parameters
     own = f"connections.{s - s % 2}"
 
@@ -220,6 +224,52 @@ def laurel(
     return [x[s]]
 
 
+def rezero(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- h + alpha f(h), arXiv 2003.04887"""
+    return [x_0 + sum(m.p[f"connections.{i}.alpha"][0] * f[i] for i in range(s))]
+
+
+def highway(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h <- (1 - g) * h + g * f(h), g = sigmoid(W h + b), arXiv 1505.00387"""
+    h = x_0
+    for i in range(s):
+        g = torch.sigmoid(linear(m, f"connections.{i}.gate", h))
+        h = (1 - g) * h + g * f[i]
+    return [h]
+
+
+def depth_dense(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """A linear projection of the concatenated embedding and outputs, arXiv 2603.15619, section 2.2."""
+    return [linear(m, f"connections.{s}.proj", torch.cat([x_0, *f[:s]]))]
+
+
+def depth_qkv(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """Attention(Q_s, {K_0 .. K_s}, {V_0 .. V_s}) over depth, head by head, arXiv 2603.15619, section 2.2."""
+    x = [x_0, *f[:s]]
+    heads, e = m.size.num_heads, m.size.hidden_size // m.size.num_heads
+    queries = linear(m, f"connections.{s}.q_proj", x[s]).split(e)
+    keys = [linear(m, f"connections.{j}.k_proj", x[j]).split(e) for j in range(s + 1)]
+    values = [linear(m, f"connections.{j}.v_proj", x[j]).split(e) for j in range(s + 1)]
+    contexts = []
+    for head in range(heads):
+        group = head // (heads // m.size.num_kv_heads)
+        scores = [torch.dot(queries[head], key[group]) / math.sqrt(e) for key in keys]
+        contexts.append(weighted_sum(softmax(scores), [value[group] for value in values]))
+    return [torch.cat(contexts)]
+
+
+def mrla(m: Model, s: int, x_0: Tensor, f: list[Tensor]) -> list[Tensor]:
+    """h = sum_j (sigmoid(q of the newest output) . sigmoid(k_j) / e) v_j, arXiv 2603.15031, Table 5."""
+    if s == 0:
+        return [x_0]
+    query = torch.sigmoid(linear(m, f"connections.{s}.q_proj", f[s - 1]))
+    h = torch.zeros_like(x_0)
+    for j in range(1, s + 1):
+        key = torch.sigmoid(linear(m, f"connections.{j}.k_proj", f[j - 1]))
+        h = h + torch.dot(query, key) / m.size.head_size * m.p[f"connections.{j}.c"] * f[j - 1]
+    return [h]
+
+
 CONNECTIONS = {
     "residual": residual,
     "denseformer": denseformer,
@@ -229,4 +279,9 @@ CONNECTIONS = {
     "hyper_connections": hyper_connections,
     "mhc": mhc,
     "laurel": laurel,
+    "rezero": rezero,
+    "highway": highway,
+    "depth_dense": depth_dense,
+    "depth_qkv": depth_qkv,
+    "mrla": mrla,
 }
