@@ -62,10 +62,11 @@ class Chunked(torch.autograd.Function):
         n, r = -(-t // c), b * h
         with no_autocast(q):
             inputs, masks = chunks.operands(q, k, g, beta, c, dtype), chunks.masks_of(starts, h, c)
-            scores, rows_mc2d, *rest, _ = chunks.forward(inputs, masks)
+            parts = chunks.forward(inputs, masks)
+            scores = parts.scores_mc2c
             eye = torch.eye(c, dtype=dtype, device=q.device)
             inverse_mcc = torch.linalg.solve_triangular(scores[:, :, 1], eye, upper=False, unitriangular=True)
-            by_chunk = rows_mc2d.flatten(1, 2), *rest, inverse_mcc, chunks.split(v, c, dtype)
+            by_chunk = *parts.factors(), inverse_mcc, chunks.split(v, c, dtype)
             rows, columns, decay, inverse, values = (x.unflatten(0, (n, r)) for x in by_chunk)
             errors, states = torch.empty_like(values), values.new_empty(n, r, d, e)
             # the part of each sum that the state contributes
@@ -92,7 +93,7 @@ class Chunked(torch.autograd.Function):
             grad_sums = states.new_empty(n, r, c, 2, e)
             grad_sums[..., 0, :] = chunks.split(grad_bthe, c, dtype).unflatten(0, (n, r))
             grad_errors_mce = parts.scores_mc2c[:, :, 0].mT @ grad_sums[..., 0, :].flatten(0, 1)
-            by_chunk = parts.rows_mc2d.flatten(1, 2), *parts[2:4], inverse_mcc, grad_errors_mce
+            by_chunk = *parts.factors(), inverse_mcc, grad_errors_mce
             rows, columns, decay, inverse, grad_errors = (x.unflatten(0, (n, r)) for x in by_chunk)
             # of the states after the chunks
             grad_states, grad_rde = torch.empty_like(states), grad_bhde.to(dtype).flatten(0, 1)

@@ -63,6 +63,10 @@ class Chunks(NamedTuple):
     decay_md1: Tensor
     joins: list[Join]
 
+    def factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the factors of products with a state: rows_mxd, x queries and keys (c, 2); columns_mcd; decay_md1."""
+        return self.rows_mc2d.flatten(1, 2), self.columns_mcd, self.decay_md1
+
 
 def operands(q_bthd: Tensor, k_bthd: Tensor, g_bthd: Tensor, beta_bth: Tensor, c: int, dtype: torch.dtype) -> Operands:
     """Arrange the inputs by chunk."""
@@ -114,7 +118,8 @@ def backward(
     """Return the gradients of q_mcd, k_mcd, g_mcd and beta_mc1. Those of the chunks are overwritten.
 
     A row is proportional to the exponential of the sum of g up to its token, and a column to that of the negative sum.
-    So the gradient of such a sum needs no gradients of decays, but the rows, the columns, and their own gradients.
+    So the gradient of such a sum needs no gradients of decays, but the rows, the columns, and their own gradients. If
+    decays are so strong that the gradient of g vanishes, the rounding of these products remains.
     """
     c, d = inputs.x_mc2d.shape[1::2]
     if masks is not None:
