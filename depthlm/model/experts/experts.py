@@ -4,6 +4,8 @@ Shapes: r tokens (rows), k experts of a token, n = r * k pairs of a token and an
 f width of an expert, o width of an output.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ GROUPED = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch
 class Experts(nn.Module):
     """e SwiGLU MLPs (arXiv 2002.05202). No token is dropped: an expert takes as many as are sent to it.
 
-    x_rd -> sort by expert -> gate_proj, up_proj -> silu(gate) * up -> down_proj -> weigh -> sum per token -> y_rd
+    x_rd -> sort by expert -> gate_proj, up_proj -> silu(gate) * up * weight -> down_proj -> sum per token -> y_rd
 
     uncompiled: `grouped_linear`, outside of graphs if the model is compiled.
     """
@@ -36,14 +38,20 @@ class Experts(nn.Module):
         """
         top_k, dtype = experts_rk.shape[1], compute_dtype(x_rd)
         order_n = experts_rk.flatten().argsort(stable=True)
-        x_nd = x_rd.to(dtype)[order_n // top_k]
+        inverse_n = order_n.argsort()
+        x_nd = Sort.apply(x_rd.to(dtype), order_n, inverse_n, top_k)
         # torch.compile takes only these; the number of tokens of an expert would be compiled into a loop
         compiled = takes_grouped(x_nd, self.gate_proj) and dtype == torch.bfloat16
         product = grouped_linear if compiled else self.uncompiled
-        gate_nf, up_nf = (product(x_nd, w.to(dtype), ends_e) for w in (self.gate_proj, self.up_proj))
-        y_nd = product(F.silu(gate_nf) * up_nf, self.down_proj.to(dtype), ends_e)
-        y_rkd = y_nd[order_n.argsort()].unflatten(0, (-1, top_k))
-        return (y_rkd * weights_rk.to(dtype).unsqueeze(-1)).sum(1)
+        if dtype == self.gate_proj.dtype:
+            gate_nf, up_nf = (product(x_nd, weight, ends_e) for weight in (self.gate_proj, self.up_proj))
+        else:
+            # a cast copies the weights in any case
+            both = torch.cat((self.gate_proj.to(dtype), self.up_proj.to(dtype)), dim=1)
+            gate_nf, up_nf = product(x_nd, both, ends_e).chunk(2, dim=-1)
+        weights_n1 = weights_rk.to(dtype).flatten()[order_n].unsqueeze(-1)
+        y_nd = product(F.silu(gate_nf) * up_nf * weights_n1, self.down_proj.to(dtype), ends_e)
+        return Sort.apply(y_nd, inverse_n, order_n, 1).unflatten(0, (-1, top_k)).sum(1)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.normal_(0, std, generator=generator)
@@ -51,6 +59,25 @@ class Experts(nn.Module):
     def forward_flops(self, top_k: int) -> float:
         """Return the FLOPs per token, which passes through `top_k` experts."""
         return 6.0 * top_k * self.gate_proj[0].numel()
+
+
+class Sort(torch.autograd.Function):
+    """x_rd -> x_nd, its rows in another order, each `copies` times. PyTorch's own backward pass adds row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x_rd: Tensor, order_n: Tensor, inverse_n: Tensor, copies: int) -> Tensor:
+        """order_n: which row to take, counting copies as rows. inverse_n: the inverse permutation."""
+        ctx.save_for_backward(inverse_n)
+        ctx.copies = copies
+        return x_rd[order_n // copies if copies > 1 else order_n]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_nd: Tensor) -> Any:
+        (inverse_n,) = ctx.saved_tensors
+        gradient_nd = gradient_nd[inverse_n]
+        if ctx.copies > 1:
+            gradient_nd = gradient_nd.unflatten(0, (-1, ctx.copies)).sum(1)
+        return gradient_nd, None, None, None
 
 
 def expert_ends(experts_rk: Tensor, num_experts: int) -> Tensor:
