@@ -3,19 +3,21 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.renamed import use_new_names
 from depthlm.config.schema import Config, Model
-from depthlm.config.schema.keys import on_resume
+from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
@@ -123,15 +125,33 @@ def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) ->
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
-    """Return the keys that differ and may affect the result, each with a description of both values."""
+    """Return the keys that differ and may affect the result, each with a description of both values.
+
+    A run of an older version lacks newer keys, whose defaults must have the effect that it had without them.
+    """
     differences: dict[str, str] = {}
     for key in sorted({*saved, *now}):
         name = f"{prefix}{key}"
         if on_resume(name) == "free":
             continue
-        old, new = saved.get(key), now.get(key)
+        new = now.get(key)
+        old = saved[key] if key in saved else _default(name, now)
         if isinstance(old, dict) and isinstance(new, dict):
             differences |= compare(old, new, f"{name}.")
         elif old != new:
             differences[name] = f"the run has {old}, this command gives {new}"
     return differences
+
+
+def _default(name: str, settings: Mapping[str, Any]) -> Any:
+    """Return the default of a key; settings: those of its group."""
+    group, _, key = name.rpartition(".")
+    if group in ("model.connection", "model.attention") and "_target_" in settings:
+        parameter = inspect.signature(get_class(settings["_target_"])).parameters.get(key)
+        return None if parameter is None or parameter.default is parameter.empty else parameter.default
+    return _defaults().get(name)
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return flatten(dataclasses.asdict(Config()))

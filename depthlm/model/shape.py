@@ -17,17 +17,17 @@ class Size:
     num_heads: int = key(0, "query heads H; H times head_size need not be hidden_size", minimum=1)
     num_kv_heads: int = key(0, "key/value heads K; divides num_heads", minimum=1)
     head_size: int = key(0, "size d of one head; even, for RoPE", minimum=1)
-    num_experts: int = key(8, "backbone.mlp=experts: experts of a layer", minimum=1)
-    experts_per_token: int = key(2, "backbone.mlp=experts: experts that a token is sent to", minimum=1)
-    expert_size: Optional[int] = key(
-        None, "backbone.mlp=experts: width of an expert; null: intermediate_size / experts_per_token", minimum=1
-    )
     vocab_size: int = key(
         0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2, protocol=False
     )
     init_std: float = key(0.02, "standard deviation of every matrix at the start", above=0)
     lr: float = key(1e-3, "peak learning rate of this size; the default of optimizer.lr", above=0)
     sequence_length: int = key(2048, "tokens of a sequence; the default of training.sequence_length", minimum=1)
+    num_experts: int = key(8, "backbone.mlp=experts: experts of a layer", minimum=1)
+    experts_per_token: int = key(2, "backbone.mlp=experts: experts that a token is sent to", minimum=1)
+    expert_size: Optional[int] = key(
+        None, "backbone.mlp=experts: width of an expert; null: intermediate_size / experts_per_token", minimum=1
+    )
 
     def width_of_expert(self) -> int:
         """Return the width of one expert. By default, the experts of a token are together as wide as the MLP."""
@@ -52,6 +52,14 @@ class Backbone:
         "swiglu: down(silu(gate) * up); relu: down(relu(up)); experts: a mixture of SwiGLU experts",
         choices=("swiglu", "relu", "experts"),
     )
+    position: str = key(
+        "rope", "rope on q and k, or sinusoidal embeddings added to the tokens'", choices=("rope", "sinusoidal")
+    )
+    rope_theta: float = key(10000.0, "base of the RoPE frequencies", above=0)
+    attention_bias: bool = key(False, "biases on the q, k, v and output projections")
+    mlp_bias: bool = key(False, "biases on the MLP's matrices")
+    head_bias: bool = key(False, "a bias on the logits")
+    tie_embeddings: bool = key(False, "the head uses the embedding matrix")
     dense_layers: int = key(0, "mlp=experts: the first layers have one SwiGLU of intermediate_size", minimum=0)
     shared_experts: int = key(0, "mlp=experts: experts that every token passes through", minimum=0)
     router_scores: str = key("softmax", "mlp=experts: scores of the router's logits", choices=("softmax", "sigmoid"))
@@ -64,11 +72,3 @@ class Backbone:
     )
     router_balance_loss: float = key(0.0, "mlp=experts: weight of the auxiliary loss that balances the load", minimum=0)
     router_z_loss: float = key(0.0, "mlp=experts: weight of mean(logsumexp(logits)^2) of the router", minimum=0)
-    position: str = key(
-        "rope", "rope on q and k, or sinusoidal embeddings added to the tokens'", choices=("rope", "sinusoidal")
-    )
-    rope_theta: float = key(10000.0, "base of the RoPE frequencies", above=0)
-    attention_bias: bool = key(False, "biases on the q, k, v and output projections")
-    mlp_bias: bool = key(False, "biases on the MLP's matrices")
-    head_bias: bool = key(False, "a bias on the logits")
-    tie_embeddings: bool = key(False, "the head uses the embedding matrix")

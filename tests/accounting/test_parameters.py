@@ -43,7 +43,10 @@ def test_every_size_and_backbone_sets_every_field():
         assert paths
         for path in paths:
             settings = yaml.safe_load(path.read_text())
-            assert settings.keys() == {field.name for field in dataclasses.fields(shape)}, path
+            # those of experts have no effect without them
+            always = {field.name for field in dataclasses.fields(shape) if "mlp=experts" not in field.metadata["doc"]}
+            assert always <= settings.keys() <= {field.name for field in dataclasses.fields(shape)}, path
             assert settings["name"] == path.stem
             for field in dataclasses.fields(shape):
-                assert isinstance(settings[field.name], field.type), (path, field.name)
+                if field.name in settings:
+                    assert isinstance(settings[field.name], field.type), (path, field.name)

@@ -1,8 +1,8 @@
-"""The classes that a saved configuration names."""
+"""The classes that a saved configuration names, and its comparison with another one."""
 
 import pytest
 
-from depthlm.config.saved import check_trusted
+from depthlm.config.saved import check_trusted, compare
 from depthlm.errors import UserError
 
 
@@ -24,3 +24,18 @@ def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
     for target in ("depthlm_too.A", "mine.A", "torch.hub.load"):
         with pytest.raises(UserError, match="name that module in trust="):
             check_trusted({"optimizer": target}, ["min"], "run")
+
+
+def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
+    grn = {"_target_": "depthlm.model.connections.deep_cross_attention.GRN", "version": 3}
+    now = {"size": {"num_experts": 8}, "model": {"connection": {**grn, "own_embedding": True, "last_k": 2}}}
+    older = {"size": {}, "model": {"connection": {**grn, "last_k": 2}}}
+    assert compare(older, now) == {}
+    now["size"]["num_experts"] = 16
+    now["model"]["connection"]["own_embedding"] = False
+    assert compare(older, now) == {
+        "size.num_experts": "the run has 8, this command gives 16",
+        "model.connection.own_embedding": "the run has True, this command gives False",
+    }
+    # a key that the command lacks is a difference
+    assert list(compare(now, older)) == ["model.connection.own_embedding", "size.num_experts"]
