@@ -1,6 +1,5 @@
 """The load of experts, and the entropy and biases of their routers, over training."""
 
-import json
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,22 +10,24 @@ import numpy as np
 from depthlm.inspect.picture import Array, Picture
 from depthlm.report.figures.style import grid, subplots
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.records import read_metrics
 
-KEYS = {"step", "load", "entropy", "bias"}
+KEYS = ("step", "load", "entropy", "bias")
 
 
 def expert_picture(directory: Path) -> Picture | None:
     """Return the picture of a run's experts.jsonl; None if the file is missing or empty."""
-    rows = []
-    with suppress(OSError):
-        for line in RunDirectory(directory).experts.read_text().splitlines():
-            # a run that is training may have written half of the last line
-            with suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) and row.keys() >= KEYS else []
+    rows: list[list[Array]] = []
+    for row in read_metrics(RunDirectory(directory).experts, {"step"}):
+        # rows of other shapes are damaged
+        with suppress(KeyError, TypeError, ValueError):
+            values = [np.array(row[key], dtype=float) for key in KEYS]
+            shapes = [value.shape for value in values]
+            if len(shapes[1]) == 2 and shapes[2] == shapes[1][:1] and shapes[3] in (shapes[1], (0,)):
+                rows += [values] if not rows or shapes == [value.shape for value in rows[0]] else []
     if not rows:
         return None
-    arrays = {f"experts_{key}": np.array([row[key] for row in rows], dtype=float) for key in sorted(KEYS)}
+    arrays = {f"experts_{key}": np.array(values) for key, values in zip(KEYS, zip(*rows, strict=True), strict=True)}
     about = "share of each expert in the load of its layer; balance and entropy of the routers over training"
     return Picture("experts", about, arrays, partial(draw_experts, arrays))
 
