@@ -72,7 +72,7 @@ class PlainEngine:
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         return {name: keep(name, tensor) for name, tensor in self.model.state_dict().items()}
 
-    def load_state(self, checkpoint: Path, converted: bool = False) -> None:
+    def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
         content = torch.load(checkpoint / STATE / FILE)
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])

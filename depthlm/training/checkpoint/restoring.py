@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from depthlm.config import Config
 from depthlm.config.saved import compare
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import WEIGHTS, checkpoint_of, newest_checkpoint, read_manifest
+from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import Engine, convert, needs_conversion
 from depthlm.training.plan import Plan
@@ -116,11 +115,7 @@ def _convert(checkpoint: Path, run: RunDirectory) -> Path:
 def _load(engine: Engine, start: ResumePoint, converted: Path | None) -> None:
     if converted is None:
         return engine.load_state(start.path)
-    engine.load_state(converted, converted=True)
-    # the converted checkpoint has only parameters
-    with torch.no_grad(), safe_open(start.path / WEIGHTS, "pt") as weights:
-        for name, buffer in engine.model.named_buffers():
-            buffer.copy_(weights.get_tensor(name))
+    engine.load_state(start.path, converted)
     torch.distributed.barrier()
     on_rank_0(lambda: shutil.rmtree(converted))
     world_size = torch.distributed.get_world_size()

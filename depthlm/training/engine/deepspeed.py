@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from depthlm.config import Config, bucket_elements
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.observer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
-from depthlm.runs.checkpoints import STATE
+from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.reduction import Reducer
@@ -109,12 +110,12 @@ class DeepSpeedEngine:
                     weights[name] = keep(name, tensor)
         return weights
 
-    def load_state(self, checkpoint: Path, converted: bool = False) -> None:
+    def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
         optimizer = self.deepspeed.optimizer
         settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        self.deepspeed._config.load_universal_checkpoint = converted
+        self.deepspeed._config.load_universal_checkpoint = converted is not None
         try:
-            loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE)
+            loaded, _ = self.deepspeed.load_checkpoint(str(converted or checkpoint), tag=STATE)
         finally:
             self.deepspeed._config.load_universal_checkpoint = False
         if loaded is None:
@@ -122,7 +123,11 @@ class DeepSpeedEngine:
         # a fork may have other settings, and loading a universal ZeRO 3 checkpoint gives every group those of group 0
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
-        if converted:
+        if converted is not None:
+            # a converted checkpoint has no buffers
+            with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(weights.get_tensor(name))
             # the states of all groups then share one step counter, which every group would increment
             for state in getattr(optimizer, "optimizer", optimizer).state.values():
                 if isinstance(state.get("step"), Tensor):

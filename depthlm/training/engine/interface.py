@@ -75,11 +75,11 @@ class Engine(Protocol):
         """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0."""
         ...
 
-    def load_state(self, checkpoint: Path, converted: bool = False) -> None:
+    def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
         """Load weights, optimizer and engine state from a checkpoint; collective. Raises CheckpointError.
 
         The optimizer groups keep the settings of the engine. converted: another number of ranks wrote the checkpoint,
-        and it was converted.
+        and it was converted to this folder.
         """
         ...
 
