@@ -155,11 +155,13 @@ class Forks:
             process.kill()
         return subprocess.CompletedProcess(process.args, process.wait(), output, errors)
 
-    def start_ranks(self, command: Sequence[str | Path], **variables: str) -> list[Forked]:
-        """Start two ranks of a command, with the variables that a launcher would set, and these."""
+    def start_ranks(
+        self, command: Sequence[str | Path], *, stdout: int | None = None, **variables: str
+    ) -> list[Forked]:
+        """Start two ranks of a command, with the variables of a launcher, and these. stdout: as in `start`."""
         port = free_port()
         return [
-            self.start(command, environment=environment_with(**rank_variables(rank, port), **variables))
+            self.start(command, environment=environment_with(**rank_variables(rank, port), **variables), stdout=stdout)
             for rank in range(WORLD_SIZE)
         ]
 

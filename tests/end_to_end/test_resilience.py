@@ -11,8 +11,7 @@ from benchmarks.disturbances.jobs import Job, finish
 from benchmarks.disturbances.kills import Killer
 from benchmarks.disturbances.results import newest_step, outcome, same
 
-from ..forks import Forks, environment_with
-from ..ranks import WORLD_SIZE, free_port, rank_variables
+from ..forks import Forks
 
 Overrides = Callable[..., list[str]]
 
@@ -22,16 +21,9 @@ def test_a_run_killed_at_random_moments_equals_the_uninterrupted_run(
     small_run: Overrides, tmp_path: Path, forks: Forks
 ) -> None:
     def begin(overrides: Sequence[str]) -> Job:
-        text, port = tmp_path / "output.txt", free_port()
+        text = tmp_path / "output.txt"
         with text.open("w") as output:
-            ranks = [
-                forks.start(
-                    ["train.py", *overrides],
-                    environment=environment_with(**rank_variables(rank, port)),
-                    stdout=output.fileno(),
-                )
-                for rank in range(WORLD_SIZE)
-            ]
+            ranks = forks.start_ranks(["train.py", *overrides], stdout=output.fileno())
         return Job(ranks, text.read_text)
 
     shared = ("deepspeed=zero1", "training.max_steps=200", "training.checkpoint_every=3", "training.validate_every=10",
