@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,14 @@ def run_arm(name: str, most: int | None, seed: int, progress: Progress) -> dict[
     runs, equal = 0, True
     wanted = min(arm.events, most or arm.events)
     bar = progress.add_task(name, total=wanted)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         shared = [*RUN, *arm.overrides, f"training.max_steps={STEPS}", f"data.path={folder}/tokens"]
         undisturbed = train(arm, folder, shared)
         while len(events) < wanted:
-            with ExitStack() as disk:
-                place = folder / f"run-{runs}"
-                disk.enter_context(small_disk(place)) if arm.event == "disk" else place.mkdir()
+            place = folder / f"run-{runs}"
+            place.mkdir()
+            with small_disk(place) if arm.event == "disk" else nullcontext():
                 left = wanted - len(events)
                 seen = disturb(arm, place, shared, seed + runs, left, lambda: progress.advance(bar))
                 runs += 1

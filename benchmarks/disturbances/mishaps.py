@@ -131,12 +131,11 @@ class Mishaps:
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
+def small_disk(folder: Path) -> Iterator[None]:
     """Mount a small file system at this folder; needs root. Raises CalledProcessError if it cannot be mounted."""
-    folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}M", "tmpfs", folder], check=True)
     try:
-        yield folder
+        yield
     finally:
         subprocess.run(["umount", folder], check=True)
 
