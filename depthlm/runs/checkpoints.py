@@ -130,7 +130,14 @@ def prune(directory: Path, newest: Path, *, keep_last: int, keep_every: int | No
         *regular[-1:],
         *(path for path in valid if keep_every and not steps[path] % keep_every),
     }
-    for path in [*(steps.keys() - kept), *run.leftovers()]:
+    for path in steps.keys() - kept:
+        shutil.rmtree(path, ignore_errors=True)
+    remove_leftovers(run)
+
+
+def remove_leftovers(run: RunDirectory) -> None:
+    """Delete what a process that ended has left of a checkpoint it wrote or converted; it may be what fills the disk."""
+    for path in run.leftovers():
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -14,7 +14,7 @@ from depthlm.config.saved import compare
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest
+from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import Engine, convert, needs_conversion
 from depthlm.training.plan import Plan
@@ -69,7 +69,10 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     """Load the checkpoint that the run in `directory` starts from into the engine; collective. Returns its progress."""
     if start is None:
         return Progress()
-    folder = on_rank_0(lambda: _convert(start.path, RunDirectory(directory))) if start.universal else None
+    run = RunDirectory(directory)
+    # a run that has nothing left to save would never remove them
+    on_rank_0(lambda: remove_leftovers(run))
+    folder = on_rank_0(lambda: _convert(start.path, run)) if start.universal else None
     _load(engine, start, folder)
     progress = read_progress(start.manifest)
     if start.forked:
@@ -106,9 +109,7 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
 
 
 def _convert(checkpoint: Path, run: RunDirectory) -> Path:
-    # what an interrupted conversion has left may be what fills the disk
-    for leftover in run.leftovers():
-        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(run)
     return convert(checkpoint, run.universal(checkpoint))
 
 

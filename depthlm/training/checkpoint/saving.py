@@ -23,7 +23,7 @@ from depthlm.config.schema import Training
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
 from depthlm.run_directory import MANIFEST, RunDirectory
-from depthlm.runs.checkpoints import STATE, WEIGHTS, prune
+from depthlm.runs.checkpoints import STATE, WEIGHTS, prune, remove_leftovers
 from depthlm.runs.manifest import sealed
 from depthlm.training.checkpoint.snapshot import Snapshot, nbytes
 from depthlm.training.engine import Engine
@@ -178,9 +178,7 @@ class Saver:
 
 def _make_room(run: RunDirectory, staging: Path, needed: int) -> None:
     """Create an empty staging directory. Raises OSError if fewer than `needed` bytes are free on the disk."""
-    # staging directories of interrupted saves may be what fills the disk
-    for leftover in run.leftovers():
-        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(run)
     # without parents: a run directory that was removed must not come back
     run.checkpoints.mkdir(exist_ok=True)
     staging.mkdir()

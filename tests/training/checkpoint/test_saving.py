@@ -228,6 +228,16 @@ def test_files_of_an_interrupted_save_are_removed_before_the_next(small_run: Ove
     assert list(run.checkpoints.iterdir()) == [run.staging(20)]
 
 
+def test_a_run_that_has_nothing_left_to_save_removes_them_when_it_resumes(small_run: Overrides, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    overrides = small_run("training.max_steps=4", "training.stop_after=2")
+    assert train(depthlm.compose(overrides)) == 0
+    (run.staging(2) / "deepspeed").mkdir(parents=True)
+    run.universal(run.checkpoint(2)).mkdir()
+    assert train(depthlm.compose(overrides)) == 0
+    assert run.leftovers() == []
+
+
 def test_a_run_that_diverges_completes_the_checkpoint_being_written(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
