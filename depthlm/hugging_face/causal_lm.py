@@ -1,6 +1,6 @@
 """A decoder with the interface of transformers: `forward` and `generate`, with transformers' own cache.
 
-Shapes: b batch, t new tokens, s tokens in the cache and new, k key/value heads, e head size, v vocabulary.
+Shapes: b batch, t new tokens, s tokens in the cache and new, v vocabulary.
 """
 
 from functools import partial
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from depthlm.hugging_face.cache import HeldCache
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.connection import Connection
@@ -76,7 +76,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name}: a depthlm model does not take it; positions follow from attention_mask")
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
-        cache = None if past_key_values is None else KeysAndValues(past_key_values)
+        cache = None if past_key_values is None else HeldCache(past_key_values)
         ends_bt = self.ends(input_ids, attention_mask, cache)
         hidden_btd = self.decoder.hidden(input_ids, cache, ends_bt=ends_bt)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -88,7 +88,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         wanted = self.config.return_dict if return_dict is None else return_dict
         return output if wanted else output.to_tuple()
 
-    def ends(self, tokens_bt: Tensor, mask_bs: Tensor | None, cache: "KeysAndValues | None") -> Tensor | None:
+    def ends(self, tokens_bt: Tensor, mask_bs: Tensor | None, cache: HeldCache | None) -> Tensor | None:
         """Return ends_bt of `Decoder.forward`; None if each row is one document.
 
         If the cached tokens contain several documents, this also sets where the newest of them begins in the cache.
@@ -116,35 +116,6 @@ class CausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing, since the constructor has initialized the weights."""
-
-
-class KeysAndValues:
-    """The cache interface of a decoder, on top of a cache of transformers, which can also be reordered and cropped.
-
-    length: tokens in the cache before this forward pass. document_b1: as in `KVCache`.
-    """
-
-    def __init__(self, held: Cache) -> None:
-        self.held = held
-        self.length = held.get_seq_length()
-        self.document_b1: Tensor | None = None
-
-    def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens to a slot, and return all of its keys and values, k_bkse and v_bkse."""
-        end = self.length + k_bkte.shape[2]
-        k, v = self.held.update(k_bkte, v_bkte, slot)
-        # a cache of fixed size also returns the empty positions
-        return k[:, :, :end], v[:, :, :end]
-
-    def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
-        """Do nothing: transformers counts the tokens of the first slot, and `ends` finds the documents in each pass."""
-
-    def ends_of_text(self, ends_bt: Tensor, slot: int) -> Tensor:
-        """Return ends_bs of all tokens so far. They have their own cache slot, so beam search reorders them too."""
-        if len(self.held.layers) == slot:
-            self.held.layers.append(DynamicLayer())
-        ends_b1t1 = ends_bt[:, None, :, None]
-        return self.held.update(ends_b1t1, ends_b1t1, slot)[0][:, 0, :, 0]
 
 
 def padding(mask_bs: Tensor | None, length: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from depthlm.errors import UserError
 from depthlm.hugging_face.causal_lm import CausalLM
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.model import Decoder
+from depthlm.model.attention.mixers import attention_class
 
 MODELING = "modeling_depthlm"
 # packages that are available wherever transformers is
@@ -32,7 +33,7 @@ def write_code(model: Decoder, folder: Path) -> None:
 
     Raises UserError if a module of the mechanism needs a package that is not available wherever transformers is.
     """
-    connection, attention = type(model.connections[0]), type(model.layers[0].attention)
+    connection, attention = type(model.connections[0]), attention_class(layer.attention for layer in model.layers)
     sources = collect([DepthLMConfig.__module__, CausalLM.__module__, connection.__module__, attention.__module__])
     for module, text in sources.items():
         head = f"# Copied from {module.replace('.', '/')}.py by `python -m depthlm export`.\n"

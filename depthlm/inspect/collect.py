@@ -8,6 +8,7 @@ from torch import Tensor
 from depthlm.inspect.mechanisms import COLLECTORS
 from depthlm.inspect.picture import Picture
 from depthlm.model import Decoder, Observer, SublayerSpec
+from depthlm.model.attention.mixers import attention_class
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 from depthlm.model.connections.connection import Connection, Stream
 from depthlm.model.connections.residual import Residual
@@ -18,7 +19,8 @@ WITHOUT_WEIGHTS = (SelfAttention, Residual)
 @torch.no_grad()
 def collect(model: Decoder, windows: Iterable[Tensor]) -> tuple[list[Picture], list[str]]:
     """Return the pictures of a decoder's mechanism over windows of tokens_bt, and messages about missing pictures."""
-    parts = {"attention": type(model.layers[0].attention), "connection": type(model.connections[0])}
+    attention = attention_class(layer.attention for layer in model.layers)
+    parts: dict[str, type] = {"attention": attention, "connection": type(model.connections[0])}
     collectors = [COLLECTORS[cls](model) for cls in parts.values() if cls in COLLECTORS]
     observer = Several(collectors)
     device = next(model.parameters()).device

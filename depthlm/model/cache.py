@@ -1,4 +1,4 @@
-"""The key/value cache of generation, with one slot per attention, as in a standard decoder.
+"""The cache of generation, with one slot per layer: keys and values as in a standard decoder, or a state.
 
 Shapes: b batch, k key/value heads, t new tokens, s all tokens so far, e head size.
 """
@@ -17,11 +17,15 @@ class Cache(Protocol):
 
     def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]: ...
 
+    def state(self, slot: int) -> tuple[Tensor, ...] | None: ...
+
+    def set_state(self, slot: int, state: tuple[Tensor, ...]) -> None: ...
+
     def advance(self, tokens: int, document_b1: Tensor | None = None) -> None: ...
 
 
 class KVCache:
-    """Keys and values of all tokens so far, in `slots` slots (loops x layers).
+    """Keys and values of all tokens so far, or a state that holds all of them, in `slots` slots (loops x layers).
 
     `length` is the number of cached tokens, and so the index of the next one. `advance` increases it once per forward
     pass, after every slot has been updated. `document_b1` is the sequence index at which the document of the next token
@@ -34,6 +38,7 @@ class KVCache:
         self.document_b1: Tensor | None = None
         self.max_length = max_length
         self._slots: list[tuple[Tensor, Tensor] | None] = [None] * slots
+        self._states: dict[int, tuple[Tensor, ...]] = {}
 
     def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens to a slot; return all of its keys and values, k_bkse and v_bkse."""
@@ -46,6 +51,14 @@ class KVCache:
             store[:, :, self.length : end] = new
         return pair[0][:, :, :end], pair[1][:, :, :end]
 
+    def state(self, slot: int) -> tuple[Tensor, ...] | None:
+        """Return the state of a slot after the last cached token; None before the first one."""
+        return self._states.get(slot)
+
+    def set_state(self, slot: int, state: tuple[Tensor, ...]) -> None:
+        """Keep the state of a slot after the new tokens."""
+        self._states[slot] = state
+
     def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
         """Count tokens that were appended to every slot."""
         self.length += tokens
@@ -54,7 +67,9 @@ class KVCache:
     def bytes(self) -> int:
         """Return the memory of the cached tokens, in bytes."""
         pairs = [pair for pair in self._slots if pair is not None]
-        return sum(t[:, :, : self.length].numel() * t.element_size() for pair in pairs for t in pair)
+        kept = [t[:, :, : self.length] for pair in pairs for t in pair]
+        kept += [t for state in self._states.values() for t in state]
+        return sum(t.numel() * t.element_size() for t in kept)
 
     def _grow(self, pair: tuple[Tensor, Tensor] | None, end: int, *new: Tensor) -> tuple[Tensor, Tensor]:
         while self.max_length < end:

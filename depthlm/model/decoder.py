@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.backend import fused, using
+from depthlm.model.attention.mixers import build_mixers, open_depth
 from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory
 from depthlm.model.cache import Cache, KVCache
 from depthlm.model.connections.connection import Connection, ConnectionFactory
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
 
     tokens_bt -> embedding -> open -> [layer] * L * loops -> close -> final_norm -> head -> logits_btv
 
-    connection, attention: factories, called with (spec, size, backbone).
+    connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
     activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.kernels.backend`).
@@ -80,13 +81,8 @@ class Decoder(nn.Module):
             each.link(connections)
         inputs = [c.num_inputs for c in connections]
         layers = [
-            Layer(
-                attention(SublayerSpec(i, "attention", size.num_layers, loops), size, backbone),
-                size,
-                backbone,
-                (inputs[2 * i], inputs[2 * i + 1]),
-            )
-            for i in range(size.num_layers)
+            Layer(i, mixer, size, backbone, (inputs[2 * i], inputs[2 * i + 1]))
+            for i, mixer in enumerate(build_mixers(size, backbone, attention, loops))
         ]
         self.connections = cast(Sequence[Connection], nn.ModuleList(connections))
         self.layers = cast(Sequence[Layer], nn.ModuleList(layers))
@@ -103,7 +99,7 @@ class Decoder(nn.Module):
     ) -> Tensor | Loss:
         """Return logits_btv, or with targets the summed loss. Targets of -100 are ignored.
 
-        cache: keys and values of the preceding tokens. Those of the new tokens are appended.
+        cache: keys and values, or states, of the preceding tokens. Those of the new tokens are added.
         observer: receives the inputs and outputs of each sublayer.
         ends_bt: true where a token is the last of its document, such as the last padding token to the left of a prompt;
             None: the tokens equal to end_of_text.
@@ -151,11 +147,11 @@ class Decoder(nn.Module):
         embedding_btd = self.embedding(tokens_bt, positions)
         observer.open(embedding_btd)
         stream = self.connections[0].open(embedding_btd)
-        depth, routings = self.layers[0].attention.open_depth(), []
+        depth, routings = open_depth([layer.attention for layer in self.layers]), []
         for position in range(self.loops * self.size.num_layers):
             layer: Callable = self.layers[position % self.size.num_layers]
             connections = self.connections[2 * position], self.connections[2 * position + 1]
-            past = AttentionContext(documents, partial(cache.update, position) if cache is not None else None)
+            past = AttentionContext(documents, cache, position)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 layer = partial(
                     checkpoint, layer, use_reentrant=False, context_fn=partial(_recomputation, self.kernels)

@@ -29,10 +29,16 @@ class DocumentMask:
         return mask_bts[:, None]
 
     @cached_property
+    def starts_bt(self) -> Tensor:
+        """True where a document begins."""
+        index_t = torch.arange(self.begin_bt.shape[1], device=self.begin_bt.device)
+        return self.begin_bt == index_t + self.start
+
+    @cached_property
     def bounds(self) -> Bounds:
         """The bounds of the documents, without cached tokens. The host waits for the GPU to know their number."""
         b, t = self.begin_bt.shape
-        begins = self.begin_bt == torch.arange(t, device=self.begin_bt.device)
+        begins = self.starts_bt
         # meta tensors have no values, and the number of documents hardly affects the memory that is counted with them
         first = begins[:, 0] if self.begin_bt.is_meta else begins.flatten().nonzero()[:, 0]
         return Bounds(torch.cat((first.int(), first.new_full((1,), b * t, dtype=torch.int32))), t)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from depthlm.model.attention.mixers import Mixer
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 from depthlm.model.connections.connection import Connection, Inputs, Stream
 from depthlm.model.experts import Mixture, Routing
@@ -22,17 +23,22 @@ class Layer(nn.Module):
              |     `----------------------carry----------------------^     |     `--------carry-----------^
              `---------------------------stream----------------------'     `-------------stream-----------'
 
-    With post-norm, the norm follows `output` and the MLP instead. The MLP may be a mixture of experts.
+    With post-norm, the norm follows `output` and the MLP instead. The MLP may be a mixture of experts, and the
+    attention another mixer over the sequence.
+
+    index: the place of the layer. num_inputs: of the attention and the MLP, how many their connections pass to them.
     """
 
-    def __init__(self, attention: SelfAttention, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
+    def __init__(self, index: int, attention: Mixer, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
         super().__init__()
         self.pre_norm = backbone.norm_placement == "pre"
         counts = num_inputs if self.pre_norm else (1, 1)
         self.attention_norm = _norms(counts[0], size, backbone)
         self.attention = attention
+        if isinstance(attention, SelfAttention):
+            attention.separate_inputs = num_inputs[0] == 3
         self.mlp_norm = _norms(counts[1], size, backbone)
-        sparse = backbone.mlp == "experts" and attention.spec.layer >= backbone.dense_layers
+        sparse = backbone.mlp == "experts" and index >= backbone.dense_layers
         dense = MLP(size.hidden_size, size.intermediate_size, backbone) if not sparse else None
         self.mlp: MLP | Mixture = dense or Mixture(size, backbone)
         self.regions = self.sublayer_regions = Regions()
@@ -50,7 +56,8 @@ class Layer(nn.Module):
         whole = observer is UNOBSERVED and all(connection.is_compiled for connection in connections)
         regions = self.regions if whole else self.sublayer_regions
         projected, carry = regions.enter(self, connections[0], stream, rope, observer)
-        observer.attend(connections[0].spec, self.attention, projected, depth, past)
+        if isinstance(self.attention, SelfAttention):
+            observer.attend(connections[0].spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
         stream, projected, routing = regions.leave(self, connections, stream, carry, context, rope, observer)
         return stream, self.attention.after_mlp(projected, depth), routing
@@ -64,8 +71,8 @@ def project(layer: Layer, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ..
     return layer.attention.project(q_in, k_in, v_in, rope)
 
 
-def output(layer: Layer, context: Tensor) -> Tensor:
-    """Return output_btd of the attention sublayer."""
+def output(layer: Layer, context: Any) -> Tensor:
+    """Return output_btd of the attention sublayer. context: what `attend` of its mixer returned."""
     output_btd = layer.attention.output(context)
     return output_btd if layer.pre_norm else layer.attention_norm(output_btd)
 
@@ -109,7 +116,7 @@ def leave(
     connections: tuple[Connection, Connection],
     stream: Stream,
     carry: Any,
-    context: Tensor,
+    context: Any,
     rope: Rope | None,
     observer: Observer,
     sublayers: Sublayers = PLAIN,

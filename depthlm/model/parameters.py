@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from depthlm.model.attention.delta import DeltaAttention, GatedNorm, ShortConvolution
 from depthlm.model.experts import Experts, Router
 from depthlm.model.layers import Embedding, Head, Norm
 
@@ -37,7 +38,8 @@ def kind_of(owned: Owned) -> str:
     """Return the kind of a parameter.
 
     embedding: the token embedding and the matrix of the head. matrix: the weight of a linear layer or router. experts:
-    the stacked matrices of experts. vector: norms and biases. mechanism: all other parameters of a depth mechanism.
+    the stacked matrices of experts. vector: norms, biases, and all else of a delta attention. mechanism: all other
+    parameters of a depth mechanism.
     """
     if isinstance(owned.owner, Embedding | Head | nn.Embedding):
         return "embedding" if owned.own_name == "weight" else "vector"
@@ -45,7 +47,7 @@ def kind_of(owned: Owned) -> str:
         return "experts"
     if isinstance(owned.owner, nn.Linear | Router):
         return "matrix" if owned.own_name == "weight" else "vector"
-    return "vector" if isinstance(owned.owner, Norm) else "mechanism"
+    return "vector" if isinstance(owned.owner, Norm | DeltaAttention | GatedNorm | ShortConvolution) else "mechanism"
 
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

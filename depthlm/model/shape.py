@@ -28,10 +28,24 @@ class Size:
     expert_size: Optional[int] = key(
         None, "backbone.mlp=experts: width of an expert; null: intermediate_size / experts_per_token", minimum=1
     )
+    latent_size: Optional[int] = key(
+        None, "mixer latent: width of the latent of keys and values; null: 4 * head_size", minimum=1
+    )
+    shared_key_size: Optional[int] = key(
+        None, "mixer latent: values of a key that all heads share; null: head_size / 2", minimum=1
+    )
 
     def width_of_expert(self) -> int:
         """Return the width of one expert. By default, the experts of a token are together as wide as the MLP."""
         return self.expert_size or max(self.intermediate_size // self.experts_per_token, 1)
+
+    def width_of_latent(self) -> int:
+        """Return the width of the latent. The default is that of DeepSeek-V2 (arXiv 2405.04434, section 2.1.4)."""
+        return self.latent_size or 4 * self.head_size
+
+    def width_of_shared_key(self) -> int:
+        """Return the shared values of a key, by default as many as in DeepSeek-V2 (section 2.1.4)."""
+        return self.shared_key_size or max(self.head_size // 2, 1)
 
 
 @dataclass
@@ -45,7 +59,9 @@ class Backbone:
     )
     norm_eps: float = key(1e-5, "epsilon of every norm", above=0)
     qk_norm: str = key(
-        "head", "norm of q and k before RoPE: per head, over the full width, or none", choices=("head", "full", "none")
+        "head",
+        "norm of q and k of mixer attention before RoPE: per head, over the full width, or none",
+        choices=("head", "full", "none"),
     )
     mlp: str = key(
         "swiglu",
@@ -53,10 +69,12 @@ class Backbone:
         choices=("swiglu", "relu", "experts"),
     )
     position: str = key(
-        "rope", "rope on q and k, or sinusoidal embeddings added to the tokens'", choices=("rope", "sinusoidal")
+        "rope",
+        "rope on q and k of mixer attention, sinusoidal embeddings added to the tokens', or none",
+        choices=("rope", "sinusoidal", "none"),
     )
     rope_theta: float = key(10000.0, "base of the RoPE frequencies", above=0)
-    attention_bias: bool = key(False, "biases on the q, k, v and output projections")
+    attention_bias: bool = key(False, "biases on the q, k, v and output projections of mixer attention")
     mlp_bias: bool = key(False, "biases on the MLP's matrices")
     head_bias: bool = key(False, "a bias on the logits")
     tie_embeddings: bool = key(False, "the head uses the embedding matrix")
@@ -72,3 +90,14 @@ class Backbone:
     )
     router_balance_loss: float = key(0.0, "mlp=experts: weight of the auxiliary loss that balances the load", minimum=0)
     router_z_loss: float = key(0.0, "mlp=experts: weight of mean(logsumexp(logits)^2) of the router", minimum=0)
+    mixers: list[str] = key(
+        ["attention"],
+        "how the layers mix tokens, repeated; the last layer has the last one. attention: softmax over the sequence; "
+        "latent: the same over keys and values from a latent (DeepSeek-V2); delta: Kimi Delta Attention, with a state",
+        choices=("attention", "latent", "delta"),
+    )
+
+    def mixers_of(self, num_layers: int) -> list[str]:
+        """Return the mixer of each layer: `mixers` again and again, but its last one in the last layer."""
+        names = [self.mixers[layer % len(self.mixers)] for layer in range(num_layers)]
+        return [*names[:-1], self.mixers[-1]]

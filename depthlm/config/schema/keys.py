@@ -57,7 +57,10 @@ class Key:
         """The type and its bounds, as pydantic validates them."""
         limits = self.metadata
         allowed: Any = self.plain_type
-        if limits["choices"]:
+        if limits["choices"] and allowed == list[str]:
+            some = list[Literal[limits["choices"]]]  # type: ignore[valid-type, name-defined]
+            allowed = Annotated[some, BeforeValidator(_list), Field(min_length=1)]
+        elif limits["choices"]:
             allowed = Literal[limits["choices"]]
         elif limits["count"]:
             allowed = Annotated[int, BeforeValidator(parse_count)]
@@ -73,7 +76,8 @@ class Key:
         """The allowed values, in words."""
         limits = self.metadata
         if limits["choices"]:
-            return "one of " + ", ".join(self.choices)
+            words = "a list of one or more of " if self.plain_type == list[str] else "one of "
+            return words + ", ".join(self.choices)
         words = "a whole number such as 2000000, 300M or 10B" if limits["count"] else WORDS[self.plain_type]
         for name, text in (("minimum", "at least"), ("above", "above"), ("maximum", "at most")):
             if limits[name] is not None:

@@ -97,11 +97,30 @@ def _check_shape(config: Config, given: set[str]) -> list[str]:
         errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
     if backbone.mlp == "experts":
         errors += _check_experts(size, backbone)
+    errors += _check_mixers(config)
     needed = padded_vocab_size(config.data) if tokenizer_exists(config) else 0
     if "size.vocab_size" in given and size.vocab_size < needed:
         errors.append(
             f"size.vocab_size={size.vocab_size}: data.tokenizer={config.data.tokenizer} needs {needed} "
             f"(padded to a multiple of {config.data.pad_vocab_multiple}); leave it out, or give a larger one"
+        )
+    return errors
+
+
+def _check_mixers(config: Config) -> list[str]:
+    size, backbone, errors = config.size, config.backbone, []
+    names = backbone.mixers_of(size.num_layers)
+    if "latent" in names and backbone.position == "rope":
+        errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
+    if "latent" in names and size.num_kv_heads != size.num_heads:
+        errors.append(
+            f"size.num_kv_heads={size.num_kv_heads}: mixer latent has keys and values of each head; "
+            f"allowed: {size.num_heads} (size.num_heads)"
+        )
+    if set(names) == {"delta"} and not config.model.attention["_target_"].endswith(".SelfAttention"):
+        errors.append(
+            f"model={config.model.name}: its attention reads keys and values, and no layer has any; allowed in "
+            "backbone.mixers beside delta: attention, latent"
         )
     return errors
 

@@ -80,7 +80,12 @@ def check_values(config: Config) -> list[str]:
     # a setting, such as a number of layers, may be invalid only for a later layer or for the final read
     connected = [SublayerSpec(layer, kind, depth) for layer in (0, depth - 1) for kind in ("attention", "mlp")]
     connected.append(SublayerSpec(depth, "final", depth))
-    attending = [SublayerSpec(i, "attention", size.num_layers, config.model.loops) for i in (0, size.num_layers - 1)]
+    mixers = [name for name in config.backbone.mixers_of(size.num_layers) if name != "delta"]
+    attending = [
+        SublayerSpec(i, "attention", len(mixers), config.model.loops, mixers[i])
+        for i in sorted({0, len(mixers) - 1})
+        if mixers
+    ]
     parts: list[tuple[str, Callable[..., object], list[SublayerSpec]]] = [
         ("model.connection", connection, connected),
         ("model.attention", attention, attending),

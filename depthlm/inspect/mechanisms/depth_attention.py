@@ -9,6 +9,7 @@ from depthlm.inspect.figures import Grid, draw_grids
 from depthlm.inspect.picture import Collector, Picture, over_tokens
 from depthlm.model import Decoder, SublayerSpec
 from depthlm.model.attention.depth_attention import DepthAttention
+from depthlm.model.attention.mixers import attending
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 
 
@@ -18,6 +19,7 @@ class DepthAttentionWeights(Collector):
     def __init__(self, model: Decoder) -> None:
         super().__init__(model)
         self.sources: dict[int, list[int]] = {}
+        self.layers = attending([layer.attention for layer in model.layers], model.loops)
 
     def attend(
         self,
@@ -31,7 +33,7 @@ class DepthAttentionWeights(Collector):
         q_bhte, k_bkte, _ = projected
         positions = attention.source_positions(len(depth))
         alpha = attention.weights(q_bhte, [*(depth[position][0] for position in positions), k_bkte])
-        self.sources[spec.layer] = [*positions, spec.layer]
+        self.sources[spec.layer] = [*(self.layers[position] for position in positions), spec.layer]
         if alpha.ndim == 1:
             mean = alpha[:, None].expand(-1, attention.num_kv_heads)
         else:

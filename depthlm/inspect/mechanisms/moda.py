@@ -10,6 +10,7 @@ from depthlm.inspect.mechanisms.moda_figures import draw_depth_share, draw_maps
 from depthlm.inspect.picture import Array, Collector, Picture
 from depthlm.kernels.moda.merge import probabilities
 from depthlm.model import Decoder, SublayerSpec
+from depthlm.model.attention.mixers import attending
 from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 
@@ -24,7 +25,8 @@ class DepthProbabilities(Collector):
         super().__init__(model)
         self.entries: dict[int, list[tuple[int, str]]] = {}
         self.maps: dict[int, Array] = {}
-        self.layers = _spread(self.depth, LAYERS)
+        self.attending = attending([layer.attention for layer in model.layers], model.loops)
+        self.layers = [self.attending[i] for i in _spread(len(self.attending), LAYERS)]
         self.heads = _spread(model.size.num_heads, HEADS)
 
     def attend(
@@ -38,7 +40,8 @@ class DepthProbabilities(Collector):
         assert isinstance(attention, Moda)
         q_bhte, k_bkte, *_ = projected
         t = q_bhte.shape[2]
-        before = [(layer, kind) for layer in range(spec.layer) for kind in attention.entry_kinds]
+        earlier = [layer for layer in self.attending if layer < spec.layer]
+        before = [(layer, kind) for layer in earlier for kind in attention.entry_kinds]
         self.entries[spec.layer] = before[len(before) - len(depth) :]
         for row in range(len(q_bhte)):  # one sequence at a time, since the scores of many heads are large
             keys = [entry[0][row : row + 1] for entry in depth]

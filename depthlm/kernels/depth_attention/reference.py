@@ -28,6 +28,8 @@ def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
         unsupported = f"{len(keys)} sources, self included, are more than {MAX_SOURCES}"
     elif e > WIDEST:
         unsupported = f"head size {e} is above {WIDEST}"
+    elif e != values[0].shape[3]:
+        unsupported = f"values of {values[0].shape[3]} are not as wide as keys of {e}"
     if not fused("depth_value_mix", [q_bhte, *keys, *values], unsupported):
         return weighted_sum(depth_weights(q_bhte, keys), values)
     from depthlm.kernels.depth_attention.triton import forward

@@ -5,6 +5,8 @@ This happens before attention over the sequence.
 Shapes: b batch, t new tokens, h query heads, k key/value heads, n sources and the layer itself, e head size.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -104,11 +106,15 @@ class DepthAttention(SelfAttention):
 
     def forward_flops(self, length: int, causal: bool) -> float:
         """Return the FLOPs per token, with the scores and the sum of each mixed object (appendix B.2)."""
-        terms = (self.mixing == "softmax") + len(self.objects)
-        own = 2.0 * self.num_kv_heads * self.head_size * self.num_mixed() * terms
+        scores = self.key_size if self.mixing == "softmax" else 0
+        own = 2.0 * self.num_kv_heads * self.num_mixed() * (scores + self.width(self.objects))
         return super().forward_flops(length, causal) + own
 
     def io_values(self) -> float:
         """Return the values that scores and sums read, plus the mixed objects written in every layer (B.2, eq. 6)."""
         read = set(self.objects) | ({"key"} if self.mixing == "softmax" else set())
-        return self.num_kv_heads * self.head_size * (len(read) * self.num_mixed() + len(self.objects))
+        return self.num_kv_heads * (self.width(read) * self.num_mixed() + self.width(self.objects))
+
+    def width(self, objects: Iterable[str]) -> int:
+        """Return the values of a key, a value or both, per head."""
+        return sum(self.key_size if name == "key" else self.head_size for name in objects)

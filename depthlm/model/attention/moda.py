@@ -3,6 +3,7 @@
 Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from depthlm.kernels.functions import linear_together
@@ -56,11 +57,12 @@ class Moda(SelfAttention):
         self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
         # the sublayers that add a depth entry, in their order
         self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
-        shape, bias = (size.hidden_size, size.num_kv_heads * size.head_size), backbone.attention_bias
+        widths, bias = (self.key_size, self.head_size), backbone.attention_bias and not self.is_latent
+        shapes = [(size.hidden_size, size.num_kv_heads * width, bias) for width in widths]
         if self.attn_kv:
-            self.attn_k_proj, self.attn_v_proj = Linear(*shape, bias), Linear(*shape, bias)
+            self.attn_k_proj, self.attn_v_proj = (Linear(*shape) for shape in shapes)
         if self.ffn_kv:
-            self.ffn_k_proj, self.ffn_v_proj = Linear(*shape, bias), Linear(*shape, bias)
+            self.ffn_k_proj, self.ffn_v_proj = (Linear(*shape) for shape in shapes)
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         projected = super().project(q_in, k_in, v_in, rope)
@@ -74,7 +76,8 @@ class Moda(SelfAttention):
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
-        kept = depth
+        # an entry of the bank is a key and a value of equal width
+        v, kept = self.widened(v), depth
         if own_entry:
             kept = self.keep(depth, *own_entry)
         elif self.depth_kv:
@@ -86,10 +89,10 @@ class Moda(SelfAttention):
             assert isinstance(depth, Depth)
             bounds = past.bounds(q)
             mask = None if bounds else past.mask_b1ts
-            context = merged_attention(q, *past.extend(k, v), depth, mask, bounds).transpose(1, 2).flatten(2)
+            context = merged_attention(q, *past.extend(k, v), depth, mask, bounds).transpose(1, 2)
         else:
-            context = causal_attention(q, k, v, past)
-        return context, kept
+            context = causal_attention(q, k, v, past).unflatten(-1, (self.num_heads, -1))
+        return context[..., : self.head_size].flatten(2), kept
 
     def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         if not self.ffn_kv:
@@ -102,7 +105,16 @@ class Moda(SelfAttention):
 
     def entry(self, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Return the entry k_bkte, v_bkte of k_bt(ke), v_bt(ke). The key gets the K-norm of this layer and RoPE."""
-        return self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope), self.heads(v).transpose(1, 2)
+        if self.is_latent:
+            k_bkte = k.unflatten(-1, (-1, self.key_size)).transpose(1, 2)
+        else:
+            k_bkte = self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope)
+        return k_bkte, self.widened(self.heads(v).transpose(1, 2))
+
+    def widened(self, v_bkte: Tensor) -> Tensor:
+        """Return the values with zeros, as wide as the keys."""
+        narrower = self.key_size - self.head_size
+        return F.pad(v_bkte, (0, narrower)) if narrower else v_bkte
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
         """Return the depth list with one more entry, limited to the newest `slots`.
@@ -121,12 +133,13 @@ class Moda(SelfAttention):
         return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        depth = 4.0 * self.num_heads * self.head_size * self.num_entries()
+        depth = 2.0 * self.num_heads * (self.key_size + self.head_size) * self.num_entries()
         return super().forward_flops(length, causal) + depth
 
     def io_values(self) -> float:
         """Return the values of all entries that are read, and of the projected entries that are written."""
-        return 2.0 * self.num_kv_heads * self.head_size * (self.num_entries() + self.ffn_kv + self.attn_kv)
+        values = self.num_kv_heads * (self.key_size + self.head_size)
+        return values * (self.num_entries() + self.ffn_kv + self.attn_kv)
 
     def held_values(self) -> float:
         """Return the projected keys and values, which are not in the KV cache, if the last layer still reads them."""
@@ -134,4 +147,4 @@ class Moda(SelfAttention):
         kept = self.ffn_kv + self.attn_kv
         if self.slots is not None:
             kept = (self.ffn_kv and newer < self.slots) + (self.attn_kv and newer + self.ffn_kv < self.slots)
-        return 2.0 * self.num_kv_heads * self.head_size * kept
+        return float(self.num_kv_heads * (self.key_size + self.head_size) * kept)

@@ -4,7 +4,7 @@ Shapes: b batch, t new tokens, s cached and new tokens, d hidden size, h query h
 n either of the two, e head size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from depthlm.kernels.flash import Bounds, attend_by_document, takes_documents
 from depthlm.kernels.functions import linear_together
-from depthlm.model.cache import causal_mask
+from depthlm.model.attention.latent import add_projections, project_latent
+from depthlm.model.cache import Cache, causal_mask
 from depthlm.model.documents import DocumentMask
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size
@@ -22,14 +23,14 @@ DepthKV = Sequence[tuple[Tensor, ...]]
 
 
 class AttentionContext(NamedTuple):
-    """Which tokens of the sequence the new tokens attend to, and the KV cache of this layer.
+    """Which tokens of the sequence the new tokens attend to, and the slot of the cache for this layer.
 
     documents: limits attention to one document; None: each token attends to itself and to all tokens before it.
-    update: appends k_bkte and v_bkte to the cache and returns k_bkse and v_bkse; None without a cache.
     """
 
     documents: DocumentMask | None = None
-    update: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    cache: Cache | None = None
+    slot: int = 0
 
     @property
     def mask_b1ts(self) -> Tensor | None:
@@ -38,17 +39,26 @@ class AttentionContext(NamedTuple):
 
     def bounds(self, q_bhte: Tensor) -> Bounds | None:
         """Return the bounds of the documents, with which flash attention needs no mask; None if it cannot be used."""
-        if self.documents is None or self.update is not None or not takes_documents(q_bhte):
+        if self.documents is None or self.cache is not None or not takes_documents(q_bhte):
             return None
         return self.documents.bounds
 
     def extend(self, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the cache; return the cached and the new ones, k_bkse and v_bkse."""
-        return self.update(k_bkte, v_bkte) if self.update else (k_bkte, v_bkte)
+        return (k_bkte, v_bkte) if self.cache is None else self.cache.update(self.slot, k_bkte, v_bkte)
+
+    def state(self) -> tuple[Tensor, ...] | None:
+        """Return the tensors that were kept after the last cached token; None before the first one."""
+        return None if self.cache is None else self.cache.state(self.slot)
+
+    def set_state(self, state: tuple[Tensor, ...]) -> None:
+        """Keep tensors that hold all tokens so far, in place of keys and values."""
+        if self.cache is not None:
+            self.cache.set_state(self.slot, state)
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) over the sequence.
+    """Grouped-query attention (arXiv 2305.13245) over the sequence, or multi-head latent attention (see `latent`).
 
     inputs -> q_proj -> norm -> rope -> q --.
            -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
@@ -59,24 +69,34 @@ class SelfAttention(nn.Module):
     `project`, `output` and `project_mlp` are matrix products. torch.compile may compile them, so they must not use the
     depth list. A depth mechanism overrides `attend`. The depth list is a sequence of tuples of tensors of this forward
     pass, in the order in which the layers appended them. No method changes it in place: return a new one.
+
+    head_size: of a value. key_size: of a query and a key, which are wider in latent attention. separate_inputs: whether
+    the connection passes different tensors for q, k and v; the layer sets it.
     """
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
         self.spec = spec
         self.num_heads, self.num_kv_heads, self.head_size = size.num_heads, size.num_kv_heads, size.head_size
-        self.qk_norm = backbone.qk_norm
+        self.key_size, self.qk_norm = size.head_size, backbone.qk_norm
+        self.is_latent, self.separate_inputs = spec.mixer == "latent", False
+        self.latent_size = size.width_of_latent() if self.is_latent else 0
         q_width, kv_width = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
-        self.q_proj = Linear(size.hidden_size, q_width, bias=backbone.attention_bias)
-        self.k_proj = Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
-        self.v_proj = Linear(size.hidden_size, kv_width, bias=backbone.attention_bias)
-        self.o_proj = Linear(q_width, size.hidden_size, bias=backbone.attention_bias)
+        bias = backbone.attention_bias and not self.is_latent
+        if self.is_latent:
+            self.key_size, self.qk_norm = size.head_size + size.width_of_shared_key(), "none"
+            add_projections(self, size, backbone)
+        else:
+            self.q_proj = Linear(size.hidden_size, q_width, bias)
+            self.k_proj = Linear(size.hidden_size, kv_width, bias)
+            self.v_proj = Linear(size.hidden_size, kv_width, bias)
+        self.o_proj = Linear(q_width, size.hidden_size, bias)
         if self.qk_norm != "none":
             self.q_norm = Norm(size.head_size if self.qk_norm == "head" else q_width, backbone)
             self.k_norm = Norm(size.head_size if self.qk_norm == "head" else kv_width, backbone)
 
     def open_depth(self) -> DepthKV:
-        """Return the depth list before layer 0. A decoder calls this method of layer 0 in every forward pass."""
+        """Return the depth list before layer 0. A decoder calls this method of its first attention in each pass."""
         return []
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
@@ -84,6 +104,8 @@ class SelfAttention(nn.Module):
 
         q_in, k_in, v_in: x_btd, normalized on a pre-norm backbone. Most connections pass the same tensor three times.
         """
+        if self.is_latent:
+            return project_latent(self, q_in, k_in, v_in)
         if q_in is k_in is v_in:
             q, k, v = linear_together(q_in, self.q_proj, self.k_proj, self.v_proj)
         else:
@@ -125,8 +147,13 @@ class SelfAttention(nn.Module):
         return x.transpose(1, 2)
 
     def forward_flops(self, length: int, causal: bool) -> float:
-        """Return the FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, halved when causal."""
-        return 4 * self.num_heads * self.head_size * length * (0.5 if causal else 1.0)
+        """Return the FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, halved when causal.
+
+        With inputs of their own, keys and values also have latents of their own.
+        """
+        second = self.latent_size if self.separate_inputs else 0
+        scores = 2 * self.num_heads * (self.key_size + self.head_size) * length * (0.5 if causal else 1.0)
+        return scores + 2.0 * self.o_proj.out_features * second
 
     def io_values(self) -> float:
         """Return the activation values per token that a depth mechanism reads and writes beyond this attention."""
@@ -142,6 +169,11 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Atten
 
     Each token attends to itself and to all tokens before it in its document, including those in the cache.
     """
+    width, narrower = v_bkte.shape[-1], q_bhte.shape[-1] - v_bkte.shape[-1]
+    if narrower:
+        # flash attention needs values as wide as the keys
+        context = causal_attention(q_bhte, k_bkte, F.pad(v_bkte, (0, narrower)), past)
+        return context.unflatten(-1, (q_bhte.shape[1], -1))[..., :width].flatten(2)
     if bounds := past.bounds(q_bhte):
         return attend_by_document(q_bhte, k_bkte, v_bkte, bounds).transpose(1, 2).flatten(2)
     k, v = past.extend(k_bkte, v_bkte)

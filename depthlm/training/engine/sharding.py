@@ -87,8 +87,8 @@ def prepare_sharding(model: Decoder) -> None:
             for parameter in part.parameters():
                 deepspeed.zero.register_external_parameter(layer, parameter)
     tied = [model.embedding] if model.backbone.tie_embeddings else []
-    for part in (model.connections[0], model.connections[-1], *tied):
-        for parameter in part.parameters():
+    for module in (model.connections[0], model.connections[-1], *tied):
+        for parameter in module.parameters():
             deepspeed.zero.register_external_parameter(model, parameter)
 
 
