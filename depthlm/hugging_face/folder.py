@@ -30,7 +30,7 @@ from depthlm.hugging_face.tokenizer import as_tokenizer
 from depthlm.loading import load
 from depthlm.model import Decoder
 from depthlm.pretrained.experts import split_experts
-from depthlm.pretrained.native import native_config, native_type, their_name
+from depthlm.pretrained.native import native_config, native_type, their_weight
 
 WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 
@@ -124,13 +124,12 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
     """Write model.safetensors, with the parameter names of the class that loads it."""
-    ours = model.state_dict() if native is None else split_experts(model.state_dict())
-    weights = {
-        f"decoder.{name}" if native is None else their_name(native, name): tensor.detach()
-        .to(torch.float32)
-        .contiguous()
-        for name, tensor in ours.items()
-    }
+    if native is None:
+        named = {f"decoder.{name}": tensor for name, tensor in model.state_dict().items()}
+    else:
+        split = split_experts(model.state_dict())
+        named = dict(their_weight(native, name, tensor) for name, tensor in split.items())
+    weights = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in named.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     usual_mode(folder / WEIGHTS)
 

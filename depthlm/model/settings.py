@@ -40,6 +40,8 @@ def boolean(**settings: object) -> list[str]:
 
 def shown(value: object) -> str:
     """Return a value as YAML writes it. Text is quoted unless it is an identifier."""
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value) if isinstance(value, str) and not value.isidentifier() else str(value)

@@ -18,7 +18,7 @@ from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
 from depthlm.pretrained.experts import stack_experts
-from depthlm.pretrained.native import NATIVE, SHAPE, our_name, our_settings
+from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight
 
 if TYPE_CHECKING:
     from depthlm.config import Config
@@ -124,9 +124,12 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
             loaded = load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"init_from={source.folder}: {file.name} cannot be read ({error})") from None
-        for name, tensor in loaded.items():
-            own = source.model_type == "depthlm"
-            weights[name.removeprefix("decoder.") if own else our_name(source.model_type, name)] = tensor
+        for their_name, tensor in loaded.items():
+            if source.model_type == "depthlm":
+                weights[their_name.removeprefix("decoder.")] = tensor
+            else:
+                name, weight = our_weight(source.model_type, their_name, tensor)
+                weights[name] = weight
     try:
         weights = stack_experts(weights)
     except (ValueError, RuntimeError) as error:
@@ -140,7 +143,8 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
 def _own_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     backbone = {key: value for key, value in config["backbone"].items() if key != "name"}
     mechanism = {key: config[key] for key in ("connection", "attention", "loops")}
-    size = {key: config["size"][key] for key in SHAPE}
+    experts = ("num_experts", "experts_per_token") if backbone["mlp"] == "experts" else ()
+    size = {key: config["size"][key] for key in (*SHAPE, *experts)}
     return {"size": size, "backbone": backbone, "model": {"name": config["mechanism"], **mechanism}}, []
 
 

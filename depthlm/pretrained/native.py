@@ -1,16 +1,19 @@
-"""Decoders that are part of transformers: dense Qwen3 and OLMo2, and their mixtures of experts.
+"""Decoders that are part of transformers: dense Qwen3 and OLMo2, their mixtures of experts, and Kimi Linear.
 
 Converts names of weights and settings both ways.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from depthlm.model.attention.delta import DeltaAttention
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
+from depthlm.pretrained.kimi import entries, normalized
 
 # backbone fields that both classes have as settings, with the defaults for a config.json that lacks them
 FREE = {"norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False, "tie_embeddings": False}
@@ -30,78 +33,105 @@ SHAPE = {
 EXPERTS = FIXED | {"mlp": "experts", "norm_placement": "pre", "dense_layers": 0, "shared_experts": 0,
                    "router_scores": "softmax", "router_scale": 1.0, "router_groups_kept": 1, "router_groups": 1,
                    "router_bias_rate": 0.0}  # fmt: skip
-NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+NORMS = {".attention_norm.": ".input_layernorm.", ".mlp_norm.": ".post_attention_layernorm."}
+ROUTER = {".mlp.router.": ".mlp.gate."}
+# of an expert of Kimi Linear
+OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+MIXTURE = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
 
 
 class Native(NamedTuple):
-    """A transformers class: its name, the fixed backbone fields, the defaults of others, and its names of our norms.
+    """A transformers class: its name, the fixed backbone fields, and the defaults of others.
 
-    expert_size: its name of the width of an expert; None without experts.
+    sizes, keys: its names of our sizes and backbone fields. names: of the parts of our weights' names. mixers: those
+    that its layers may have.
     """
 
     architecture: str
     backbone: dict[str, Any]
     defaults: dict[str, Any]
-    norms: dict[str, str]
-    expert_size: str | None = None
-
-    def shape(self) -> dict[str, str]:
-        """Return its names of our sizes."""
-        if self.expert_size is None:
-            return SHAPE
-        shape = SHAPE | {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-        return {ours: theirs for ours, theirs in shape.items() if theirs != self.expert_size} | {
-            "expert_size": self.expert_size
-        }
-
-    def keys(self) -> dict[str, str]:
-        """Return its names of our backbone fields."""
-        return KEYS if self.expert_size is None else KEYS | {"router_normalize": "norm_topk_prob"}
+    names: dict[str, str]
+    sizes: dict[str, str] = SHAPE
+    keys: dict[str, str] = KEYS
+    mixers: frozenset[str] = frozenset({"attention"})
 
 
 NATIVE = {
-    "qwen3": Native(
-        "Qwen3ForCausalLM",
-        FIXED | {"norm_placement": "pre", "qk_norm": "head"},
-        FREE,
-        NORMS,
-    ),
+    "qwen3": Native("Qwen3ForCausalLM", FIXED | {"norm_placement": "pre", "qk_norm": "head"}, FREE, NORMS),
     "olmo2": Native(
         "Olmo2ForCausalLM",
         FIXED | {"norm_placement": "post", "qk_norm": "full"},
         FREE | {"norm_eps": 1e-5},
-        {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+        {".attention_norm.": ".post_attention_layernorm.", ".mlp_norm.": ".post_feedforward_layernorm."},
     ),
     "qwen3_moe": Native(
         "Qwen3MoeForCausalLM",
         EXPERTS | {"qk_norm": "head"},
         FREE | {"router_normalize": False},
-        NORMS,
-        "moe_intermediate_size",
+        NORMS | ROUTER,
+        SHAPE | MIXTURE | {"expert_size": "moe_intermediate_size"},
+        KEYS | {"router_normalize": "norm_topk_prob"},
     ),
     "olmoe": Native(
         "OlmoeForCausalLM",
         EXPERTS | {"qk_norm": "full"},
         FREE | {"norm_eps": 1e-5, "router_normalize": False},
-        NORMS,
-        "intermediate_size",
+        NORMS | ROUTER,
+        {ours: theirs for ours, theirs in SHAPE.items() if ours != "intermediate_size"}
+        | MIXTURE
+        | {"expert_size": "intermediate_size"},
+        KEYS | {"router_normalize": "norm_topk_prob"},
     ),
-}
+    "kimi_linear": Native(
+        "KimiLinearForCausalLM",
+        {"norm": "rmsnorm", "norm_placement": "pre", "qk_norm": "none", "mlp": "experts", "router_scores": "sigmoid",
+         "position": "none", "attention_bias": False, "mlp_bias": False, "head_bias": False},
+        {"norm_eps": 1e-5, "tie_embeddings": False, "shared_experts": 1, "dense_layers": 1, "router_normalize": True,
+         "router_scale": 2.446, "router_groups": 1, "router_groups_kept": 1},
+        NORMS | {
+            ".attention.kv_a_proj.": ".self_attn.kv_a_proj_with_mqa.",
+            ".attention.kv_a_norm.": ".self_attn.kv_a_layernorm.",
+            ".mlp.router.bias_e": ".block_sparse_moe.gate.e_score_correction_bias",
+            ".mlp.router.": ".block_sparse_moe.gate.",
+            ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
+            ".mlp.experts.": ".block_sparse_moe.experts.",
+        },
+        SHAPE | {
+            "head_size": "v_head_dim",
+            "num_experts": "num_experts",
+            "experts_per_token": "num_experts_per_token",
+            "expert_size": "moe_intermediate_size",
+            "latent_size": "kv_lora_rank",
+            "shared_key_size": "qk_rope_head_dim",
+        },
+        {"norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "shared_experts": "num_shared_experts",
+         "dense_layers": "first_k_dense_replace", "router_normalize": "moe_renormalize",
+         "router_scale": "routed_scaling_factor", "router_groups": "num_expert_group",
+         "router_groups_kept": "topk_group"},
+        frozenset({"delta", "latent"}),
+    ),
+}  # fmt: skip
 
 
 def native_type(model: Decoder) -> str | None:
     """Return the model_type of transformers that is equivalent to this decoder; None if there is none."""
     plain = all(type(connection) is Residual for connection in model.connections) and all(
-        type(layer.attention) is SelfAttention for layer in model.layers
+        type(layer.attention) in (SelfAttention, DeltaAttention) for layer in model.layers
     )
+    mixers = {*model.backbone.mixers_of(model.size.num_layers)}
     if not plain or model.loops > 1 or model.end_of_text is not None:
         return None
     matching = [
         name
         for name, native in NATIVE.items()
         if all(getattr(model.backbone, key) == value for key, value in native.backbone.items())
+        and mixers <= native.mixers
     ]
     if matching == ["olmoe"] and model.size.num_heads * model.size.head_size != model.size.hidden_size:
+        return None
+    if matching == ["kimi_linear"] and not (model.backbone.shared_experts and model.backbone.router_bias_rate):
         return None
     return matching[0] if matching else None
 
@@ -109,19 +139,23 @@ def native_type(model: Decoder) -> str | None:
 def native_config(model_type: str, size: Size, backbone: Backbone, max_length: int) -> dict[str, Any]:
     """Return the config.json of such a decoder. It has rope_theta twice, for transformers 5 and earlier versions."""
     theta, native = backbone.rope_theta, NATIVE[model_type]
-    return {
+    settings = {
         "architectures": [native.architecture],
         "model_type": model_type,
-        **{theirs: getattr(size, ours) for ours, theirs in native.shape().items()},
-        **{theirs: getattr(backbone, ours) for ours, theirs in native.keys().items()},
-        **({"router_aux_loss_coef": backbone.router_balance_loss} if native.expert_size else {}),
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "rope_theta": theta,
+        **{theirs: getattr(size, ours) for ours, theirs in native.sizes.items()},
+        **{theirs: getattr(backbone, ours) for ours, theirs in native.keys.items()},
         "hidden_act": "silu",
         "max_position_embeddings": max_length,
         "initializer_range": size.init_std,
         "bos_token_id": None,
     }
+    if "expert_size" in native.sizes:
+        settings |= {native.sizes["expert_size"]: size.width_of_expert()}
+    if model_type == "kimi_linear":
+        return settings | entries(size, backbone)
+    if backbone.mlp == "experts":
+        settings |= {"router_aux_loss_coef": backbone.router_balance_loss}
+    return settings | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
 
 
 def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -129,10 +163,11 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
 
     Raises KeyError if a width or count is missing.
     """
-    native = NATIVE[config["model_type"]]
+    native, mixers, beyond = NATIVE[config["model_type"]], {"mixers": ["attention"]}, list[str]()
+    if config["model_type"] == "kimi_linear":
+        config, mixers, beyond = normalized(config)
     rope = config.get("rope_parameters") or {}
     scaling = rope.get("rope_type", "default") if rope else config.get("rope_scaling")
-    beyond = []
     if scaling not in (None, "default"):
         beyond.append(f"rope scaling {scaling}")
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
@@ -143,52 +178,54 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
         beyond.append("layers without experts between those with experts")
     if config.get("clip_qkv") is not None:
         beyond.append("clipped queries, keys and values (clip_qkv)")
-    shape = native.shape()
-    if native.expert_size is not None and "num_experts" not in config:
+    sizes = dict(native.sizes)
+    if "num_experts" in sizes and "num_experts" not in config:
         # as transformers 5 writes it
-        shape["num_experts"] = "num_local_experts"
-    size = {ours: config[theirs] for ours, theirs in shape.items() if ours not in ("num_kv_heads", "head_size")}
-    if native.expert_size is not None:
+        sizes["num_experts"] = "num_local_experts"
+    if native.backbone["mlp"] == "experts" and native.backbone.get("dense_layers") == 0:
         # no layer has an MLP of this width
-        size.pop("intermediate_size", None)
+        sizes.pop("intermediate_size", None)
+    size = {ours: config[theirs] for ours, theirs in sizes.items() if ours not in ("num_kv_heads", "head_size")}
     size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
-    head_size = config.get("head_dim") or (128 if config["model_type"].startswith("qwen3") else None)
+    head_size = config.get(sizes["head_size"]) or (128 if config["model_type"].startswith("qwen3") else None)
     size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
-    backbone = native.backbone | native.defaults
-    backbone |= {ours: config[theirs] for ours, theirs in native.keys().items() if theirs in config}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    backbone = native.backbone | native.defaults | mixers
+    backbone |= {ours: config[theirs] for ours, theirs in native.keys.items() if theirs in config}
+    theta = rope.get("rope_theta", config.get("rope_theta")) if native.backbone["position"] == "rope" else None
     backbone |= {} if theta is None else {"rope_theta": theta}
     return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, beyond
 
 
-def our_name(model_type: str, name: str) -> str:
-    """Return our name of one of their weights."""
-    renamed = _renamed(name, {theirs: ours for ours, theirs in _names(model_type).items()})
-    return renamed.replace(".mlp.gate.", ".mlp.router.")
+def our_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """Return our name of one of their weights, and the weight in our shape."""
+    name = _renamed(name, {theirs: ours for ours, theirs in _names(model_type).items()})
+    if model_type == "kimi_linear":
+        # transformers also writes dense MLPs with this name
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        name = _renamed(name, {f".{theirs}.weight": f".{ours}.weight" for ours, theirs in OF_EXPERTS.items()})
+    if name.endswith("conv1d.weight"):
+        weight = weight.squeeze(1)
+    return name, weight.flatten() if name.endswith(".A_log") else weight
 
 
-def their_name(model_type: str, name: str) -> str:
-    """Return their name of one of our weights."""
-    return _renamed(name, _names(model_type)).replace(".mlp.router.", ".mlp.gate.")
+def their_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """Return their name of one of our weights, and the weight in their shape."""
+    if model_type == "kimi_linear" and ".experts." in name:
+        name = _renamed(name, {f".{ours}.weight": f".{theirs}.weight" for ours, theirs in OF_EXPERTS.items()})
+    name = _renamed(name, _names(model_type))
+    if name.endswith("conv1d.weight"):
+        weight = weight.unsqueeze(1)
+    return name, weight.view(1, 1, -1, 1) if name.endswith(".A_log") else weight
 
 
 def _names(model_type: str) -> dict[str, str]:
-    """Map our names to theirs. A key is the start of a name or, if it starts with a dot, the part after the layer."""
-    norms = {f".{ours}.": f".{theirs}." for ours, theirs in NATIVE[model_type].norms.items()}
-    return {
-        "embedding.": "model.embed_tokens.",
-        "head.": "lm_head.",
-        "final_norm.": "model.norm.",
-        "layers.": "model.layers.",
-        ".attention.": ".self_attn.",
-        **norms,
-    }
+    """Map the starts and parts of our names to theirs. Of the parts, the first one that a name has applies."""
+    whole = {"embedding.": "model.embed_tokens.", "head.": "lm_head.", "final_norm.": "model.norm."}
+    return whole | {"layers.": "model.layers."} | NATIVE[model_type].names | {".attention.": ".self_attn."}
 
 
-def _renamed(name: str, names: dict[str, str]) -> str:
-    match = re.match(r"((?:model\.)?layers\.)(\d+)(\.\w+\.)", name)
-    if match is None:
-        begin = next((text for text in names if name.startswith(text)), "")
-        return names.get(begin, "") + name[len(begin) :]
-    layers, number, part = match.groups()
-    return names.get(layers, layers) + number + names.get(part, part) + name[match.end() :]
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    begin = next((text for text in names if not text.startswith(".") and name.startswith(text)), "")
+    part = next((text for text in names if text.startswith(".") and text in name), "")
+    name = names.get(begin, "") + name.removeprefix(begin)
+    return name.replace(part, names[part], 1) if part else name
