@@ -15,7 +15,7 @@ class Size:
     intermediate_size: int = key(0, "width of the MLP", minimum=1)
     num_layers: int = key(0, "layers L, each one attention and one MLP", minimum=1)
     num_heads: int = key(0, "query heads H; H times head_size need not be hidden_size", minimum=1)
-    num_kv_heads: int = key(0, "key/value heads K; divides num_heads", minimum=1)
+    num_kv_heads: int = key(0, "key/value heads K of mixer attention; divides num_heads", minimum=1)
     head_size: int = key(0, "size d of one head; even, for RoPE", minimum=1)
     vocab_size: int = key(
         0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2, protocol=False

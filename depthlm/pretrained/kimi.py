@@ -33,6 +33,7 @@ def entries(size: Size, backbone: Backbone) -> dict[str, Any]:
             "num_heads": size.num_heads,
             "short_conv_kernel_size": TAPS,
         },
+        "num_key_value_heads": size.num_heads,
         "kv_lora_rank": size.width_of_latent(),
         "qk_rope_head_dim": size.width_of_shared_key(),
         "qk_nope_head_dim": size.head_size,

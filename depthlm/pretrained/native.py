@@ -87,8 +87,8 @@ NATIVE = {
     "kimi_linear": Native(
         "KimiLinearForCausalLM",
         {"norm": "rmsnorm", "norm_placement": "pre", "qk_norm": "none", "mlp": "experts", "router_scores": "sigmoid",
-         "position": "none", "attention_bias": False, "mlp_bias": False, "head_bias": False},
-        {"norm_eps": 1e-5, "tie_embeddings": False, "shared_experts": 1, "dense_layers": 1, "router_normalize": True,
+         "position": "none", "attention_bias": False, "mlp_bias": False, "head_bias": False, "tie_embeddings": False},
+        {"norm_eps": 1e-5, "shared_experts": 1, "dense_layers": 1, "router_normalize": True,
          "router_scale": 2.446, "router_groups": 1, "router_groups_kept": 1},
         NORMS | {
             ".attention.kv_a_proj.": ".self_attn.kv_a_proj_with_mqa.",
@@ -98,7 +98,7 @@ NATIVE = {
             ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
             ".mlp.experts.": ".block_sparse_moe.experts.",
         },
-        SHAPE | {
+        {ours: theirs for ours, theirs in SHAPE.items() if ours != "num_kv_heads"} | {
             "head_size": "v_head_dim",
             "num_experts": "num_experts",
             "experts_per_token": "num_experts_per_token",
@@ -106,7 +106,7 @@ NATIVE = {
             "latent_size": "kv_lora_rank",
             "shared_key_size": "qk_rope_head_dim",
         },
-        {"norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings", "shared_experts": "num_shared_experts",
+        {"norm_eps": "rms_norm_eps", "shared_experts": "num_shared_experts",
          "dense_layers": "first_k_dense_replace", "router_normalize": "moe_renormalize",
          "router_scale": "routed_scaling_factor", "router_groups": "num_expert_group",
          "router_groups_kept": "topk_group"},
@@ -186,7 +186,8 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
         # no layer has an MLP of this width
         sizes.pop("intermediate_size", None)
     size = {ours: config[theirs] for ours, theirs in sizes.items() if ours not in ("num_kv_heads", "head_size")}
-    size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
+    if "num_kv_heads" in sizes:
+        size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
     head_size = config.get(sizes["head_size"]) or (128 if config["model_type"].startswith("qwen3") else None)
     size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
     backbone = native.backbone | native.defaults | mixers

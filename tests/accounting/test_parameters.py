@@ -43,10 +43,12 @@ def test_every_size_and_backbone_sets_every_field():
         assert paths
         for path in paths:
             settings = yaml.safe_load(path.read_text())
-            # those of experts have no effect without them
-            always = {field.name for field in dataclasses.fields(shape) if "mlp=experts" not in field.metadata["doc"]}
+            # those of experts and of other mixers have no effect without them
+            parts, fields = ("mlp=experts", "mixer latent", "how the layers mix tokens"), dataclasses.fields(shape)
+            always = {one.name for one in fields if not any(part in one.metadata["doc"] for part in parts)}
             assert always <= settings.keys() <= {field.name for field in dataclasses.fields(shape)}, path
             assert settings["name"] == path.stem
             for field in dataclasses.fields(shape):
                 if field.name in settings:
-                    assert isinstance(settings[field.name], field.type), (path, field.name)
+                    kind = list if field.name == "mixers" else field.type
+                    assert isinstance(settings[field.name], kind), (path, field.name)

@@ -27,6 +27,7 @@ NATIVE = {
     "vanilla, tied": ["backbone.tie_embeddings=true", "backbone.attention_bias=true"],
     "vanilla, olmo2": ["backbone=olmo2", "backbone.norm_eps=1e-6", "backbone.rope_theta=500000"],
     "vanilla, experts": ["backbone=qwen3_moe"],
+    "vanilla, kimi": ["backbone=kimi_linear", "size.num_layers=4"],
 }
 OTHERS = {
     "moda, olmo2": ["model=moda", "backbone=olmo2"],
@@ -38,6 +39,14 @@ OTHERS = {
     "vanilla, documents": ["data.document_mask=true"],
     "moda, experts": ["model=moda", "backbone=qwen3_moe", "backbone.router_bias_rate=0.01"],
     "vanilla, shared experts": ["backbone=olmoe", "backbone.shared_experts=1", "backbone.dense_layers=1"],
+    "depth_attention, kimi, documents": [
+        "model=depth_attention",
+        "backbone=kimi_linear",
+        "backbone.mixers=[delta,latent]",
+        "size.num_layers=4",
+        "data.document_mask=true",
+    ],
+    "moda, delta, loops": ["model=moda", "backbone.mixers=[delta,attention]", "size.num_layers=3", "model.loops=2"],
     "pair": ["model/connection=mhc", "model/attention=depth_attention"],
 }
 # mechanisms that the other cases have
@@ -45,7 +54,7 @@ COVERED = {"vanilla", "dca", "depth_attention", "mhc", "moda"}
 CASES = {name: [f"model={name}"] for name in PRESETS if name not in COVERED} | NATIVE | OTHERS
 OWN = "of a reader"
 # in the default suite: a native type, a connection, an attention, and a mechanism of a reader
-DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", OWN}
+DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", "depth_attention, kimi, documents", OWN}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""

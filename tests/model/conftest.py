@@ -19,7 +19,7 @@ from depthlm.model.shape import Backbone, Size
 from ..options import option
 
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
-BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b", "qwen3_moe"]
+BACKBONES = ["qwen3", "olmo2", "moda_layers", "lm1b", "qwen3_moe", "kimi_linear"]
 PARTS = ["connection", "attention"]
 # the overrides of a small decoder, for `build`
 SHAPE = [
@@ -59,10 +59,10 @@ def make_decoder(make_size: Callable[..., Size], make_backbone: Callable[..., Ba
         connection: Any = Residual,
         attention: Any = SelfAttention,
         loops: int = 1,
-        tie: bool | None = None,
+        backbone_changes: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Decoder:
-        shape = make_backbone(backbone) if tie is None else make_backbone(backbone, tie_embeddings=tie)
+        shape = make_backbone(backbone, **(backbone_changes or {}))
         model = Decoder(make_size(size, **changes), shape, connection, attention, loops)
         initialize(model, seed=0, std=0.1)
         return model

@@ -136,8 +136,8 @@ def test_a_copy_of_a_compiled_model_is_independent(make_decoder):
 
 
 def test_tied_embeddings_are_one_parameter(make_decoder):
-    assert "head.weight" not in make_decoder(tie=True).state_dict()
-    assert "head.weight" in make_decoder(tie=False).state_dict()
+    assert "head.weight" not in make_decoder(backbone_changes={"tie_embeddings": True}).state_dict()
+    assert "head.weight" in make_decoder(backbone_changes={"tie_embeddings": False}).state_dict()
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -108,15 +108,10 @@ def _check_shape(config: Config, given: set[str]) -> list[str]:
 
 
 def _check_mixers(config: Config) -> list[str]:
-    size, backbone, errors = config.size, config.backbone, []
-    names = backbone.mixers_of(size.num_layers)
+    backbone, errors = config.backbone, []
+    names = backbone.mixers_of(config.size.num_layers)
     if "latent" in names and backbone.position == "rope":
         errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
-    if "latent" in names and size.num_kv_heads != size.num_heads:
-        errors.append(
-            f"size.num_kv_heads={size.num_kv_heads}: mixer latent has keys and values of each head; "
-            f"allowed: {size.num_heads} (size.num_heads)"
-        )
     if set(names) == {"delta"} and not config.model.attention["_target_"].endswith(".SelfAttention"):
         errors.append(
             f"model={config.model.name}: its attention reads keys and values, and no layer has any; allowed in "

@@ -4,6 +4,7 @@ Shapes: b batch, t tokens, h heads, d channels of a query and a key, e channels 
 sequences.
 """
 
+import importlib
 import importlib.util
 from functools import cache
 
@@ -73,11 +74,10 @@ def _fla(
     state_bhde: Tensor | None,
     starts_bt: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    from fla.ops.kda import chunk_kda, fused_recurrent_kda
-
-    b, t = q_bthd.shape[:2]
+    # not a statement, since an export must not require the package
+    kda, (b, t) = importlib.import_module("fla.ops.kda"), q_bthd.shape[:2]
     # its recurrence has no backward pass
-    function = fused_recurrent_kda if t == 1 and not torch.is_grad_enabled() else chunk_kda
+    function = kda.fused_recurrent_kda if t == 1 and not torch.is_grad_enabled() else kda.chunk_kda
     # its kernels multiply tiles of q, k and v, which must have one dtype
     inputs = [x.to(v_bthe.dtype) for x in (q_bthd, k_bthd)] + [v_bthe, upcast(g_bthd), beta_bth]
     state = None if state_bhde is None else state_bhde.float()

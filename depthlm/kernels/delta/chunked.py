@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from depthlm.kernels.call import call
-from depthlm.kernels.delta import chunks
+from depthlm.kernels.delta.chunks import backward as chunk_gradients
+from depthlm.kernels.delta.chunks import forward as chunk_parts
+from depthlm.kernels.delta.chunks import masks_of, merge, operands, split
 from depthlm.kernels.delta.reference import zero_state
 from depthlm.kernels.dtypes import exact_dtype, no_autocast, upcast
 
@@ -61,12 +63,12 @@ class Chunked(torch.autograd.Function):
         c = min(CHUNK, 1 << (t - 1).bit_length())
         n, r = -(-t // c), b * h
         with no_autocast(q):
-            inputs, masks = chunks.operands(q, k, g, beta, c, dtype), chunks.masks_of(starts, h, c)
-            parts = chunks.forward(inputs, masks)
+            inputs, masks = operands(q, k, g, beta, c, dtype), masks_of(starts, h, c)
+            parts = chunk_parts(inputs, masks)
             scores = parts.scores_mc2c
             eye = torch.eye(c, dtype=dtype, device=q.device)
             inverse_mcc = torch.linalg.solve_triangular(scores[:, :, 1], eye, upper=False, unitriangular=True)
-            by_chunk = *parts.factors(), inverse_mcc, chunks.split(v, c, dtype)
+            by_chunk = *parts.factors(), inverse_mcc, split(v, c, dtype)
             rows, columns, decay, inverse, values = (x.unflatten(0, (n, r)) for x in by_chunk)
             errors, states = torch.empty_like(values), values.new_empty(n, r, d, e)
             # the part of each sum that the state contributes
@@ -80,18 +82,18 @@ class Chunked(torch.autograd.Function):
             errors_mce = errors.flatten(0, 1)
             out_mce = torch.baddbmm(sums.flatten(0, 1)[:, ::2], scores[:, :, 0], errors_mce)
         ctx.save_for_backward(q, k, g, beta, starts, inverse_mcc, errors_mce, states)
-        return chunks.merge(out_mce, b, t, v.dtype), state_rde.unflatten(0, (b, h))
+        return merge(out_mce, b, t, v.dtype), state_rde.unflatten(0, (b, h))
 
     @staticmethod
     def backward(ctx: Any, grad_bthe: Tensor, grad_bhde: Tensor) -> tuple[Tensor | None, ...]:
         q, k, g, beta, starts, inverse_mcc, errors_mce, states = ctx.saved_tensors
         (b, t, h, _), (n, r, d, e), c, dtype = q.shape, states.shape, inverse_mcc.shape[1], states.dtype
         with no_autocast(q):
-            inputs, masks = chunks.operands(q, k, g, beta, c, dtype), chunks.masks_of(starts, h, c)
-            parts = chunks.forward(inputs, masks, keep_joins=True)
+            inputs, masks = operands(q, k, g, beta, c, dtype), masks_of(starts, h, c)
+            parts = chunk_parts(inputs, masks, keep_joins=True)
             # of the sums for o, and of those that are subtracted from v
             grad_sums = states.new_empty(n, r, c, 2, e)
-            grad_sums[..., 0, :] = chunks.split(grad_bthe, c, dtype).unflatten(0, (n, r))
+            grad_sums[..., 0, :] = split(grad_bthe, c, dtype).unflatten(0, (n, r))
             grad_errors_mce = parts.scores_mc2c[:, :, 0].mT @ grad_sums[..., 0, :].flatten(0, 1)
             by_chunk = *parts.factors(), inverse_mcc, grad_errors_mce
             rows, columns, decay, inverse, grad_errors = (x.unflatten(0, (n, r)) for x in by_chunk)
@@ -104,7 +106,7 @@ class Chunked(torch.autograd.Function):
                 grad_rde = torch.baddbmm(grad_rde * decay[i], rows[i].mT, grad_sums[i].flatten(1, 2))
             sums_mxe = grad_sums.view(n * r, 2 * c, e)
             before_mde, after_mde = states.flatten(0, 1), grad_states.flatten(0, 1)
-            grads = chunks.backward(
+            grads = chunk_gradients(
                 inputs,
                 masks,
                 parts,
@@ -113,8 +115,8 @@ class Chunked(torch.autograd.Function):
                 grad_columns=errors_mce @ after_mde.mT,
                 grad_decay=(before_mde * after_mde).sum(-1, keepdim=True),
             )
-            grad_v = chunks.merge(-grad_sums[..., 1, :].flatten(0, 1), b, t, grad_bthe.dtype)
+            grad_v = merge(-grad_sums[..., 1, :].flatten(0, 1), b, t, grad_bthe.dtype)
         grad_q, grad_k, grad_g, grad_beta = (
-            chunks.merge(grad, b, t, x.dtype) for grad, x in zip(grads, (q, k, g, beta), strict=True)
+            merge(grad, b, t, x.dtype) for grad, x in zip(grads, (q, k, g, beta), strict=True)
         )
         return grad_q, grad_k, grad_v, grad_g, grad_beta[..., 0], grad_rde.unflatten(0, (b, h)), None

@@ -58,7 +58,7 @@ class Moda(SelfAttention):
         # the sublayers that add a depth entry, in their order
         self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
         widths, bias = (self.key_size, self.head_size), backbone.attention_bias and not self.is_latent
-        shapes = [(size.hidden_size, size.num_kv_heads * width, bias) for width in widths]
+        shapes = [(size.hidden_size, self.num_kv_heads * width, bias) for width in widths]
         if self.attn_kv:
             self.attn_k_proj, self.attn_v_proj = (Linear(*shape) for shape in shapes)
         if self.ffn_kv:

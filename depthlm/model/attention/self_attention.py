@@ -84,7 +84,8 @@ class SelfAttention(nn.Module):
         q_width, kv_width = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
         bias = backbone.attention_bias and not self.is_latent
         if self.is_latent:
-            self.key_size, self.qk_norm = size.head_size + size.width_of_shared_key(), "none"
+            self.num_kv_heads, self.key_size = size.num_heads, size.head_size + size.width_of_shared_key()
+            self.qk_norm = "none"
             add_projections(self, size, backbone)
         else:
             self.q_proj = Linear(size.hidden_size, q_width, bias)
