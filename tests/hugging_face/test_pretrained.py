@@ -221,7 +221,10 @@ def outside(name: str) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "other type": (edit(model_type="llama"), r"model_type llama; allowed: qwen3, olmo2, qwen3_moe, olmoe, depthlm"),
+    "other type": (
+        edit(model_type="llama"),
+        r"model_type llama; allowed: qwen3, olmo2, qwen3_moe, olmoe, kimi_linear, depthlm",
+    ),
     "rope scaling": (
         edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         "rope scaling yarn, which is not supported",
