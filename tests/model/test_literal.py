@@ -156,6 +156,16 @@ CROSSED = [
 PLAIN, SELF = ("residual", {}), ("self_attention", {})
 
 
+# of the layers' mixers, each on qwen3
+MIXED = {
+    "delta": {"mixers": ["delta"]},
+    "latent": {"mixers": ["latent"], "position": "none"},
+    "delta and latent": {"mixers": ["delta", "latent"], "position": "none"},
+    "latent, delta and attention": {"mixers": ["latent", "delta", "attention"], "position": "none"},
+    "delta and attention": {"mixers": ["attention", "delta", "delta"]},
+}
+
+
 def case(connection=PLAIN, attention=SELF, backbone="qwen3", loops=1, num_layers=4, heads=(2, 1)):
     parts = []
     for name, settings in (connection, attention):
@@ -173,6 +183,8 @@ CASES = [
     *(case(connection, attention, num_layers=3) for connection, attention in CROSSED),
     *(case(connection, loops=2, num_layers=2) for connection in CONNECTION_OF_EACH[::3]),
     *(case(attention=attention, loops=3, num_layers=2) for attention in ATTENTION_OF_EACH[:2]),
+    *(case(backbone=mixed, num_layers=3) for mixed in MIXED),
+    *(case(attention=attention, backbone="delta and latent", num_layers=4) for attention in ATTENTION_OF_EACH),
 ]
 # on other backbones and heads, and in more loops
 FURTHER_CASES = [
@@ -204,6 +216,17 @@ FURTHER_CASES = [
     *(case(attention=attention, num_layers=2, heads=(4, 2)) for attention in (SELF, *ATTENTION_OF_EACH)),
     *(case(attention=attention, num_layers=2, heads=(2, 2)) for attention in ATTENTION_OF_EACH),
     case(("depth_qkv", {}), num_layers=2, heads=(4, 2)),
+    # other mixers
+    *(case(connection, backbone="delta and latent", num_layers=3) for connection in CONNECTION_OF_EACH),
+    *(
+        case(attention=(name, settings), backbone="delta and latent", num_layers=4, heads=(2, 2))
+        for name, settings in ATTENTION_SETTINGS
+    ),
+    *(
+        case(("grn", DCA), attention, backbone=backbone, loops=2, num_layers=3)
+        for attention in ATTENTION_OF_EACH
+        for backbone in ("delta and latent", "delta and attention")
+    ),
     # pairs
     case(("depth_qkv", {}), ("depth_attention", {"stride": 1}), backbone="olmo2", num_layers=2),
     case(("grn", DCA), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
@@ -219,7 +242,7 @@ FURTHER_CASES = [
 def test_logits_and_every_gradient_equal_the_formulas(
     make_backbone, connection, attention, backbone, loops, num_layers, heads
 ):
-    shape = make_backbone(backbone)
+    shape = make_backbone("qwen3" if backbone in MIXED else backbone, **MIXED.get(backbone, {}))
     size = Size(
         hidden_size=12,
         intermediate_size=20,
@@ -243,8 +266,10 @@ def test_logits_and_every_gradient_equal_the_formulas(
         # not the initial values: gates that are initially zero would hide errors behind them
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    tokens_bt = torch.randint(size.vocab_size, (2, 3), generator=generator)
-    functional_btv = torch.randn(2, 3, size.vocab_size, generator=generator, dtype=torch.float64)
+    # more tokens than the convolution of a delta attention reaches
+    length = 6 if backbone in MIXED else 3
+    tokens_bt = torch.randint(size.vocab_size, (2, length), generator=generator)
+    functional_btv = torch.randn(2, length, size.vocab_size, generator=generator, dtype=torch.float64)
 
     logits_btv = model(tokens_bt)
     (logits_btv * functional_btv).sum().backward()

@@ -112,11 +112,13 @@ def _check_mixers(config: Config) -> list[str]:
     names = backbone.mixers_of(config.size.num_layers)
     if "latent" in names and backbone.position == "rope":
         errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
-    if set(names) == {"delta"} and not config.model.attention["_target_"].endswith(".SelfAttention"):
-        errors.append(
-            f"model={config.model.name}: its attention reads keys and values, and no layer has any; allowed in "
-            "backbone.mixers beside delta: attention, latent"
-        )
+    shown = f"backbone.mixers=[{','.join(backbone.mixers)}]: "
+    mechanism = f"the attention of model={config.model.name} reads keys and values of other layers, and"
+    if not config.model.attention["_target_"].endswith(".SelfAttention"):
+        if set(names) == {"delta"}:
+            errors.append(f"{shown}{mechanism} no layer has any; give some layers attention or latent")
+        elif {"attention", "latent"} <= set(names):
+            errors.append(f"{shown}{mechanism} those of attention and latent differ in width; give one of the two")
     return errors
 
 

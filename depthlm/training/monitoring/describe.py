@@ -36,6 +36,7 @@ def derived(
         "model": f"{config.model.name}, backbone {config.backbone.name}, size {size.name}: {size.num_layers} layers of "
         f"width {size.hidden_size}, {size.num_heads} heads ({size.num_kv_heads} key/value)"
         f"{f', passed {model.loops} times' if model.loops > 1 else ''}",
+        **mixers(config),
         "parameters": f"{count_text(counts['total'])} ({counts['total']:,}){activated}",
         "vocabulary": f"{size.vocab_size} ({corpus.tokenizer.vocab_size} in the tokenizer)",
         "data": f"{corpus.name}: {count_text(corpus.tokens)} training tokens, "
@@ -55,6 +56,18 @@ def derived(
         "token files": ", ".join(map(str, corpus.folders.values())),
         "run directory": str(config.output_dir),
     }
+
+
+def mixers(config: Config) -> dict[str, str]:
+    """Describe the mixers of the layers, and to how many of them the mechanism's attention applies, if they differ."""
+    names = config.backbone.mixers_of(config.size.num_layers)
+    if set(names) == {"attention"}:
+        return {}
+    counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    kept = len(names) - names.count("delta")
+    own = not config.model.attention["_target_"].endswith(".SelfAttention")
+    where = f"; the attention of {config.model.name} is in the {kept} with keys and values" if own else ""
+    return {"mixers": f"{counts} layers{where}"}
 
 
 def memory_text(config: Config, memory: Memory | None) -> str:

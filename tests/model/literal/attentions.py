@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .parts import Model, normed_heads, plain_heads, softmax, weighted_sum
+from .parts import Model, linear, normed_heads, plain_heads, softmax, weighted_sum
 
 Heads = list[list[Tensor]]
 
 
 @dataclass
 class Pass:
-    """One pass through a layer. With loops a layer has several passes."""
+    """One pass through a layer. With loops a layer has several passes.
 
-    layer: int
+    place: the index of the layer. layer: its index among the layers with keys and values.
+    """
+
+    place: int
+    layer: int = 0
     q: Heads = field(default_factory=list)
     k: Heads = field(default_factory=list)
     v: Heads = field(default_factory=list)
@@ -39,7 +43,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
 
 def causal(m: Model, q: Heads, k: Heads, v: Heads, extra: Callable | None = None) -> Heads:
     """Attend with each query head to all tokens up to its own. extra(t, g): more entries of the same softmax."""
-    group = m.size.num_heads // m.size.num_kv_heads
+    group = len(q[0]) // len(k[0])
     contexts = []
     for t in range(len(q)):
         contexts.append([])
@@ -69,7 +73,7 @@ def depth_attention(
 
     alpha_j = softmax_j(qbar . k_j / sqrt(e));   vmix = alpha_self v + sum_j alpha_j vmix_j
     """
-    layers, group = m.size.num_layers, m.size.num_heads // m.size.num_kv_heads
+    layers, group = len(m.attending), len(now.q[0]) // len(now.k[0])
     stride = stride or max(1, layers // 2)
     start = len(before) // layers * layers
     this_loop = before[start:]
@@ -83,7 +87,7 @@ def depth_attention(
     for t in range(len(now.q)):
         now.k_seen.append([])
         now.v_seen.append([])
-        for g in range(m.size.num_kv_heads):
+        for g in range(len(now.k[t])):
             own_k, own_v = now.k[t][g], now.v[t][g]
             keys = [other.k_seen[t][g] for other in others] + [own_k]
             values = [other.v_seen[t][g] for other in others] + [own_v]
@@ -112,6 +116,11 @@ def moda(
     def projected(layer: int, kind: str, k_in: Tensor, v_in: Tensor, t: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return projected keys and values. Keys get the layer's K-norm, and RoPE at their position."""
         name = f"layers.{layer}.attention"
+        if m.mixer(layer) == "latent":
+            width = m.size.head_size + m.size.width_of_shared_key()
+            return list(linear(m, f"{name}.{kind}_k_proj", k_in).split(width)), plain_heads(
+                m, f"{name}.{kind}_v_proj", v_in
+            )
         keys = normed_heads(m, f"{name}.{kind}_k_proj", f"{name}.k_norm", k_in, t)
         return keys, plain_heads(m, f"{name}.{kind}_v_proj", v_in)
 
@@ -119,14 +128,14 @@ def moda(
         """Return keys and values, by head, of all earlier sublayers, oldest first."""
         found = []
         for one in before:
-            owns_projections = one.layer < m.size.num_layers - 1 or last_layer_kv or m.loops > 1
+            owns_projections = one.layer < len(m.attending) - 1 or last_layer_kv or m.loops > 1
             if attn_kv:
                 assert owns_projections
-                found.append(projected(one.layer, "attn", one.k_inputs[t], one.v_inputs[t], t))
+                found.append(projected(one.place, "attn", one.k_inputs[t], one.v_inputs[t], t))
             elif depth_kv:
                 found.append((one.k[t], one.v[t]))
             if ffn_kv and owns_projections:
-                found.append(projected(one.layer, "ffn", one.mlp_inputs[t], one.mlp_inputs[t], t))
+                found.append(projected(one.place, "ffn", one.mlp_inputs[t], one.mlp_inputs[t], t))
         return found if slots is None else found[max(0, len(found) - slots) :]
 
     entries = [entries_of(t) for t in range(len(now.q))]

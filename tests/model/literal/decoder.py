@@ -20,6 +20,7 @@ from depthlm.model.shape import Backbone, Size
 
 from .attentions import ATTENTIONS, Pass
 from .connections import CONNECTIONS
+from .mixers import delta_attention, latent_heads
 from .parts import Model, embed, linear, mlp, norm, normed_heads, plain_heads
 
 Mechanism = tuple[str, dict[str, Any]]
@@ -52,9 +53,16 @@ def sequence_logits(m: Model, tokens: list[int], connection: Mechanism, attentio
     for position in range(m.depth):
         layer = position % m.size.num_layers
 
-        now = project(m, layer, [inputs_of(t, 2 * position) for t in range(len(tokens))])
+        inputs = [inputs_of(t, 2 * position) for t in range(len(tokens))]
         name, settings = attention
-        contexts = ATTENTIONS[name](m, now, passes, **settings)
+        if m.mixer(layer) == "delta":
+            now, contexts = (
+                Pass(layer),
+                delta_attention(m, f"layers.{layer}.attention", normed_inputs(m, layer, inputs)),
+            )
+        else:
+            now = project(m, layer, inputs)
+            contexts = ATTENTIONS[name](m, now, passes, **settings)
         for t in range(len(tokens)):
             output = linear(m, f"layers.{layer}.attention.o_proj", torch.cat(contexts[t]))
             outputs[t].append(post_norm(m, f"layers.{layer}.attention_norm", output))
@@ -63,21 +71,32 @@ def sequence_logits(m: Model, tokens: list[int], connection: Mechanism, attentio
             (x,) = pre_norm(m, f"layers.{layer}.mlp_norm", inputs_of(t, 2 * position + 1))
             now.mlp_inputs.append(x)
             outputs[t].append(post_norm(m, f"layers.{layer}.mlp_norm", mlp(m, f"layers.{layer}.mlp", x)))
-        passes.append(now)
+        if m.mixer(layer) != "delta":
+            passes.append(now)
 
     return torch.stack([head(m, inputs_of(t, 2 * m.depth)[0]) for t in range(len(tokens))])
 
 
+def normed_inputs(m: Model, layer: int, inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Return the inputs of q, k and v at each token."""
+    normed = [pre_norm(m, f"layers.{layer}.attention_norm", one) for one in inputs]
+    return [one if len(one) == 3 else one * 3 for one in normed]
+
+
 def project(m: Model, layer: int, inputs: list[list[Tensor]]) -> Pass:
     """Return queries, keys and values of one pass through a layer. inputs: one per token, or three for q, k and v."""
-    now = Pass(layer)
+    now = Pass(layer, m.attending.index(layer))
     name = f"layers.{layer}.attention"
-    for t in range(len(inputs)):
-        normed = pre_norm(m, f"layers.{layer}.attention_norm", inputs[t])
-        q_in, k_in, v_in = normed if len(normed) == 3 else normed * 3
-        now.q.append(normed_heads(m, f"{name}.q_proj", f"{name}.q_norm", q_in, t))
-        now.k.append(normed_heads(m, f"{name}.k_proj", f"{name}.k_norm", k_in, t))
-        now.v.append(plain_heads(m, f"{name}.v_proj", v_in))
+    for t, (q_in, k_in, v_in) in enumerate(normed_inputs(m, layer, inputs)):
+        if m.mixer(layer) == "latent":
+            q, k, v = latent_heads(m, name, q_in, k_in, v_in)
+        else:
+            q = normed_heads(m, f"{name}.q_proj", f"{name}.q_norm", q_in, t)
+            k = normed_heads(m, f"{name}.k_proj", f"{name}.k_norm", k_in, t)
+            v = plain_heads(m, f"{name}.v_proj", v_in)
+        now.q.append(q)
+        now.k.append(k)
+        now.v.append(v)
         now.k_inputs.append(k_in)
         now.v_inputs.append(v_in)
     return now

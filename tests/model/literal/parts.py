@@ -24,6 +24,16 @@ class Model(NamedTuple):
         """The number of layers, counting each loop."""
         return self.loops * self.size.num_layers
 
+    @property
+    def attending(self) -> list[int]:
+        """The layers with keys and values."""
+        return [layer for layer in range(self.size.num_layers) if self.mixer(layer) != "delta"]
+
+    def mixer(self, layer: int) -> str:
+        """The mixer of a layer: the last one of the list in the last layer, else the list again and again."""
+        mixers = self.backbone.mixers
+        return mixers[-1] if layer == self.size.num_layers - 1 else mixers[layer % len(mixers)]
+
 
 def linear(m: Model, name: str, x: Tensor) -> Tensor:
     y = m.p[f"{name}.weight"] @ x
