@@ -28,3 +28,14 @@ def test_sequence_in_pieces_with_cache_equals_full_sequence(make_decoder, backbo
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-4, rtol=1e-4)
     assert cache.length == 13
     assert cache.bytes() == 2 * 13 * loops * model.size.num_layers * 2 * model.size.num_kv_heads * 32 * 4
+
+
+def test_a_state_has_one_size_for_any_number_of_tokens(make_decoder):
+    model, sizes = make_decoder("kimi_linear", "kimi_micro", backbone_changes={"mixers": ["delta"]}), set()
+    for length in (1, 3, 40):
+        cache = model.make_cache()
+        with torch.no_grad():
+            model(torch.zeros(2, length, dtype=torch.long), cache=cache)
+        sizes.add(cache.bytes())
+    # of each layer: a matrix per head, and the last three inputs of three convolutions
+    assert sizes == {4 * 2 * 4 * (2 * 32 * 32 + 3 * 3 * 64)}

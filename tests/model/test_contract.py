@@ -1,4 +1,5 @@
-"""Every preset works with a mixture of experts: causality, generation with a cache, recomputation, compilation."""
+"""Every preset works with a mixture of experts and on Kimi Linear: causality, generation with a cache, packed
+documents, recomputation, compilation."""
 
 import copy
 from typing import Any
@@ -11,15 +12,21 @@ from depthlm.evaluation.generation import generate
 from depthlm.model import compile_sublayers
 from depthlm.model.decoder import Decoder
 
-from ..conftest import PRESETS, quick_first
+from .conftest import PRESETS
 
-QUICK = ["mhc", "moda"]
-EXPERTS = ("backbone=qwen3_moe", "size.num_experts=4", "backbone.router_bias_rate=0.01", "backbone.shared_experts=1")
+EXPERTS = ("size.num_experts=4", "backbone.router_bias_rate=0.01", "backbone.shared_experts=1")
+QUICK = {("mhc", "qwen3_moe"), ("moda", "qwen3_moe"), ("moda", "kimi_linear"), ("depth_attention", "kimi_linear")}
+CASES = [
+    pytest.param(preset, backbone, marks=() if (preset, backbone) in QUICK else pytest.mark.slow)
+    for backbone in ("qwen3_moe", "kimi_linear")
+    for preset in PRESETS
+]
+END = 7
 
 
 @pytest.fixture
-def model(build: Any, preset: str) -> Decoder:
-    return build(f"model={preset}", *EXPERTS)
+def model(build: Any, preset: str, backbone: str) -> Decoder:
+    return build(f"model={preset}", f"backbone={backbone}", *EXPERTS)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -35,7 +42,7 @@ def results(model: Decoder) -> list[Tensor]:
     return [loss, sums.routing.load_e, *(gradient for gradient in gradients if gradient is not None)]
 
 
-@pytest.mark.parametrize("preset", quick_first(PRESETS, QUICK))
+@pytest.mark.parametrize(("preset", "backbone"), CASES)
 def test_tokens_depend_only_on_earlier_ones_also_with_a_cache(model: Decoder) -> None:
     model.requires_grad_(False)
     tokens, _ = batch()
@@ -51,7 +58,20 @@ def test_tokens_depend_only_on_earlier_ones_also_with_a_cache(model: Decoder) ->
     assert torch.equal(generate(model, prompt, 4), generate(model, prompt, 4, use_cache=False))
 
 
-@pytest.mark.parametrize("preset", quick_first(PRESETS, QUICK))
+@pytest.mark.parametrize(("preset", "backbone"), CASES)
+def test_packed_documents_equal_single_documents_also_with_a_cache(model: Decoder) -> None:
+    model.double().requires_grad_(False)
+    tokens, masked = batch()[0].clamp(min=END + 1), copy.deepcopy(model)
+    tokens[0, [4, 5, 16]], tokens[1, 0], masked.end_of_text = END, END, END
+    rows = [row.tensor_split([i + 1 for i in (row == END).nonzero().flatten().tolist()]) for row in tokens]
+    alone = torch.cat([torch.cat([model(one[None]) for one in row], dim=1) for row in rows])
+    torch.testing.assert_close(masked(tokens), alone, rtol=1e-9, atol=1e-9)
+    cache = masked.make_cache()
+    pieces = [masked(piece, cache=cache) for piece in tokens.split((5, 1, 12, 6), dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("preset", "backbone"), CASES)
 def test_recomputation_changes_nothing(model: Decoder) -> None:
     other = copy.deepcopy(model)
     other.activation_checkpointing = True
@@ -61,7 +81,8 @@ def test_recomputation_changes_nothing(model: Decoder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("preset", ["vanilla", "mhc", "dca"])
+@pytest.mark.parametrize("preset", ["vanilla", "mhc", "dca", "depth_attention"])
+@pytest.mark.parametrize("backbone", ["qwen3_moe", "kimi_linear"])
 def test_compile_changes_nothing(model: Decoder, precision: str) -> None:
     torch.compiler.reset()
     other = copy.deepcopy(model)
