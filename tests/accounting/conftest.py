@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -42,9 +43,11 @@ def vanilla() -> Callable[..., Decoder]:
     """Build a vanilla decoder of a size and backbone of conf/, by default on the meta device."""
     torch.set_num_threads(1)
 
-    def make(size: str, backbone: str, device: str = "meta", **changes: int) -> Decoder:
+    def make(
+        size: str, backbone: str, device: str = "meta", backbone_changes: dict[str, Any] | None = None, **changes: int
+    ) -> Decoder:
         with torch.device(device):
-            shape = Backbone(**option("backbone", backbone))
+            shape = Backbone(**option("backbone", backbone) | (backbone_changes or {}))
             return Decoder(Size(**option("size", size) | changes), shape, Residual, SelfAttention)
 
     return make

@@ -4,6 +4,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthlm.accounting.flops import flops_per_token
+from depthlm.kernels.delta.reference import recurrence
+from depthlm.model.attention import delta
 from depthlm.model.experts import experts
 
 
@@ -20,6 +22,37 @@ def test_the_formula_equals_torch_flop_counter(vanilla, backbone, monkeypatch):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).nll.backward()
     assert counter.get_total_flops() == flops.training * 48
+
+
+def test_latent_attention_counts_the_scores_and_the_weighted_sum(vanilla):
+    model = vanilla("kimi_micro", "qwen3", "cpu", backbone_changes={"mixers": ["latent"], "position": "none"})
+    tokens, length = torch.zeros(2, 24, dtype=torch.long), 24
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens)
+    # the values are widened by zeros to the width of the keys
+    widened = 2 * model.size.num_heads * model.size.width_of_shared_key() * length * model.size.num_layers
+    assert counter.get_total_flops() == (flops_per_token(model, length, causal=False).forward + widened) * 48
+
+
+def test_latent_attention_counts_a_second_latent_if_keys_and_values_have_inputs_of_their_own(vanilla):
+    settings = {"mixers": ["latent"], "position": "none"}
+    model = vanilla("kimi_micro", "qwen3", "cpu", backbone_changes=settings)
+    before = flops_per_token(model, 24).attention
+    for layer in model.layers:
+        layer.attention.separate_inputs = True
+    latents = 2 * model.size.hidden_size * model.size.width_of_latent() * model.size.num_layers
+    assert flops_per_token(model, 24).attention - before == latents
+
+
+def test_delta_attention_counts_the_recurrence(vanilla, monkeypatch):
+    monkeypatch.setattr(delta, "delta_attention", recurrence)
+    model = vanilla("kimi_micro", "qwen3", "cpu", backbone_changes={"mixers": ["delta"]})
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 24, dtype=torch.long))
+    heads, width = model.size.num_heads, model.size.head_size
+    # the counter has neither the outer products with which the state is written nor the sums of the convolutions
+    uncounted = (2 * heads * width**2 + 3 * 2 * 4 * heads * width) * model.size.num_layers
+    assert counter.get_total_flops() == (flops_per_token(model, 24).forward - uncounted) * 48
 
 
 def test_causal_attention_counts_half(vanilla):

@@ -93,8 +93,9 @@ def test_a_trace_counts_what_autograd_saves(name, autocast, mask):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_trace_of_experts_assumes_equal_loads(autocast):
-    config = configuration("backbone=qwen3_moe", "size.num_layers=3")
+@pytest.mark.parametrize("backbone", ["qwen3_moe", "kimi_linear"])
+def test_a_trace_of_experts_assumes_equal_loads(backbone, autocast):
+    config = configuration(f"backbone={backbone}", "size.num_layers=3")
     real, meta = (depthlm.build_model(config, device) for device in ("cpu", "meta"))
     tokens = torch.randint(0, 512, (4, 128), generator=torch.Generator().manual_seed(0))
     saved = saved_by_autograd(real, tokens, autocast)
