@@ -72,9 +72,7 @@ def send(x_nd: Tensor, spread: Spread, sent: list[int], received: list[int]) -> 
     return x_md
 
 
-def exchange(
-    compute: Callable[[Tensor, Tensor], Tensor], spread: Spread, x_nd: Tensor, ends_e: Tensor
-) -> Tensor:
+def exchange(compute: Callable[[Tensor, Tensor], Tensor], spread: Spread, x_nd: Tensor, ends_e: Tensor) -> Tensor:
     """Return y_nd, the outputs of the experts for rows that are sorted by expert; collective.
 
     compute: (x_md, ends_l) -> y_md, the experts of this rank. ends_e: where the rows of each of all experts end. A rank

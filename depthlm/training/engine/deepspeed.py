@@ -104,9 +104,7 @@ class DeepSpeedEngine:
         finally:
             self.deepspeed.checkpoint_engine = original
         stage = self.deepspeed.zero_optimization_stage()
-        return spread_states.complete(
-            collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage
-        )
+        return spread_states.complete(collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage)
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         import deepspeed
@@ -128,9 +126,7 @@ class DeepSpeedEngine:
         load = (lambda **_: spread_states.load_weights(checkpoint, self.model)) if spread else None
         try:
             with spread_states.as_dense(self.deepspeed):
-                loaded, _ = self.deepspeed.load_checkpoint(
-                    str(converted or checkpoint), tag=STATE, custom_load_fn=load
-                )
+                loaded, _ = self.deepspeed.load_checkpoint(str(converted or checkpoint), tag=STATE, custom_load_fn=load)
         finally:
             self.deepspeed._config.load_universal_checkpoint = False
         if loaded is None:

@@ -99,7 +99,7 @@ class Reducer:
 
 
 def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters in buckets of one dtype, experts that are spread over ranks apart; the last first.
+    """Return the trainable parameters in buckets of one dtype, the last first. Experts that are spread are apart.
 
     This is roughly the order in which the backward pass computes their gradients. size: most elements of a bucket that
     has more than one parameter.
