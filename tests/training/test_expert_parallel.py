@@ -148,7 +148,7 @@ def test_spread_experts_with_checkpointing_compilation_and_asynchronous_checkpoi
 
 
 @pytest.mark.slow
-def test_weights_of_one_rank_start_spread_experts_and_a_rewind_loads_them(
+def test_weights_of_one_rank_start_spread_experts_also_in_a_dry_run(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
     assert train(depthlm.compose(small_run(*EXPERTS, name="source"))) == 0
@@ -245,7 +245,7 @@ def test_a_bad_gradient_of_an_expert_skips_the_update_on_all_ranks(two_ranks: Tw
         (["deepspeed=zero3"], "deepspeed.experts=3 with deepspeed.stage=3: DeepSpeed cannot spread experts"),
         (["backbone=qwen3"], "deepspeed.experts=3: backbone.mlp=swiglu has no experts"),
         (["size.num_experts=8"], "deepspeed.experts=3: must divide size.num_experts=8; allowed: 1, 2, 4, 8"),
-        ([], "deepspeed.experts=3: must divide the 4 ranks of this run; allowed: 1, 2, 4"),
+        ([], "deepspeed.experts=3: must divide the number of ranks of this run, 4; allowed: 1, 2, 4"),
     ],
 )
 def test_experts_that_cannot_be_spread_are_refused(

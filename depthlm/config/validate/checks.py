@@ -240,24 +240,26 @@ def _check_sharding(config: Config) -> list[str]:
 
 
 def _check_spread(config: Config, ranks: int | None) -> list[str]:
-    """Return the mistakes in the spread of experts. ranks: None for a run on other machines."""
-    experts, count, stage = config.deepspeed.experts, config.size.num_experts, config.deepspeed.stage
-    given, errors = f"deepspeed.experts={experts}", []
+    """Return the mistake in the spread of experts, if any. ranks: None for a run on other machines."""
+    experts, count = config.deepspeed.experts, config.size.num_experts
+    given = f"deepspeed.experts={experts}"
     if experts == 1:
         return []
     if config.backbone.mlp != "experts":
-        return [f"{given}: backbone.mlp={config.backbone.mlp} has no experts; leave it out, or give a backbone with "
-                "experts, as in backbone=qwen3_moe"]  # fmt: skip
-    if stage == 3:
-        errors.append(
+        return [
+            f"{given}: backbone.mlp={config.backbone.mlp} has no experts; leave it out, or give a backbone with "
+            "experts, as in backbone=qwen3_moe"
+        ]
+    if config.deepspeed.stage == 3:
+        return [
             f"{given} with deepspeed.stage=3: DeepSpeed cannot spread experts whose weights ZeRO 3 shards; allowed: "
             "deepspeed=zero0, zero1 or zero2, or leave it out"
-        )
-    for number, what in ((count, f"size.num_experts={count}"), (ranks, f"the {ranks} ranks of this run")):
+        ]
+    for number, what in ((count, f"size.num_experts={count}"), (ranks, f"the number of ranks of this run, {ranks}")):
         if number is not None and number % experts:
             allowed = listed(n for n in range(1, number + 1) if number % n == 0)
-            errors.append(f"{given}: must divide {what}; allowed: {allowed}")
-    return errors
+            return [f"{given}: must divide {what}; allowed: {allowed}"]
+    return []
 
 
 def _check_device(config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Spread(NamedTuple):
-    """The ranks over which the experts of a layer are spread. The first rank has the first experts, and so on.
+    """The ranks over which the experts of a layer are spread. Rank 0 of them has the first experts, and so on.
 
     group: their process group; None if the weights are on meta, where nothing is sent. rank: this rank among them.
     """
@@ -51,7 +51,7 @@ class Sort(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """x_nd -> x_md: the first rows go to the first rank, and so on. The gradients travel back. Collective."""
+    """x_nd -> x_md: the first rows go to rank 0, and so on. The gradients travel back. Collective."""
 
     @staticmethod
     def forward(ctx: Any, x_nd: Tensor, spread: Spread, sent: list[int], received: list[int]) -> Tensor:

@@ -25,7 +25,7 @@ log = logging.getLogger("depthlm")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run starts from. universal: another number of ranks wrote it, so it must be converted first."""
+    """The checkpoint a run starts from. universal: it must be converted first, as `needs_conversion` says."""
 
     path: Path
     manifest: dict[str, Any]
