@@ -1,4 +1,4 @@
-"""Two persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
+"""Two or more persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
 
 import gc
 import sys
