@@ -64,5 +64,5 @@ def test_zero_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_that_cannot_be_spread_over_the_gpus_are_refused() -> None:
     config = depthlm.compose(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"], here=False)
-    with pytest.raises(UserError, match="deepspeed.experts=4: must divide --gpus=6"):
+    with pytest.raises(UserError, match=r"deepspeed\.experts=4: must divide --gpus=6"):
         summarize(config, 6)
