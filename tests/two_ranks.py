@@ -1,4 +1,4 @@
-"""Two persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
+"""Two or more persistent processes joined by gloo, so that tests on two ranks need not start Python each time."""
 
 import gc
 import sys
@@ -14,16 +14,16 @@ SECONDS = 180.0
 
 
 class TwoRanks:
-    """Calls a function on both ranks; it must be importable, since it is sent to the other processes by name."""
+    """Calls a function on all ranks; it must be importable, since it is sent to the other processes by name."""
 
-    def __init__(self, forks: Forks) -> None:
+    def __init__(self, forks: Forks, ranks: int = WORLD_SIZE) -> None:
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         with Listener(family="AF_UNIX") as listener:
-            for rank in range(WORLD_SIZE):
+            for rank in range(ranks):
                 command = ["-m", "tests.two_ranks", str(listener.address)]
-                environment = environment_with(**rank_variables(rank, port))
+                environment = environment_with(**rank_variables(rank, port, ranks))
                 self.processes.append(forks.start(command, environment=environment, stdout=1, stderr=2))
                 self.pipes.append(listener.accept())
 
@@ -41,7 +41,7 @@ class TwoRanks:
         return [value for value, _ in answers]
 
     def close(self) -> None:
-        """End both processes."""
+        """End all processes."""
         for process in self.processes:
             process.kill()
             process.wait()

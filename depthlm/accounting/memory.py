@@ -16,6 +16,7 @@ from depthlm.build import build_model
 from depthlm.config import bucket_elements
 from depthlm.errors import UserError
 from depthlm.model import Decoder
+from depthlm.model.experts import Spread
 from depthlm.optimizers import state_bytes
 
 if TYPE_CHECKING:
@@ -85,27 +86,29 @@ class MemoryEstimator:
         """Return the memory under a ZeRO stage (arXiv 1910.02054) that does not depend on the micro-batch.
 
         Stage 1 divides the optimizer states by the number of ranks, stage 2 also the gradients, stage 3 also the
-        weights. `activations` is the memory of the update.
+        weights. `activations` is the memory of the update. Experts that are spread over ranks are divided by their
+        number before, so what ZeRO divides by all ranks is the same as without.
         """
         numbers, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
+        own = self.own_parameters if stage < 3 else numbers
         if stage == 0:
             # the weights are fp32, under autocast for bf16; on several ranks, a bucket of gradients is copied at a time
-            flat = 4.0 * min(numbers, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
+            flat = 4.0 * min(own, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
-                flat += 2.0 * numbers
+                flat += 2.0 * own
             return Memory(
-                4.0 * numbers, 4.0 * numbers, self.optimizer_states, flat + self._waste(flat), process=self.process
+                4.0 * own, 4.0 * own, self.own_optimizer_states, flat + self._waste(flat), process=self.process
             )
         width = DTYPES[precision].itemsize
         # the optimizer's states and an fp32 copy of the weights, even if they are fp32 already
-        weights, optimizer = float(width * numbers), (4.0 * numbers + self.optimizer_states) / ranks
+        weights, optimizer = float(width * own), (4.0 * numbers + self.optimizer_states) / ranks
         gradients = flat = 4.0 * numbers / ranks
-        bucket = width * min(bucket_elements(sharding, stage), numbers) * (2.0 if sharding.overlap_comm else 1.0)
+        bucket = width * min(bucket_elements(sharding, stage), own) * (2.0 if sharding.overlap_comm else 1.0)
         if stage == 1 and precision == "bf16":
             # DeepSpeed's BF16_Optimizer keeps all gradients in both dtypes, and reduces them as ZeRO 0 does
-            gradients, bucket, flat = 6.0 * numbers, 0.0, 6.0 * min(numbers, REDUCED)
+            gradients, bucket, flat = 6.0 * own, 0.0, 6.0 * min(own, REDUCED)
         elif stage == 1 and accumulation > 1:
-            gradients += width * numbers
+            gradients += width * own
         if stage < 3 and precision == "fp32" and accumulation == 1:
             # the update reads gradients in the weights' dtype directly from the bucket
             gradients = max(0.0, gradients - bucket)
@@ -123,19 +126,36 @@ class MemoryEstimator:
         return min(share * activations, most) if self.device == "cpu" else 0.0
 
     @cached_property
-    def _decoder(self) -> Decoder:
+    def _whole(self) -> Decoder:
         return build_model(self.config, "meta")
+
+    @cached_property
+    def _own(self) -> Decoder:
+        return own_decoder(self.config) if self.config.deepspeed.experts > 1 else self._whole
 
     @cached_property
     def parameters(self) -> int:
         """The number of parameters."""
-        return sum(parameter.numel() for parameter in self._decoder.parameters())
+        return sum(parameter.numel() for parameter in self._whole.parameters())
+
+    @cached_property
+    def own_parameters(self) -> int:
+        """The number of parameters of a rank, without those of experts on other ranks."""
+        return sum(parameter.numel() for parameter in self._own.parameters())
 
     @cached_property
     def optimizer_states(self) -> float:
         """The bytes of the optimizer's states of all parameters, for fp32 weights. Raises UntracedError."""
+        return self._optimizer_states(self._whole)
+
+    @cached_property
+    def own_optimizer_states(self) -> float:
+        """The bytes of the optimizer's states of `own_parameters`. Raises UntracedError."""
+        return self._optimizer_states(self._own) if self._own is not self._whole else self.optimizer_states
+
+    def _optimizer_states(self, model: Decoder) -> float:
         try:
-            return float(state_bytes(self._decoder, self.config.optimizer))
+            return float(state_bytes(model, self.config.optimizer))
         except UserError:
             raise
         except Exception as error:
@@ -154,7 +174,7 @@ class MemoryEstimator:
         half_weights = stage > 0 and precision != torch.float32
         key = (half_weights, stage == 3, micro_batch_size, checkpointing, accumulating)
         if key not in self.traces:
-            model = build_model(self.config, "meta")
+            model = own_decoder(self.config) if stage < 3 else build_model(self.config, "meta")
             if half_weights:
                 model.to(precision)
             if checkpointing:
@@ -171,6 +191,15 @@ class MemoryEstimator:
                 # a user's mechanism may raise anything
                 raise UntracedError(f"{self.config.model.name} cannot be traced on meta: {error}") from error
         return self.traces[key]
+
+
+def own_decoder(config: "Config") -> Decoder:
+    """Return the decoder of a rank on meta, without experts that are spread over other ranks."""
+    model, ranks = build_model(config, "meta"), config.deepspeed.experts
+    for mixture in model.mixtures() if ranks > 1 else ():
+        for name, parameter in list(mixture.experts.named_parameters()):
+            mixture.experts.keep(name, parameter.detach(), Spread(None, 0, ranks))
+    return model
 
 
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:

@@ -31,8 +31,10 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
 
     The activations are those of one micro-batch or, if its size is not configured, of one GPU's share of the batch. The
     summary also has the largest micro-batch for each memory size of GPUS. Raises UserError if the decoder cannot be
-    traced.
+    traced, or if the experts cannot be spread over as many GPUs as configured.
     """
+    if gpus % config.deepspeed.experts:
+        raise UserError(f"deepspeed.experts={config.deepspeed.experts}: must divide --gpus={gpus}")
     model = build_model(config, "meta")
     training = config.training
     counts = count_parameters(model)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.model.attention.delta import DeltaAttention, GatedNorm, ShortConvolution
-from depthlm.model.experts import Experts, Router
+from depthlm.model.experts import Experts, Router, spread_of
 from depthlm.model.layers import Embedding, Head, Norm
 
 SETTINGS = ("weight_decay", "lr_scale")
@@ -31,7 +31,15 @@ def owned_parameters(model: nn.Module) -> Iterator[Owned]:
 
 def shape_of(weight: Tensor) -> torch.Size:
     """Return the shape of a whole weight; one that DeepSpeed has sharded has no elements of its own."""
+    if (spread := spread_of(weight)) is not None:
+        return torch.Size((spread.ranks * weight.shape[0], *weight.shape[1:]))
     return getattr(weight, "ds_shape", weight.shape)
+
+
+def part_of(weight: Tensor, whole: Tensor) -> Tensor:
+    """Return the part of a tensor of `shape_of(weight)` that the weight has: some experts if they are spread."""
+    spread = spread_of(weight)
+    return whole if spread is None else spread.own(whole)
 
 
 def kind_of(owned: Owned) -> str:

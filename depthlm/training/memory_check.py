@@ -68,7 +68,7 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
     share = training.batch_size // world
     configured = training.micro_batch_size or share
     sizes = [size for size in range(1, configured + 1) if share % size == 0]
-    highest = 2 if training.compile is True else 3
+    highest = 2 if training.compile is True or sharding.experts > 1 else 3
     if world == 1 or needs_matrices(config.optimizer):
         highest = sharding.stage
     for stage in range(sharding.stage, highest + 1):

@@ -91,6 +91,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
         "corpus": setup.corpus.digest(),
         "world_size": ranks.world_size,
         "stage": config.deepspeed.stage,
+        "experts": config.deepspeed.experts,
         "config": dataclasses.asdict(config),
     }
     saver = Saver(engine, paths.path, config.training, manifest)

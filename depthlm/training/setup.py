@@ -28,7 +28,7 @@ from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
 from depthlm.training.checkpoint.init_from import import_weights
-from depthlm.training.engine import Engine, build_engine, draw_shards, undo_sharding
+from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, undo_sharding
 from depthlm.training.memory_check import check_memory
 from depthlm.training.monitoring.describe import derived
 from depthlm.training.monitoring.display import show_table, start_logging
@@ -149,6 +149,8 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)
     if config.deepspeed.stage == 3:
         draw_shards(config, plan, model)
+    elif config.deepspeed.experts > 1:
+        draw_spread(config, model, setup.device)
     else:
         draw_weights(config, model, setup.device)
     if config.init_from is not None and import_initial:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_bytes_per_parameter_on_eight_gpus(precision, stage, expected):
     # AdamW also counts the steps of each parameter
     bytes_per_parameter = (value / one.parameters for value in (states.weights, states.gradients, states.optimizer))
     assert tuple(bytes_per_parameter) == pytest.approx(expected, rel=1e-4)
+
+
+def test_experts_that_are_spread_are_divided_and_the_shards_of_zero_are_the_same():
+    config = configuration("backbone=qwen3_moe", "size=tiny", "precision=bf16", "training.sequence_length=64")
+    sharding = replace(config.deepspeed, experts=4)
+    whole, spread = MemoryEstimator(config, "cuda"), MemoryEstimator(replace(config, deepspeed=sharding), "cuda")
+    mixtures = depthlm.build_model(config, "meta").mixtures()
+    experts = sum(weight.numel() for mixture in mixtures for weight in mixture.experts.parameters())
+    assert spread.own_parameters == whole.parameters - 3 * experts // 4
+    assert spread.states(0, 8).weights == 4.0 * spread.own_parameters
+    assert spread.states(0, 8).optimizer == pytest.approx(8.0 * spread.own_parameters, rel=1e-4)
+    for stage in (1, 2):
+        assert spread.states(stage, 8).weights == 2.0 * spread.own_parameters
+        assert spread.states(stage, 8).optimizer == whole.states(stage, 8).optimizer
 
 
 def test_offloaded_states_are_not_part_of_the_total():

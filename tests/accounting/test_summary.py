@@ -60,3 +60,9 @@ def test_zero_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as caught:
         run(monkeypatch, "summary", "--gpus", "0")
     assert caught.value.code == 2
+
+
+def test_experts_that_cannot_be_spread_over_the_gpus_are_refused() -> None:
+    config = depthlm.compose(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"], here=False)
+    with pytest.raises(UserError, match=r"deepspeed\.experts=4: must divide --gpus=6"):
+        summarize(config, 6)

@@ -4,7 +4,6 @@ from depthlm.config.schema.config import (
     SHARD_TOKENS,
     Config,
     Data,
-    DeepSpeed,
     Model,
     Optimizer,
     Precision,
@@ -13,6 +12,7 @@ from depthlm.config.schema.config import (
     Tracker,
     Training,
 )
+from depthlm.config.schema.deepspeed import DeepSpeed
 
 __all__ = [
     "SHARD_TOKENS", "Config", "Data", "DeepSpeed", "Model", "Optimizer", "Precision", "Schedule", "Source", "Tracker",

@@ -65,6 +65,7 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_optimizer(config, given),
         *_check_checkpoints(config),
         *_check_sharding(config),
+        *_check_spread(config, launchers.ranks().world_size if here else None),
         *_check_data(config),
         *(_check_device(config) if here else []),
         *(_check_files(config) if here else []),
@@ -251,6 +252,29 @@ def _check_sharding(config: Config) -> list[str]:
             "training.compile=true with deepspeed.stage=3: torch.compile cannot follow weights that ZeRO 3 frees; "
             "allowed: deepspeed=zero0, zero1 or zero2, or training.compile=auto"
         ]
+    return []
+
+
+def _check_spread(config: Config, ranks: int | None) -> list[str]:
+    """Return the mistake in the spread of experts, if any. ranks: None for a run on other machines."""
+    experts, count = config.deepspeed.experts, config.size.num_experts
+    given = f"deepspeed.experts={experts}"
+    if experts == 1:
+        return []
+    if config.backbone.mlp != "experts":
+        return [
+            f"{given}: backbone.mlp={config.backbone.mlp} has no experts; leave it out, or give a backbone with "
+            "experts, as in backbone=qwen3_moe"
+        ]
+    if config.deepspeed.stage == 3:
+        return [
+            f"{given} with deepspeed.stage=3: DeepSpeed cannot spread experts whose weights ZeRO 3 shards; allowed: "
+            "deepspeed=zero0, zero1 or zero2, or leave it out"
+        ]
+    for number, what in ((count, f"size.num_experts={count}"), (ranks, f"the number of ranks of this run, {ranks}")):
+        if number is not None and number % experts:
+            allowed = listed(n for n in range(1, number + 1) if number % n == 0)
+            return [f"{given}: must divide {what}; allowed: {allowed}"]
     return []
 
 

@@ -4,13 +4,14 @@ Shapes: r tokens (rows), k experts of a token, n = r * k pairs of a token and an
 f width of an expert, o width of an output.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.kernels.dtypes import compute_dtype
+from depthlm.model.experts.exchange import Sort, Spread, exchange
 
 # the dtypes that `torch.nn.functional.grouped_mm` takes
 GROUPED = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16,)}
@@ -21,18 +22,28 @@ class Experts(nn.Module):
 
     x_rd -> sort by expert -> gate_proj, up_proj -> silu(gate) * up * weight -> down_proj -> sum per token -> y_rd
 
+    spread: the ranks over which `keep` has spread the experts; None: this rank has all of them.
     uncompiled: `grouped_linear`, outside of graphs if the model is compiled.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int):
         super().__init__()
+        self.num_experts = num_experts
         self.gate_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, expert_size))
-        self.uncompiled = grouped_linear
+        self.spread: Spread | None = None
+        self.uncompiled: Callable[..., Tensor] = grouped_linear
+        self.exchange: Callable[..., Tensor] = exchange
+
+    def keep(self, name: str, whole_eod: Tensor, spread: Spread) -> None:
+        """Replace a weight by this rank's part of the whole one, and mark it with `spread`."""
+        parameter = nn.Parameter(spread.own(whole_eod).clone(), getattr(self, name).requires_grad)
+        parameter.spread = self.spread = spread  # type: ignore[attr-defined]
+        self.register_parameter(name, parameter)
 
     def forward(self, x_rd: Tensor, experts_rk: Tensor, weights_rk: Tensor, ends_e: Tensor) -> Tensor:
-        """Return y_rd, the weighted sum of the outputs of each token's experts.
+        """Return y_rd, the weighted sum of the outputs of each token's experts; collective if they are spread.
 
         ends_e: int32, the end of each expert's pairs in the order of experts, as of `expert_ends`.
         """
@@ -40,6 +51,17 @@ class Experts(nn.Module):
         order_n = experts_rk.flatten().argsort(stable=True)
         inverse_n = order_n.argsort()
         x_nd = Sort.apply(x_rd.to(dtype), order_n, inverse_n, top_k)
+        weights_n1 = weights_rk.to(dtype).flatten()[order_n].unsqueeze(-1)
+        if self.spread is None:
+            y_nd = self.compute(x_nd, ends_e, weights_n1)
+        else:
+            # the weights stay here: to multiply the outputs by them costs less than to send them
+            y_nd = self.exchange(self.compute, self.spread, x_nd, ends_e) * weights_n1
+        return Sort.apply(y_nd, inverse_n, order_n, 1).unflatten(0, (-1, top_k)).sum(1)
+
+    def compute(self, x_nd: Tensor, ends_e: Tensor, weights_n1: Tensor | None = None) -> Tensor:
+        """Return y_nd, the outputs of the experts of this rank for rows that are sorted by expert."""
+        dtype = x_nd.dtype
         # torch.compile takes only these; the number of tokens of an expert would be compiled into a loop
         compiled = takes_grouped(x_nd, self.gate_proj) and dtype == torch.bfloat16
         product = grouped_linear if compiled else self.uncompiled
@@ -49,9 +71,8 @@ class Experts(nn.Module):
             # a cast copies the weights in any case
             both = torch.cat((self.gate_proj.to(dtype), self.up_proj.to(dtype)), dim=1)
             gate_nf, up_nf = product(x_nd, both, ends_e).chunk(2, dim=-1)
-        weights_n1 = weights_rk.to(dtype).flatten()[order_n].unsqueeze(-1)
-        y_nd = product(F.silu(gate_nf) * up_nf * weights_n1, self.down_proj.to(dtype), ends_e)
-        return Sort.apply(y_nd, inverse_n, order_n, 1).unflatten(0, (-1, top_k)).sum(1)
+        hidden_nf = F.silu(gate_nf) * up_nf
+        return product(hidden_nf if weights_n1 is None else hidden_nf * weights_n1, self.down_proj.to(dtype), ends_e)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.normal_(0, std, generator=generator)
@@ -59,25 +80,6 @@ class Experts(nn.Module):
     def forward_flops(self, top_k: int) -> float:
         """Return the FLOPs per token, which passes through `top_k` experts."""
         return 6.0 * top_k * self.gate_proj[0].numel()
-
-
-class Sort(torch.autograd.Function):
-    """x_rd -> x_nd, its rows in another order, each `copies` times. PyTorch's own backward pass adds row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, x_rd: Tensor, order_n: Tensor, inverse_n: Tensor, copies: int) -> Tensor:
-        """order_n: which row to take, counting copies as rows. inverse_n: the inverse permutation."""
-        ctx.save_for_backward(inverse_n)
-        ctx.copies = copies
-        return x_rd[order_n // copies if copies > 1 else order_n]
-
-    @staticmethod
-    def backward(ctx: Any, gradient_nd: Tensor) -> Any:
-        (inverse_n,) = ctx.saved_tensors
-        gradient_nd = gradient_nd[inverse_n]
-        if ctx.copies > 1:
-            gradient_nd = gradient_nd.unflatten(0, (-1, ctx.copies)).sum(1)
-        return gradient_nd, None, None, None
 
 
 def expert_ends(experts_rk: Tensor, num_experts: int) -> Tensor:
@@ -89,7 +91,8 @@ def expert_ends(experts_rk: Tensor, num_experts: int) -> Tensor:
 
 def grouped_linear(x_nd: Tensor, weight_eod: Tensor, ends_e: Tensor) -> Tensor:
     """Return y_no: the rows up to ends_e[i] that no earlier group has, times the transpose of weight_eod[i]."""
-    if takes_grouped(x_nd, weight_eod):
+    # a rank to which no token is sent has no rows, and all the same a backward pass
+    if takes_grouped(x_nd, weight_eod) and x_nd.shape[0] > 0:
         return F.grouped_mm(x_nd, weight_eod.transpose(1, 2), offs=ends_e)
     if x_nd.is_meta:
         # shapes cannot depend on values there; equal groups take the same memory and FLOPs

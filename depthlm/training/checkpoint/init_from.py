@@ -18,7 +18,7 @@ from depthlm.config.saved import compare
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
 from depthlm.model import Decoder
-from depthlm.model.parameters import shape_of
+from depthlm.model.parameters import part_of, shape_of
 from depthlm.pretrained.folder import (
     Pretrained,
     check_tokens,
@@ -104,7 +104,7 @@ def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
     for name, source_name in pairs.items():
         if source_name in source:
             with writable(parameters[name]):
-                parameters[name].copy_(source[source_name])
+                parameters[name].copy_(part_of(parameters[name], source[source_name]))
     return [name for name, source_name in pairs.items() if source_name not in source]
 
 

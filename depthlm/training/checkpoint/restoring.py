@@ -16,7 +16,7 @@ from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError
-from depthlm.training.engine import Engine, convert, needs_conversion
+from depthlm.training.engine import Engine, convert, needs_conversion, saved_experts
 from depthlm.training.plan import Plan
 from depthlm.training.progress import Progress
 
@@ -25,7 +25,7 @@ log = logging.getLogger("depthlm")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run starts from. universal: another number of ranks wrote it, so it must be converted first."""
+    """The checkpoint a run starts from. universal: it must be converted first, as `needs_conversion` says."""
 
     path: Path
     manifest: dict[str, Any]
@@ -59,7 +59,8 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
             f"{path} has done {manifest['step']} steps, more than the {plan.max_steps} of this run; increase "
             "training.max_steps"
         )
-    universal = needs_conversion(path, manifest, config.deepspeed.stage, plan.world_size)
+    sharding = config.deepspeed
+    universal = needs_conversion(path, manifest, sharding.stage, plan.world_size, sharding.experts)
     if own is None:
         _check_fork(path, manifest, config)
     return ResumePoint(path, manifest, own is None, universal)
@@ -72,7 +73,7 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     run = RunDirectory(directory)
     # a run that has nothing left to save would never remove them
     on_rank_0(lambda: remove_leftovers(run))
-    folder = on_rank_0(lambda: _convert(start.path, run)) if start.universal else None
+    folder = on_rank_0(lambda: _convert(start, engine, run)) if start.universal else None
     _load(engine, start, folder)
     progress = read_progress(start.manifest)
     if start.forked:
@@ -89,15 +90,14 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
     Returns None and logs the reason if that checkpoint is missing or invalid; the engine is then unchanged.
     """
 
-    run = RunDirectory.of(config.output_dir)
+    run, sharding = RunDirectory.of(config.output_dir), config.deepspeed
 
     def find_checkpoint() -> tuple[ResumePoint, Path | None]:
         path = run.checkpoint(step)
         manifest = read_manifest(path)
-        start = ResumePoint(
-            path, manifest, False, needs_conversion(path, manifest, config.deepspeed.stage, plan.world_size)
-        )
-        return start, _convert(path, run) if start.universal else None
+        universal = needs_conversion(path, manifest, sharding.stage, plan.world_size, sharding.experts)
+        start = ResumePoint(path, manifest, False, universal)
+        return start, _convert(start, engine, run) if universal else None
 
     try:
         start, folder = on_rank_0(find_checkpoint)
@@ -108,9 +108,9 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
     return read_progress(start.manifest)
 
 
-def _convert(checkpoint: Path, run: RunDirectory) -> Path:
+def _convert(start: ResumePoint, engine: Engine, run: RunDirectory) -> Path:
     remove_leftovers(run)
-    return convert(checkpoint, run.universal(checkpoint))
+    return convert(start.path, run.universal(start.path), engine.model, saved_experts(start.manifest))
 
 
 def _load(engine: Engine, start: ResumePoint, converted: Path | None) -> None:

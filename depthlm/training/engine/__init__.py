@@ -1,10 +1,11 @@
 """The training engine: one interface, and DeepSpeed behind it."""
 
-from depthlm.training.engine.conversion import convert, needs_conversion
+from depthlm.training.engine.conversion import convert, needs_conversion, saved_experts
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.settings import autocast
 from depthlm.training.engine.sharding import draw_shards, undo_sharding, writable
+from depthlm.training.engine.spreading import draw_spread
 
 __all__ = [
     "Engine",
@@ -12,7 +13,9 @@ __all__ = [
     "build_engine",
     "convert",
     "draw_shards",
+    "draw_spread",
     "needs_conversion",
+    "saved_experts",
     "undo_sharding",
     "writable",
 ]

@@ -16,22 +16,25 @@ from depthlm.model.observer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
+from depthlm.training.engine import spread_states
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.reduction import Reducer
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
+from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights, total_norm
 from depthlm.training.plan import Plan
 
 
 def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     """Return a DeepSpeed engine that holds the model and its optimizer, at step 0.
 
-    At ZeRO 3 the model may be sharded already, by `draw_shards`.
+    At ZeRO 3 the model may be sharded already, by `draw_shards`. Its experts may be spread, by `draw_spread`.
     """
     import deepspeed
 
     configure_deepspeed(config)
     optimizer = build_optimizer(model, config.optimizer)
+    mark_experts(model, optimizer)
     if config.deepspeed.stage == 0:
         guard_step(optimizer, config.training.gradient_clipping)
     if config.deepspeed.stage == 3:
@@ -40,11 +43,13 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         undo_sharding()
     settings = deepspeed_settings(config, plan, model)
     # DeepSpeed's bf16 optimizer prints its memory use at every log level
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), experts_detected(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     if engine.fp16_enabled():
         # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+    if config.deepspeed.experts > 1 and config.deepspeed.stage > 0:
+        spread_states.name_parts(engine, model)
     return DeepSpeedEngine(engine, model, reducer_of(config, plan, engine, model))
 
 
@@ -94,10 +99,12 @@ class DeepSpeedEngine:
         # DeepSpeed would copy its recovery script into the folder
         self.deepspeed._copy_recovery_script = lambda _: None
         try:
-            self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
+            with spread_states.as_dense(self.deepspeed):
+                self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
         finally:
             self.deepspeed.checkpoint_engine = original
-        return collector.states
+        stage = self.deepspeed.zero_optimization_stage()
+        return spread_states.complete(collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage)
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         import deepspeed
@@ -106,23 +113,32 @@ class DeepSpeedEngine:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
             with deepspeed.zero.GatheredParameters(tensor):
+                whole = spread_states.gather(tensor)
                 if is_rank_0:
-                    weights[name] = keep(name, tensor)
+                    weights[name] = keep(name, whole)
         return weights
 
     def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
         optimizer = self.deepspeed.optimizer
         settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         self.deepspeed._config.load_universal_checkpoint = converted is not None
+        spread = spread_weights(self.model) or spread_states.spread_files(checkpoint / STATE)
+        load = (lambda **_: spread_states.load_weights(checkpoint, self.model)) if spread else None
         try:
-            loaded, _ = self.deepspeed.load_checkpoint(str(converted or checkpoint), tag=STATE)
+            with spread_states.as_dense(self.deepspeed):
+                loaded, _ = self.deepspeed.load_checkpoint(str(converted or checkpoint), tag=STATE, custom_load_fn=load)
         finally:
             self.deepspeed._config.load_universal_checkpoint = False
         if loaded is None:
             raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
+        if spread and self.reducer is not None:
+            spread_states.load_states(checkpoint, optimizer, self.model)
         # a fork may have other settings, and loading a universal ZeRO 3 checkpoint gives every group those of group 0
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
+            for name in group.keys() - own.keys() - {"params"}:
+                # of experts that were spread over ranks
+                del group[name]
         if converted is not None:
             # a converted checkpoint has no buffers
             with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
@@ -177,7 +193,7 @@ def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
 
     def step(*arguments: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = total_norm(parameters)
         optimizer._global_grad_norm = float(norm)  # type: ignore[attr-defined]
         optimizer.overflow = not torch.isfinite(norm).item()  # type: ignore[attr-defined]
         if not optimizer.overflow:  # type: ignore[attr-defined]

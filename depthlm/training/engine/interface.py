@@ -78,8 +78,8 @@ class Engine(Protocol):
     def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
         """Load weights, optimizer and engine state from a checkpoint; collective. Raises CheckpointError.
 
-        The optimizer groups keep the settings of the engine. converted: another number of ranks wrote the checkpoint,
-        and it was converted to this folder.
+        The optimizer groups keep the settings of the engine. converted: the folder to which the checkpoint was
+        converted, because another number of ranks wrote it, or its experts were spread over another number.
         """
         ...
 

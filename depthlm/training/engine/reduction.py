@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from depthlm.model.experts import spread_of
+from depthlm.training.engine.spreading import reduction_group
+
 # fused optimizers are slower on gradients that do not start at a multiple of 16 bytes
 ALIGNMENT = 16
 
@@ -26,6 +29,9 @@ class Reduction(NamedTuple):
 
 class Reducer:
     """Averages gradients over all ranks, bucket by bucket, each as soon as the backward pass has computed it.
+
+    The gradient of an expert already has the tokens of all ranks that share a copy of the experts, so the ranks with
+    the same experts add theirs, and the sum is divided by the number of all ranks, as of every other gradient.
 
     Every rank reduces the same buckets in the same order, since collective operations must match. A parameter without a
     gradient counts as one whose gradient is zero, as in DeepSpeed.
@@ -88,12 +94,12 @@ class Reducer:
         for parameter, view in zip(bucket, gradients.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = view.view_as(parameter)
         reduced = gradients.to(self.dtype)
-        work = torch.distributed.all_reduce(reduced, async_op=True)
+        work = torch.distributed.all_reduce(reduced, group=reduction_group(bucket[0]), async_op=True)
         self.running.append(Reduction(gradients, reduced, work))
 
 
 def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters in buckets of one dtype, the last parameter first.
+    """Return the trainable parameters in buckets of one dtype, the last first. Experts that are spread are apart.
 
     This is roughly the order in which the backward pass computes their gradients. size: most elements of a bucket that
     has more than one parameter.
@@ -102,9 +108,14 @@ def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Pa
     elements = 0
     for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
         elements += parameter.numel()
-        if not buckets or elements > size or parameter.dtype != buckets[-1][-1].dtype:
+        if not buckets or elements > size or _key(parameter) != _key(buckets[-1][-1]):
             buckets.append([])
             elements = parameter.numel()
         buckets[-1].append(parameter)
     # after parameters of odd sizes, all others would be misaligned
     return [sorted(bucket, key=lambda p: p.numel() * p.element_size() % ALIGNMENT > 0) for bucket in buckets]
+
+
+def _key(parameter: nn.Parameter) -> tuple[torch.dtype, bool]:
+    """Return what the parameters of a bucket have in common."""
+    return parameter.dtype, spread_of(parameter) is None

@@ -75,9 +75,11 @@ def memory_text(config: Config, memory: Memory | None) -> str:
     if memory is None:
         return "none: the decoder or the optimizer cannot be traced"
     checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
+    experts = config.deepspeed.experts
+    spread = f", experts spread over {experts} ranks" if experts > 1 else ""
     offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""
     return (
-        f"{gib_text(memory.total)} per rank (ZeRO {config.deepspeed.stage}{checkpointing}), "
+        f"{gib_text(memory.total)} per rank (ZeRO {config.deepspeed.stage}{spread}{checkpointing}), "
         f"{gib_text(memory.activations)} of it activations{offloaded}"
     )
 
