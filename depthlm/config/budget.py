@@ -6,6 +6,7 @@ from functools import partial
 
 from depthlm.config.schema import Config, Data
 from depthlm.config.schema.length import run_steps
+from depthlm.model.shape import Size
 
 # tokens (bytes) of the standard library to use, and batches of the validation set
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
@@ -95,11 +96,20 @@ def divided(width: int, divisor: int) -> int:
 
 def matrices(config: Config) -> int:
     """Return the approximate number N of matrix parameters applied per token, for 6 N FLOPs; each loop counts again."""
-    size = config.size
-    attention = size.hidden_size * size.head_size * 2 * (size.num_heads + size.num_kv_heads)
-    backbone, width = config.backbone, size.intermediate_size
+    size, backbone, width = config.size, config.backbone, config.size.intermediate_size
+    mixers = [_mixer_matrices(name, size) for name in backbone.mixers_of(size.num_layers)]
     dense = size.hidden_size * width * (2 if backbone.mlp == "relu" else 3)
     experts = 3 * size.hidden_size * size.width_of_expert() * (size.experts_per_token + backbone.shared_experts)
     sparse_layers = max(size.num_layers - backbone.dense_layers, 0) if backbone.mlp == "experts" else 0
     mlps = sparse_layers * experts + (size.num_layers - sparse_layers) * dense
-    return config.model.loops * (size.num_layers * attention + mlps) + size.hidden_size * size.vocab_size
+    return config.model.loops * (sum(mixers) + mlps) + size.hidden_size * size.vocab_size
+
+
+def _mixer_matrices(name: str, size: Size) -> int:
+    d, h, e = size.hidden_size, size.num_heads, size.head_size
+    if name == "attention":
+        return d * e * 2 * (h + size.num_kv_heads)
+    if name == "delta":
+        return 4 * d * h * e + d * h + 2 * (d * e + e * h * e)
+    r, s = size.width_of_latent(), size.width_of_shared_key()
+    return d * h * (e + s) + d * (r + s) + 2 * r * h * e + d * h * e

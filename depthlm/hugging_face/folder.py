@@ -51,7 +51,7 @@ class Export(NamedTuple):
 def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> Export:
     """Write the newest valid checkpoint of a run directory as a folder that AutoModelForCausalLM loads.
 
-    A vanilla model on a backbone of transformers becomes a Qwen3 or OLMo2 folder. Any other export includes its code,
+    A vanilla model on a backbone of transformers becomes a folder of that model. Any other export includes its code,
     and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.
 
     trust: modules whose mechanisms may be built and copied, as in `depthlm.load`.

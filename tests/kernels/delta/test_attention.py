@@ -93,6 +93,16 @@ def test_fla_decodes_by_its_recurrence_without_gradients(ran: list[str]) -> None
     assert ran == ["fused_recurrent_kda", "chunk_kda"]
 
 
+def test_the_recurrence_and_the_chunks_equal_the_naive_recurrence_of_fla() -> None:
+    # fla-core is installed by the extra `kimi`, and has it in PyTorch
+    naive = pytest.importorskip("fla.ops.kda.naive")
+    arguments = [x.detach().float() for x in inputs(2, 75, 2, 8, 16)]
+    q, k, v, g, beta, state = arguments
+    expected = naive.naive_recurrent_kda(q, k, v, g, beta, initial_state=state, output_final_state=True)
+    for function in (recurrence, delta_attention):
+        torch.testing.assert_close(function(*arguments), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("share", [None, 0.05])
 def test_fla_equals_the_recurrence_on_a_gpu(share: float | None) -> None:
