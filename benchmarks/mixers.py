@@ -1,9 +1,10 @@
 """The sublayer of each mixer, with its projections, against softmax attention: forward and backward pass.
 
-    python benchmarks/mixers.py [--rounds 9] [--batch 2] [--threads 1] [--output benchmarks/results/mixers-<machine>.json]
+    python benchmarks/mixers.py [--rounds 9] [--batch 2] [--threads 1]
+                                [--output benchmarks/results/mixers-<machine>.json]
 
-D 512, 4 heads of 128 (and softmax attention also with 8 of 64), T 1,024, fp32. `delta, documents` has three documents in
-each sequence, `attention again` is the noise of the machine.
+D 512, 4 heads of 128 (and softmax attention also with 8 of 64), T 1,024, fp32. `delta, documents` has three documents
+in each sequence, `attention again` is the noise of the machine.
 """
 
 import argparse
