@@ -43,6 +43,7 @@ from depthlm.data import Manifest, Tokenizer, open_corpus, prepare, verify
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.sources import TextFile
 from depthlm.errors import UserError
+from depthlm.inspect.experts import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import lost, newest_checkpoint
 from depthlm.runs.directory import finished
@@ -57,7 +58,7 @@ RUN = ["size=micro", "size.hidden_size=16", "size.head_size=8", "size.intermedia
        "data=local", "data.tokenizer=bytes", "tracker=none", "precision=fp32", "device=cpu", "training.batch_size=2",
        "training.sequence_length=32", "training.max_steps=4", "training.checkpoint_every=2", "training.log_every=1",
        "training.validate_every=2", "training.validation_tokens=64", "training.sample=null",
-       "training.log_blocks_every=2", "memory=ignore"]  # fmt: skip
+       "training.log_blocks_every=2", "backbone=qwen3_moe", "size.num_experts=4", "memory=ignore"]  # fmt: skip
 
 
 class HangError(Exception):
@@ -187,6 +188,9 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         copy = shutil.copy(file, file.with_suffix(".copy"))
         return MetricsFile(Path(copy), 4).last
 
+    def expert_rows(file: Path) -> Any:
+        return rows(file), expert_picture(run)
+
     saved = [load_file(run / f"checkpoints/step-{step:08d}/model.safetensors") for step in (2, 4)]
 
     def weights(_: Path) -> Any:
@@ -206,6 +210,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         Target("states.pt", next((checkpoint / "deepspeed").glob("*.pt")), newest, True, resuming[:1]),
         Target("metrics.jsonl", run / "metrics.jsonl", rows, False, resuming),
         Target("blocks.jsonl", run / "blocks.jsonl", rows, False, ((*python, "inspect", f"run={run}"),)),
+        Target("experts.jsonl", run / "experts.jsonl", expert_rows, False, ((*python, "inspect", f"run={run}"),)),
         Target(
             "summary.json", run / "summary.json", lambda _: (finished(run), records(_)), False, (*loading, *resuming)
         ),

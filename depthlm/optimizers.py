@@ -2,13 +2,14 @@
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from depthlm.errors import UserError
@@ -96,7 +97,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon for the groups of hidden matrices and its AdamW for all others, as one optimizer.
 
     Muon's update is scaled to the RMS of AdamW's (arXiv 2502.16982, section 2.2), so both share one learning rate.
-    Both parts use the groups and the state of this optimizer, so the base class saves and loads everything.
+    Each matrix of stacked experts gets the update that torch's Muon, which refuses stacks, would make of it alone.
+    All parts use the groups and the state of this optimizer, so the base class saves and loads everything.
     """
 
     needs_matrices = True
@@ -111,18 +113,55 @@ class MuonAndAdamW(torch.optim.Optimizer):
         ns_steps: int = 5,
     ) -> None:
         matrices = [group for group in groups if group["kind"] == "matrix"]
-        others = [group for group in groups if group["kind"] != "matrix"]
+        experts = [group for group in groups if group["kind"] == "experts"]
+        others = [group for group in groups if group["kind"] not in ("matrix", "experts")]
         muon = torch.optim.Muon(matrices, lr, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(others, lr, betas, eps, fused=True)
-        super().__init__([*muon.param_groups, *adamw.param_groups], {"lr": lr})
-        self.parts: dict[str, torch.optim.Optimizer] = {"muon": muon, "adamw": adamw}
+        experts = [muon.defaults | group for group in experts]
+        super().__init__([*muon.param_groups, *experts, *adamw.param_groups], {"lr": lr})
+        self.parts: dict[str, torch.optim.Optimizer] = {"matrix": muon, "others": adamw}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every group once."""
-        for name, part in self.parts.items():
-            part.state = self.state
-            part.param_groups = [
-                group for group in self.param_groups if (group["kind"] == "matrix") == (name == "muon")
-            ]
+        groups: dict[str, list[dict[str, Any]]] = {"matrix": [], "experts": [], "others": []}
+        for group in self.param_groups:
+            groups[group["kind"] if group["kind"] in groups else "others"].append(group)
+        for kind, part in self.parts.items():
+            part.state, part.param_groups = self.state, groups[kind]
             part.step()
+        for group in groups["experts"]:
+            self._update_experts(group)
+
+    def _update_experts(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+            update = orthogonalized(
+                parameter.grad.lerp(momentum, group["momentum"]),
+                group["ns_coefficients"],
+                group["ns_steps"],
+                group["eps"],
+            )
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape[1:])) * group["lr"])
+
+
+def orthogonalized(stack_emn: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the matrices of a stack [e, m, n] with singular values of about 1, in bf16.
+
+    Newton-Schulz iterations as in torch.optim.Muon, of all matrices at once and of each by itself.
+    """
+    a, b, c = coefficients
+    tall = stack_emn.shape[1] > stack_emn.shape[2]
+    # the smaller of the two Gram matrices
+    x_ers = stack_emn.bfloat16().mT if tall else stack_emn.bfloat16()
+    x_ers = x_ers / x_ers.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram_err = x_ers @ x_ers.mT
+        x_ers = torch.baddbmm(x_ers, torch.baddbmm(gram_err, gram_err, gram_err, beta=b, alpha=c), x_ers, beta=a)
+    return x_ers.mT if tall else x_ers

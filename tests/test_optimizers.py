@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
 from depthlm.config import ConfigError
-from depthlm.optimizers import build_optimizer, state_bytes
+from depthlm.optimizers import MuonAndAdamW, build_optimizer, state_bytes
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
@@ -69,9 +70,13 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "conf"
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "sign"])
-def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str) -> None:
-    config = depthlm.compose(["size=micro", "model=dca", f"optimizer={name}"], mine, here=False)
+@pytest.mark.parametrize(
+    ("name", "backbone"),
+    [("adamw", "qwen3"), ("muon", "qwen3"), ("muon", "qwen3_moe"), ("sgd", "qwen3"), ("sign", "qwen3")],
+)
+def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str, backbone: str) -> None:
+    given = ["size=micro", "model=dca", f"backbone={backbone}", f"optimizer={name}"]
+    config = depthlm.compose(given, mine, here=False)
     model = depthlm.build_model(config)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.arange(32).view(2, 16)
@@ -94,6 +99,42 @@ def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
     counters = 4 * len(parameters)
     assert counted["adamw"] == 8 * sum(p.numel() for _, p in parameters) + counters
     assert counted["adamw"] - counted["muon"] == 4 * sum(p.numel() for p in hidden) + 4 * len(hidden)
+
+
+def with_muon(stack: Tensor, gradients: list[Tensor]) -> Tensor:
+    """Return a stack of experts after an update for each gradient."""
+    tensors = {"matrix": torch.ones(2, 2), "experts": stack.clone(), "vector": torch.ones(2)}
+    groups = [
+        {"params": [nn.Parameter(tensor)], "kind": kind, "lr": 0.02, "weight_decay": 1.0}
+        for kind, tensor in tensors.items()
+    ]
+    optimizer = MuonAndAdamW(groups, 0.02, (0.9, 0.95), 1e-8)
+    experts = groups[1]["params"][0]
+    for gradient in gradients:
+        experts.grad = gradient
+        optimizer.step()
+    return experts.detach()
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 40), (4, 40, 24)], ids=["wide", "tall"])
+def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    stack, *gradients = torch.randn(5, *shape)
+    # experts that get few tokens have small gradients, those that get none have gradients of zero
+    scales = torch.tensor([1.0, 1e-3, 1e-6, 0.0]).view(-1, 1, 1)
+    gradients = [gradient * scales for gradient in gradients]
+    updated = with_muon(stack, gradients)
+    for index, matrix in enumerate(stack):
+        alone = nn.Parameter(matrix.clone())
+        muon = torch.optim.Muon([alone], 0.02, weight_decay=1.0, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        for gradient in gradients:
+            alone.grad = gradient[index]
+            muon.step()
+        assert index == 3 or (alone - matrix * 0.98**4).abs().max() > 0.01
+        torch.testing.assert_close(updated[index], alone.detach(), rtol=0, atol=1e-4)
+    # a rank that holds some of the experts computes the same updates
+    some = with_muon(stack[1:3], [gradient[1:3] for gradient in gradients])
+    torch.testing.assert_close(some, updated[1:3], rtol=0, atol=1e-4)
 
 
 def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) -> None:

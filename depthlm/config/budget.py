@@ -35,9 +35,13 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
             training.num_threads = 1
         if free("deepspeed.stage"):
             config.deepspeed.stage, config.deepspeed.offload = 0, "none"
-    for name in ("hidden_size", "intermediate_size", "expert_size", "head_size"):
+    for name in ("hidden_size", "intermediate_size", "expert_size", "head_size", "latent_size", "shared_key_size"):
         if free(f"size.{name}") and getattr(size, name) is not None:
             setattr(size, name, divided(getattr(size, name), budget.width_divisor))
+    if free("size.num_experts"):
+        # enough experts remain for a token to have a choice
+        fewest = min(size.num_experts, 2 * size.experts_per_token)
+        size.num_experts = max(size.num_experts // budget.width_divisor, fewest)
     lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
     shrinks = budget.flops is not None or budget.max_steps is not None
     steps_before = run_steps(config) if shrinks and training.max_epochs is None and not lengths & chosen else None

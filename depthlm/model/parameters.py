@@ -61,8 +61,9 @@ def kind_of(owned: Owned) -> str:
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the groups {params, names, weight_decay, lr_scale, kind}; each trained parameter is in exactly one group.
 
-    kind: see `kind_of`; Muon may optimize those of kind "matrix". weight_decay: the argument for parameters with two or
-    more dimensions, else 0. lr_scale: 1. A module overrides the last two for its own and its children's parameters:
+    kind: see `kind_of`; Muon may optimize those of kinds "matrix" and "experts". weight_decay: the argument for
+    parameters with two or more dimensions, else 0. lr_scale: 1. A module overrides the last two for its own and its
+    children's parameters:
 
         optimizer_settings = {"query": {"weight_decay": 0.0}, "gate.weight": {"lr_scale": 0.1}}
 

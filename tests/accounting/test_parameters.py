@@ -27,6 +27,21 @@ def test_parameter_counts_equal_those_of_the_papers(vanilla, size, backbone, exp
     assert abs(count_parameters(vanilla(size, backbone))["total"] - expected) <= rounding
 
 
+# Attention Residuals (arXiv 2603.15031), Table 2, in millions
+@pytest.mark.parametrize("millions", [194, 241, 296, 436, 528])
+def test_kimi_linear_has_the_activated_parameters_of_the_paper(vanilla, millions):
+    counts = count_parameters(vanilla(f"kimi_{millions}m", "kimi_linear"))
+    # the table excludes embeddings
+    assert round((counts["activated"] - counts["embedding"] - counts["head"]) / 1e6) == millions
+
+
+def test_kimi_linear_48b_a3b_has_the_parameters_of_its_name(vanilla):
+    counts = count_parameters(vanilla("kimi_48b_a3b", "kimi_linear"))
+    # 48B and 3B in the paper; the checkpoint has 49.1B
+    assert counts["total"] == pytest.approx(49.12e9, rel=1e-3)
+    assert counts["activated"] - counts["embedding"] == pytest.approx(3.1e9, rel=0.01)
+
+
 @pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "moda_layers", "lm1b"])
 def test_parts_add_up_to_the_total(vanilla, backbone):
     model = vanilla("micro", backbone)

@@ -32,6 +32,12 @@ def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download() -> No
     assert run_steps(smoke) == 12
 
 
+def test_smoke_divides_experts_but_leaves_a_token_a_choice() -> None:
+    size = compose(["experiment=attention_residuals/kimi_linear", "budget=smoke"], here=False).size
+    assert (size.num_experts, size.experts_per_token, size.expert_size) == (16, 8, 64)
+    assert (size.latent_size, size.shared_key_size) == (32, 4)
+
+
 def test_gpu_hour_preserves_the_model_and_reduces_steps_to_its_flops() -> None:
     paper, hour = of(), of("budget=gpu_hour")
     assert (hour.size, hour.data, hour.precision) == (paper.size, paper.data, paper.precision)

@@ -69,7 +69,7 @@ class Budget:
         None, "maximum number of tokens per forward pass; null: the whole share of a rank", minimum=1, count=True
     )
     sequence_length: Optional[int] = key(None, "maximum number of tokens per sequence", minimum=1)
-    width_divisor: int = key(1, "divisor of hidden_size, intermediate_size and head_size", minimum=1)
+    width_divisor: int = key(1, "divisor of all widths, and of num_experts down to twice experts_per_token", minimum=1)
     offline: bool = key(
         False,
         "run on any machine: replace the protocol's settings by the standard library as bytes, precision=fp32, "
