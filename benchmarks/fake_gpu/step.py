@@ -196,7 +196,9 @@ class LaunchCounter(TorchDispatchMode):
         if func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA"):
             with self:
                 return func.decompose(*args, **kwargs)
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        # an index of numbers, unlike one of truth values, has as many results as numbers
+        numbered = name == "index" and all(i is None or i.dtype != torch.bool for i in args[1])
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags) and not numbered:
             place = f"{name} at {_calling_line()}"
             self.synchronizations[place] += 1
             if name != "_local_scalar_dense":
