@@ -1,4 +1,4 @@
-"""The magnitudes of outputs and gradients over training (Attention Residuals, arXiv 2603.15031, Figure 4 b and c)."""
+"""The magnitudes of outputs and gradients over training (Attention Residuals, arXiv 2603.15031, Figure 5 b and c)."""
 
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ def block_picture(directory: Path) -> Picture | None:
     steps = np.array([row["step"] for row in rows])
     # non-finite values are null in the file, and nan here
     arrays = {f"blocks_{part}": np.array([row[part] for row in rows], dtype=float) for part in PARTS}
-    about = "size of outputs and gradients by layer, over training (Figure 4 of arXiv 2603.15031)"
+    about = "size of outputs and gradients by layer, over training (Figure 5 of arXiv 2603.15031)"
     return Picture("blocks", about, {"blocks_step": steps, **arrays}, partial(draw_blocks, steps, arrays))
 
 

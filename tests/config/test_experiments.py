@@ -1,6 +1,7 @@
 """Every experiment of conf/experiment: its points compose, have distinct run directories, and can be trained."""
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.accounting.parameters import count_parameters
 from depthlm.config import Config, run_steps
 from depthlm.config.budget import matrices
 from depthlm.locations import REPOSITORY
@@ -119,6 +121,22 @@ def training_flops(config: Config) -> float:
     steps = run_steps(config)
     assert steps is not None
     return 6 * matrices(config) * steps * config.training.batch_size * config.training.sequence_length
+
+
+@pytest.mark.slow
+def test_the_shapes_of_depth_width_are_on_the_grid_and_have_its_compute() -> None:
+    cells = set()
+    for config in composed("attention_residuals/depth_width", "paper"):
+        size, tokens = config.size, config.training.max_tokens
+        assert isinstance(tokens, int)
+        cells.add((config.model.name, round(size.hidden_size / size.num_layers), size.num_heads / size.num_layers))
+        assert size.expert_size == round(0.447 * size.hidden_size / 16) * 16
+        counts = count_parameters(depthlm.build_model(config, device="meta"))
+        n = counts["activated"] - counts["embedding"] - counts["head"] - counts["connection"]
+        assert n == pytest.approx(2.3e8, rel=0.11)
+        assert 6 * n * tokens == pytest.approx(6.5e19, rel=0.002)
+    grid = itertools.product(("attention_residuals_full", "vanilla"), range(15, 76, 15), (0.3, 0.4, 0.5, 0.6, 0.7))
+    assert sorted((name, x, round(y, 1)) for name, x, y in cells) == sorted(grid)
 
 
 @pytest.mark.slow

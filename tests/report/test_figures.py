@@ -150,10 +150,11 @@ def test_a_heatmap_has_a_panel_for_each_series_and_each_difference() -> None:
 
 
 def test_an_axis_may_be_the_quotient_of_two_settings() -> None:
-    of = experiment(points=[{"model": "vanilla", "size.num_heads": 4, "size.num_layers": 41}])
+    of = experiment(points=[{"model": "vanilla", "size.num_heads": 4, "size.num_layers": 41, "size.hidden_size": 624}])
     (only_row,) = sweep(of).rows
     assert setting(only_row, "size.num_heads / size.num_layers") == "0.1"
-    assert setting(only_row, "size.num_heads / size.hidden_size") is None
+    assert setting(only_row, "size.hidden_size / size.num_layers") == "15"
+    assert setting(only_row, "size.num_heads / size.head_size") is None
     assert axis_title("size.num_heads / size.num_layers") == "num heads / num layers"
     assert ordered(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
     assert ordered(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]

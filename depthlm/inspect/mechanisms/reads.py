@@ -1,4 +1,4 @@
-"""Weights of reads: Attention Residuals (arXiv 2603.15031, Figure 7), DeepCrossAttention (2502.06785, Figure 10)."""
+"""Weights of reads: Attention Residuals (arXiv 2603.15031, Figure 8), DeepCrossAttention (2502.06785, Figure 10)."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ class AttentionResidualWeights(Collector):
             columns=f"source (0: embedding, {then})",
             values="weight, mean over tokens",
         )
-        about = "what each sublayer reads, attention and MLP in separate panels (Figure 7 of arXiv 2603.15031)"
+        about = "what each sublayer reads, attention and MLP in separate panels (Figure 8 of arXiv 2603.15031)"
         return [Picture("attention_residuals", about, arrays, draw)]
 
 

@@ -10,14 +10,18 @@ from depthlm.report.sweep import Sweep
 
 
 def setting(row: Row, name: str) -> str | None:
-    """Return a setting of a row, or a quotient `a / b` of two settings, to one decimal; None where the row lacks it."""
+    """Return a setting of a row, or a quotient `a / b` of two settings; None where the row lacks it.
+
+    A quotient has one decimal, or none from 10 on, so that widths rounded to a multiple of 16 share their cells.
+    """
     if " / " not in name:
         return row.settings.get(name)
     numerator, _, denominator = name.partition(" / ")
     numbers = [as_number(row.settings.get(part, "")) for part in (numerator, denominator)]
     if numbers[0] is None or not numbers[1]:
         return None
-    return f"{round(numbers[0] / numbers[1], 1):g}"
+    quotient = numbers[0] / numbers[1]
+    return f"{quotient:.0f}" if quotient >= 10 else f"{round(quotient, 1):g}"
 
 
 def axis_title(name: str) -> str:

@@ -8,7 +8,7 @@ from depthlm.runs.validation_losses import finite
 
 
 class BlockMeter(Observer):
-    """Measures one step: root mean squares over all micro-batches and ranks (Attention Residuals, Figure 4 b and c).
+    """Measures one step: root mean squares over all micro-batches and ranks (Attention Residuals, Figure 5 b and c).
 
     The host does not synchronize with the device before `row`. depth: the number of layers times loops.
     """
