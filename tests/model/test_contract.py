@@ -81,8 +81,10 @@ def test_recomputation_changes_nothing(model: Decoder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("preset", ["vanilla", "mhc", "dca", "depth_attention"])
-@pytest.mark.parametrize("backbone", ["qwen3_moe", "kimi_linear"])
+@pytest.mark.parametrize(
+    ("preset", "backbone"),
+    [("mhc", "qwen3_moe"), ("dca", "qwen3_moe"), ("dca", "kimi_linear"), ("depth_attention", "kimi_linear")],
+)
 def test_compile_changes_nothing(model: Decoder, precision: str) -> None:
     torch.compiler.reset()
     other = copy.deepcopy(model)
