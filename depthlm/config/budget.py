@@ -40,8 +40,9 @@ def apply_budget(config: Config, chosen: Set[str]) -> None:
             setattr(size, name, divided(getattr(size, name), budget.width_divisor))
     if free("size.num_experts"):
         # enough experts remain for a token to have a choice
-        fewest = min(size.num_experts, 2 * size.experts_per_token)
-        size.num_experts = max(size.num_experts // budget.width_divisor, fewest)
+        fewest = max(size.num_experts // budget.width_divisor, 2 * size.experts_per_token)
+        unit = math.lcm(config.backbone.router_groups, config.deepspeed.experts)
+        size.num_experts = min(size.num_experts, math.ceil(fewest / unit) * unit)
     lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
     shrinks = budget.flops is not None or budget.max_steps is not None
     steps_before = run_steps(config) if shrinks and training.max_epochs is None and not lengths & chosen else None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from depthlm.model.attention.delta import TAPS
 from depthlm.model.shape import Backbone, Size
 
 # the names that transformers writes, and those of the hub
@@ -18,7 +19,6 @@ LINEAR = {
     "linear_num_heads": "num_heads",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-TAPS = 4
 
 
 def entries(size: Size, backbone: Backbone) -> dict[str, Any]:

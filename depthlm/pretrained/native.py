@@ -131,7 +131,9 @@ def native_type(model: Decoder) -> str | None:
     ]
     if matching == ["olmoe"] and model.size.num_heads * model.size.head_size != model.size.hidden_size:
         return None
-    if matching == ["kimi_linear"] and not (model.backbone.shared_experts and model.backbone.router_bias_rate):
+    always = model.backbone.shared_experts and model.backbone.router_bias_rate and "latent" in mixers
+    if matching == ["kimi_linear"] and not always:
+        # transformers finds the length of its cache in a layer of latent attention
         return None
     return matching[0] if matching else None
 

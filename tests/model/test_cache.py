@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+from depthlm.model.attention.depth_attention import DepthAttention
+from depthlm.model.attention.moda import Moda
+from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.cache import KVCache
 
 
@@ -39,3 +42,14 @@ def test_a_state_has_one_size_for_any_number_of_tokens(make_decoder):
         sizes.add(cache.bytes())
     # of each layer: a matrix per head, and the last three inputs of three convolutions
     assert sizes == {4 * 2 * 4 * (2 * 32 * 32 + 3 * 3 * 64)}
+
+
+@pytest.mark.parametrize("attention", [SelfAttention, DepthAttention, Moda])
+def test_a_cache_of_latent_attention_holds_values_without_the_width_of_keys(make_decoder, attention):
+    changes = {"mixers": ["latent"], "position": "none", "mlp": "swiglu", "qk_norm": "none"}
+    model = make_decoder("qwen3", "kimi_micro", attention=attention, backbone_changes=changes)
+    cache = model.make_cache()
+    with torch.no_grad():
+        model(torch.zeros(2, 5, dtype=torch.long), cache=cache)
+    # two sequences of five tokens in four layers with two heads: keys of 48, values of 32
+    assert cache.bytes() == 4 * 2 * 5 * 4 * 2 * (48 + 32)

@@ -69,7 +69,7 @@ def test_a_run_tells_its_mixers(small_run: Overrides, tmp_path: Path, capsys: py
         (["backbone.mixers=[latent]"], "backbone.position=rope: the keys of mixer latent are not rotated"),
         (
             ["backbone.mixers=[delta]", "model=moda"],
-            "the attention of model=moda reads keys and values of other layers",
+            "the attention of model=moda may read keys and values of other layers",
         ),
         (
             ["backbone.mixers=[attention,latent]", "backbone.position=none", "model=depth_attention"],

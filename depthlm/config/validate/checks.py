@@ -114,8 +114,8 @@ def _check_mixers(config: Config) -> list[str]:
     if "latent" in names and backbone.position == "rope":
         errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
     shown = f"backbone.mixers=[{','.join(backbone.mixers)}]: "
-    mechanism = f"the attention of model={config.model.name} reads keys and values of other layers, and"
-    if not config.model.attention["_target_"].endswith(".SelfAttention"):
+    mechanism = f"the attention of model={config.model.name} may read keys and values of other layers, and"
+    if config.model.reads_across_layers():
         if set(names) == {"delta"}:
             errors.append(f"{shown}{mechanism} no layer has any; give some layers attention or latent")
         elif {"attention", "latent"} <= set(names):

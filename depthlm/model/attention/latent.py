@@ -4,6 +4,7 @@ Shapes: b batch, t new tokens, d hidden size, h heads, e head size, s width of t
 the latent.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from depthlm.kernels.functions import linear, linear_together
 from depthlm.model.layers import Linear, Norm
 from depthlm.model.shape import Backbone, Size
+
+# of the norm of the latent, in DeepSeek-V2 and in Kimi Linear, whose other norms have 1e-5
+LATENT_EPS = 1e-6
 
 
 def add_projections(module: nn.Module, size: Size, backbone: Backbone) -> None:
@@ -24,7 +28,7 @@ def add_projections(module: nn.Module, size: Size, backbone: Backbone) -> None:
     h, e, r = size.num_heads, size.head_size, size.width_of_latent()
     module.q_proj = Linear(size.hidden_size, h * (e + size.width_of_shared_key()), bias=False)
     module.kv_a_proj = Linear(size.hidden_size, r + size.width_of_shared_key(), bias=False)
-    module.kv_a_norm = Norm(r, backbone)
+    module.kv_a_norm = Norm(r, replace(backbone, norm="rmsnorm", norm_eps=LATENT_EPS))
     module.kv_b_proj = Linear(r, 2 * h * e, bias=False)
 
 

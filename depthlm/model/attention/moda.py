@@ -76,23 +76,24 @@ class Moda(SelfAttention):
 
     def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
         q, k, v, *own_entry = projected
-        # an entry of the bank is a key and a value of equal width
-        v, kept = self.widened(v), depth
+        kept = depth
         if own_entry:
             kept = self.keep(depth, *own_entry)
         elif self.depth_kv:
-            kept = self.keep(depth, k, v)
+            # an entry of the bank is a key and a value of equal width
+            kept = self.keep(depth, k, self.widened(v))
             if kept is not depth:
                 # the bank has a copy, so nothing keeps the projections in memory
                 k, v = kept[-1]
+                v = self.narrowed(v)
         if depth:
             assert isinstance(depth, Depth)
             bounds = past.bounds(q)
             mask = None if bounds else past.mask_b1ts
-            context = merged_attention(q, *past.extend(k, v), depth, mask, bounds).transpose(1, 2)
-        else:
-            context = causal_attention(q, k, v, past).unflatten(-1, (self.num_heads, -1))
-        return context[..., : self.head_size].flatten(2), kept
+            k, v = past.extend(k, v)
+            context = merged_attention(q, k, self.widened(v), depth, mask, bounds)
+            return self.narrowed(context).transpose(1, 2).flatten(2), kept
+        return causal_attention(q, k, v, past), kept
 
     def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         if not self.ffn_kv:
@@ -115,6 +116,10 @@ class Moda(SelfAttention):
         """Return the values with zeros, as wide as the keys."""
         narrower = self.key_size - self.head_size
         return F.pad(v_bkte, (0, narrower)) if narrower else v_bkte
+
+    def narrowed(self, x_bnte: Tensor) -> Tensor:
+        """Return widened values, or a context of them, without the zeros."""
+        return x_bnte[..., : self.head_size] if self.is_latent else x_bnte
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
         """Return the depth list with one more entry, limited to the newest `slots`.

@@ -170,24 +170,28 @@ def causal_attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, past: Atten
 
     Each token attends to itself and to all tokens before it in its document, including those in the cache.
     """
-    width, narrower = v_bkte.shape[-1], q_bhte.shape[-1] - v_bkte.shape[-1]
-    if narrower:
-        # flash attention needs values as wide as the keys
-        context = causal_attention(q_bhte, k_bkte, F.pad(v_bkte, (0, narrower)), past)
-        return context.unflatten(-1, (q_bhte.shape[1], -1))[..., :width].flatten(2)
-    if bounds := past.bounds(q_bhte):
-        return attend_by_document(q_bhte, k_bkte, v_bkte, bounds).transpose(1, 2).flatten(2)
+    # flash attention needs values as wide as the keys; the cache does not
+    narrower, bounds = q_bhte.shape[-1] - v_bkte.shape[-1], past.bounds(q_bhte)
     k, v = past.extend(k_bkte, v_bkte)
+    if narrower:
+        v = F.pad(v, (0, narrower))
+    if bounds:
+        context = attend_by_document(q_bhte, k, v, bounds)
+    else:
+        context = _attend(q_bhte, k, v, past.mask_b1ts)
+    return (context[..., :-narrower] if narrower else context).transpose(1, 2).flatten(2)
+
+
+def _attend(q_bhte: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     t, s, groups = q_bhte.shape[2], k.shape[2], q_bhte.shape[1] // k.shape[1]
-    mask, causal = past.mask_b1ts, past.mask_b1ts is None and t == s
+    causal = mask is None and t == s
     if mask is None and 1 < t < s:
         mask = causal_mask(t, s, q_bhte.device)
     elif mask is not None and q_bhte.is_cuda:
         # only the memory-efficient kernel takes a mask in every dtype, but not grouped queries; the fallback would
         # materialize all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-    context = F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
-    return context.transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(q_bhte, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
 
 
 class AttentionFactory(Protocol):

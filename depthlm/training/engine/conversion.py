@@ -65,10 +65,10 @@ def convert(path: Path, folder: Path, model: nn.Module | None = None, experts: i
     # the slices take the same space again until they are merged
     if free < 2 * size:
         raise UserError(
-            f"{path}: for another number of ranks it is converted, which needs {2 * size / 2**30:.1f} GiB "
+            f"{path}: for another layout of ranks it is converted, which needs {2 * size / 2**30:.1f} GiB "
             f"in {folder.parent}; {free / 2**30:.1f} GiB are free"
         )
-    log.info("converting %s for another number of ranks", path)
+    log.info("converting %s for another layout of ranks", path)
     process = subprocess.run(
         [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
          "--input_folder", str(path / STATE), "--output_folder", str(folder / STATE)],

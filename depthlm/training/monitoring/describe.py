@@ -65,8 +65,11 @@ def mixers(config: Config) -> dict[str, str]:
         return {}
     counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
     kept = len(names) - names.count("delta")
-    own = not config.model.attention["_target_"].endswith(".SelfAttention")
-    where = f"; the attention of {config.model.name} is in the {kept} with keys and values" if own else ""
+    where = (
+        f"; the attention of {config.model.name} is in the {kept} with keys and values"
+        if config.model.reads_across_layers()
+        else ""
+    )
     return {"mixers": f"{counts} layers{where}"}
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .parts import Model, linear, norm, rms_normed
+from .parts import Model, linear, rms_normed
 
 Heads = list[list[Tensor]]
 
@@ -15,7 +15,7 @@ def latent_heads(m: Model, name: str, q_in: Tensor, k_in: Tensor, v_in: Tensor) 
     keys, values = [], []
     for h in range(m.size.num_heads):
         from_k, from_v = (
-            linear(m, f"{name}.kv_b_proj", norm(m, f"{name}.kv_a_norm", linear(m, f"{name}.kv_a_proj", x)[:latent]))
+            linear(m, f"{name}.kv_b_proj", latent_norm(m, name, linear(m, f"{name}.kv_a_proj", x)[:latent]))
             for x in (k_in, v_in)
         )
         shared = linear(m, f"{name}.kv_a_proj", k_in)[latent:]
@@ -23,6 +23,10 @@ def latent_heads(m: Model, name: str, q_in: Tensor, k_in: Tensor, v_in: Tensor) 
         keys.append(torch.cat((from_k[start : start + width], shared)))
         values.append(from_v[start + width : start + 2 * width])
     return queries, keys, values
+
+
+def latent_norm(m: Model, name: str, x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean() + 1e-6) * m.p[f"{name}.kv_a_norm.weight"]
 
 
 def delta_attention(m: Model, name: str, inputs: list[list[Tensor]]) -> Heads:

@@ -95,7 +95,7 @@ def test_a_run_resumes_on_fewer_ranks_also_after_a_conversion_without_disk_space
     assert two_ranks(train_on_ranks, small_run(*shared, "training.stop_after=2")) == [0, 0]
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": 1000}))
-        with pytest.raises(UserError, match=r"another number of ranks it is converted, which needs .* GiB are free"):
+        with pytest.raises(UserError, match=r"another layout of ranks it is converted, which needs .* GiB are free"):
             train(depthlm.compose(small_run(*shared)))
     with monkeypatch.context() as patch:
         patch.setattr("sys.executable", "/bin/false")
