@@ -25,7 +25,7 @@ from depthlm.training.plan import make_plan
 from ..accounting.test_memory import saved_by_autograd
 from ..forks import Forks
 from ..ranks import rank_variables
-from ..two_ranks import TwoRanks, train_on_ranks
+from ..two_ranks import TwoRanks, train_and_resume, train_on_ranks
 from .run_files import assert_same, curve, manifest, states, weights
 from .synthetic import synthetic_tokens
 from .test_experts import biases, records
@@ -83,7 +83,7 @@ def test_spread_experts_equal_those_of_one_rank_and_a_resumed_run_equals_both(
     given = (f"deepspeed={stage}", f"precision={precision}", "training.validation_tokens=80",
              "training.validate_every=3", "training.sample=depth", "training.log_blocks_every=2")  # fmt: skip
     assert train(depthlm.compose(small_run(*EXPERTS, *given, name="one"))) == 0
-    assert two_ranks(train_on_ranks, small_run(*SPREAD, *given, name="two")) == [0, 0]
+    train_and_resume(two_ranks, small_run, (*SPREAD, *given), (3, STEPS))
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
     assert_close(two, one, precision)
     losses = [
@@ -95,9 +95,6 @@ def test_spread_experts_equal_those_of_one_rank_and_a_resumed_run_equals_both(
         torch.testing.assert_close(records(one)[-1]["load"], records(two)[-1]["load"])
         assert_same(dict(enumerate(biases(one))), dict(enumerate(biases(two))))
         assert any(bias_e.any() for bias_e in biases(two))
-    for stop in (3, STEPS):
-        overrides = small_run(*SPREAD, *given, f"training.stop_after={stop}", name="resumed")
-        assert two_ranks(train_on_ranks, overrides) == [0, 0]
     assert curve(two) == curve(resumed)
     assert_same(weights(two), weights(resumed))
     assert_same(states(two), states(resumed))
@@ -110,12 +107,9 @@ def test_spread_experts_get_the_updates_of_muon_and_resume(
 ) -> None:
     given = ("deepspeed=zero0", "precision=fp32", "optimizer=muon")
     assert train(depthlm.compose(small_run(*EXPERTS, *given, name="one"))) == 0
-    assert two_ranks(train_on_ranks, small_run(*SPREAD, *given, name="two")) == [0, 0]
+    train_and_resume(two_ranks, small_run, (*SPREAD, *given), (3, STEPS))
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
     assert_close(two, one, "muon")
-    for stop in (3, STEPS):
-        overrides = small_run(*SPREAD, *given, f"training.stop_after={stop}", name="resumed")
-        assert two_ranks(train_on_ranks, overrides) == [0, 0]
     assert curve(two) == curve(resumed)
     assert_same(weights(two), weights(resumed))
     assert_same(states(two), states(resumed))

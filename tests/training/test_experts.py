@@ -14,7 +14,7 @@ from depthlm.config import ConfigError
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..two_ranks import TwoRanks, train_on_ranks
+from ..two_ranks import TwoRanks, train_and_resume, train_on_ranks
 from .run_files import assert_same, bad_batches, curve, weights
 
 STEPS = 6
@@ -46,9 +46,7 @@ def test_two_ranks_equal_one_and_a_resumed_run_equals_both(
 ) -> None:
     given = (*EXPERTS, f"deepspeed={stage}", f"precision={precision}")
     assert train(depthlm.compose(small_run(*given, name="one"))) == 0
-    assert two_ranks(train_on_ranks, small_run(*given, name="two")) == [0, 0]
-    for stop in (3, STEPS):
-        assert two_ranks(train_on_ranks, small_run(*given, f"training.stop_after={stop}", name="resumed")) == [0, 0]
+    train_and_resume(two_ranks, small_run, given, (3, STEPS))
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
     assert curve(two) == curve(resumed)
     assert_same(weights(two), weights(resumed))

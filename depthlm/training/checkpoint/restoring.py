@@ -71,10 +71,13 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     if start is None:
         return Progress()
     run = RunDirectory(directory)
-    # a run that has nothing left to save would never remove them
-    on_rank_0(lambda: remove_leftovers(run))
-    folder = on_rank_0(lambda: _convert(start, engine, run)) if start.universal else None
-    _load(engine, start, folder)
+
+    def prepare() -> Path | None:
+        # a run that has nothing left to save would never remove them
+        remove_leftovers(run)
+        return _convert(start, engine, run) if start.universal else None
+
+    _load(engine, start, on_rank_0(prepare))
     progress = read_progress(start.manifest)
     if start.forked:
         progress.wandb_id, progress.row = None, {}
@@ -109,7 +112,6 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
 
 
 def _convert(start: ResumePoint, engine: Engine, run: RunDirectory) -> Path:
-    remove_leftovers(run)
     return convert(start.path, run.universal(start.path), engine.model, saved_experts(start.manifest))
 
 
