@@ -37,6 +37,20 @@ class Measured:
     deviation: float | None
     count: int
 
+    @property
+    def interval(self) -> float | None:
+        """Half the width of the mean's 95% confidence interval, by Student's t; None for one seed."""
+        if self.deviation is None:
+            return None
+        return student_t(self.count - 1) * self.deviation / math.sqrt(self.count)
+
+
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """Return the two-sided quantile of Student's t distribution: 4.303 for two degrees of freedom."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + level) / 2, freedom))
+
 
 def gather(points: Sequence[Point]) -> list[Row]:
     """Return the rows of a sweep, in the order of its points, with the content of their run directories."""

@@ -36,6 +36,15 @@ def test_initial_distributions(make_decoder):
             assert abs(parameter.mean()) < 0.002, name
 
 
+def test_the_embedding_has_its_own_standard_deviation(make_decoder):
+    model, scaled = make_decoder(), make_decoder()
+    initialize(model, seed=1, std=0.02)
+    initialize(scaled, seed=1, std=0.02, embedding_std=0.5)
+    for name, parameter in model.named_parameters():
+        factor = 25 if name == "embedding.weight" else 1
+        torch.testing.assert_close(scaled.get_parameter(name), factor * parameter)
+
+
 def test_initialization_from_meta_and_in_bf16(make_decoder):
     model = make_decoder()
     initialize(model, seed=5, std=0.02)
