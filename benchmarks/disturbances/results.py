@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-NAMES = ("step", "tokens", "loss", "learning_rate", "grad_norm", "validation/stdlib/loss", "validation/local/loss")
+NAMES = (
+    "step", "tokens", "loss", "mean_loss", "learning_rate", "grad_norm", "validation/stdlib/loss",
+    "validation/local/loss",
+)  # fmt: skip
 
 
 def newest_step(directory: Path) -> int:

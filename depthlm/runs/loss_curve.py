@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from depthlm.files import read_yaml
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import read_metrics
+from depthlm.runs.records import read_metrics, training_loss
 from depthlm.runs.validation_losses import ValidationLosses, finite, loss_key
 
 
@@ -16,8 +17,9 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
 
     rows = list(read_metrics(RunDirectory(directory).metrics, {"step", "loss", "tokens"}))
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    seen = [row for row in rows if row["loss"] is not None and row["tokens"] is not None]
-    axes.plot([row["tokens"] / 1e6 for row in seen], [row["loss"] for row in seen], label="training", lw=1.5)
+    seen = [row for row in rows if row["tokens"] is not None]
+    losses = [(row["tokens"] / 1e6, loss) for row in seen if (loss := training_loss(row)) is not None]
+    axes.plot([x for x, _ in losses], [loss for _, loss in losses], label="training", lw=1.5)
     names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
     # the usual ten colours, one of which is the training loss, would repeat
     colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
@@ -34,7 +36,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     axes.set(
         xlabel="tokens (millions)",
         ylabel="loss (nats per token)",
-        title=f"{directory.parent.name}/{directory.name}"[:80],
+        title=title_of(directory).replace("$", r"\$"),
     )
     axes.grid(alpha=0.25)
     axes.margins(x=0.11)
@@ -46,3 +48,15 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path
+
+
+def title_of(directory: Path) -> str:
+    """Return the mechanism and the size of a run, as in `depth_attention, nano_60k`, from its config.yaml.
+
+    Where the file does not name them, the end of the directory's path is returned.
+    """
+    config = read_yaml(RunDirectory(directory).config)
+    parts = [config.get(group) for group in ("model", "size")]
+    names = [part.get("name") for part in parts if isinstance(part, dict)]
+    named = len(names) == 2 and all(isinstance(name, str) and name for name in names)
+    return ", ".join(names) if named else f"{directory.parent.name}/{directory.name}"[-80:]

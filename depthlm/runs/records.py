@@ -2,7 +2,7 @@
 
 import fcntl
 import json
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,14 @@ def read_metrics(
             values += row[name] if isinstance(row[name], list) else [row[name], "not a list"]
         if all(value is None or type(value) in (int, float) for value in values):
             yield row
+
+
+def training_loss(row: Mapping[str, Any]) -> float | None:
+    """Return the training loss of a row in nats per token, or None if it is not finite.
+
+    It is the mean over the logging interval; rows of older versions only have the loss of the last batch.
+    """
+    return finite(row["mean_loss"] if "mean_loss" in row else row.get("loss"))
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

@@ -44,13 +44,15 @@ COMPLETE = 0
 
 
 class Due(NamedTuple):
-    """What follows a step, the same on all ranks. last: no step of this process follows. written: the checkpoint being
-    written is on the disk."""
+    """What follows a step, the same on all ranks. last: no step of this process follows. interval_ends: a row ends the
+    logging interval; the settings and the step alone decide it. written: the checkpoint being written is on the disk.
+    """
 
     last: bool
     stop: bool
     save: bool
     validate: bool
+    interval_ends: bool
     written: bool
 
 
@@ -188,6 +190,7 @@ class Trainer:
         loss = step.nll / self.plan.tokens_per_step
         spike = step.spike_limit < step.nll < math.inf
         if self.engine.step_applied():
+            progress.count_loss(loss)
             if spike:
                 self.record_bad_batch("kept", spike_text(loss, progress.recent_losses), loss)
             if training.spike_deviations is not None:
@@ -265,8 +268,9 @@ class Trainer:
         if lost:
             raise DirectoryLostError(self.paths.path)
         last = stop or step == self.plan.last_step
-        save = last or by_the_clock or _is_multiple(step, self.training.checkpoint_every)
-        return Due(last, stop, save, self.validation_due(step), written=not busy)
+        saved, validate = _is_multiple(step, self.training.checkpoint_every), self.validation_due(step)
+        interval_ends = saved or validate or step == 1 or _is_multiple(step, self.training.log_every)
+        return Due(last, stop, last or by_the_clock or saved, validate, interval_ends, written=not busy)
 
     def check_directory(self) -> None:
         """Raise DirectoryLostError if the run directory is gone. Called after what takes long, before it is written."""
@@ -279,9 +283,9 @@ class Trainer:
         return _is_multiple(step, self.training.validate_every) or step == self.plan.max_steps
 
     def maybe_log(self, step: Step, due: Due, bar: Bar) -> None:
-        """Write a row of metrics if the step is the first, is saved or validated, or if log_every asks for it."""
+        """Write a row of metrics if a logging interval ends, or if a signal or the clock causes a checkpoint."""
         number = self.progress.step
-        if not (due.save or due.validate or number == 1 or _is_multiple(number, self.training.log_every)):
+        if not (due.save or due.interval_ends):
             return
         steps_per_second = (number - self.logged_at) / self.stopwatch.take_lap()
         self.logged_at = number
@@ -292,6 +296,7 @@ class Trainer:
             "step": number,
             "tokens": self.progress.tokens,
             "loss": finite(step.nll / self.plan.tokens_per_step),
+            "mean_loss": self.progress.mean_loss,
             "learning_rate": step.learning_rate,
             "grad_norm": finite(self.engine.grad_norm()),
             "tokens_per_second": tokens_per_second,
@@ -307,6 +312,8 @@ class Trainer:
         self.metrics.write(row)
         if self.routing is not None:
             self.routing.write(number)
+        if due.interval_ends:
+            self.progress.begin_interval()
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the model FLOPs utilization of a rank; None if the peak FLOP/s of the device are unknown."""

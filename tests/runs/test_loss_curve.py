@@ -2,8 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from depthlm.runs.loss_curve import plot_loss
+import pytest
+
+from depthlm.runs.loss_curve import plot_loss, title_of
 
 
 def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, rendered: None) -> None:
@@ -13,3 +16,38 @@ def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, render
     picture = plot_loss(tmp_path, unigram_entropy=4.0).read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
+
+
+def test_the_mean_loss_of_the_interval_is_plotted_where_a_row_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"step": 1, "tokens": 1_000_000, "loss": 5.0},
+        {"step": 4, "tokens": 4_000_000, "loss": 4.0, "mean_loss": 4.5},
+        {"step": 8, "tokens": 8_000_000, "loss": None, "mean_loss": 3.5, "validation/set/loss": 3.0},
+        {"step": 9, "tokens": 9_000_000, "loss": 3.4, "mean_loss": None},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.extend(figure.axes[0].lines))
+    plot_loss(tmp_path)
+    training, validation = drawn
+    assert training.get_xydata().tolist() == [[1.0, 5.0], [4.0, 4.5], [8.0, 3.5]]
+    assert validation.get_xydata().tolist() == [[8.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("config", "title"),
+    [
+        ("model: {name: depth_attention}\nsize: {name: nano_60k}", "depth_attention, nano_60k"),
+        ("model: {name: depth_attention}\nsize: nano", "sweep/run"),
+        ("model: [", "sweep/run"),
+        (None, "sweep/run"),
+    ],
+)
+def test_the_title_names_the_mechanism_and_the_size(tmp_path: Path, config: str | None, title: str) -> None:
+    folder = tmp_path / "sweep/run"
+    folder.mkdir(parents=True)
+    if config is not None:
+        (folder / "config.yaml").write_text(config)
+    assert title_of(folder) == title

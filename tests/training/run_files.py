@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from depthlm.config.saved import END
 from depthlm.runs.records import read_metrics
 
-CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm")
+CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm", "mean_loss")
 
 
 def curve(directory: Path) -> list[tuple[Any, ...]]:

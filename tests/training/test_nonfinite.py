@@ -39,6 +39,21 @@ def test_a_bad_batch_is_skipped_and_listed(small_run: Callable[..., list[str]], 
     assert rows[4]["learning_rate"] == rows[3]["learning_rate"]
 
 
+def test_the_mean_loss_has_only_batches_that_updated_the_weights(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    spoiled: dict[int, Any] = {2: "gradient", 3: "gradient", 6: "loss"}
+    for name, every in (("each", 1), ("intervals", 4)):
+        overrides = small_run("training.max_steps=8", f"training.log_every={every}", name=name)
+        assert train_spoiled(overrides, spoiled) == 0
+    each = {row["step"]: row for row in read_metrics(tmp_path / "each/metrics.jsonl")}
+    assert [step for step, row in each.items() if row["mean_loss"] is None] == [2, 3, 6]
+    rows = list(read_metrics(tmp_path / "intervals/metrics.jsonl"))
+    losses = [[each[step]["loss"] for step in steps] for steps in ((1,), (4,), (5, 7, 8))]
+    assert [row["step"] for row in rows] == [1, 4, 8]
+    assert [row["mean_loss"] for row in rows] == pytest.approx([sum(part) / len(part) for part in losses], rel=1e-9)
+
+
 def test_a_bad_batch_is_logged_with_its_windows(
     small_run: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,19 @@ def test_straight_equals_resumed_bit_for_bit(
     assert len(moments) >= 2
 
 
+def test_the_mean_loss_of_an_interval_does_not_depend_on_where_a_run_stops(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    overrides = ["training.max_steps=10", "training.log_every=4"]
+    assert train(depthlm.compose(small_run(*overrides, name="straight"))) == 0
+    for stop in (2, 3, 6, 10):
+        assert train(depthlm.compose(small_run(*overrides, f"training.stop_after={stop}", name="resumed"))) == 0
+    straight, resumed = curve(tmp_path / "straight"), curve(tmp_path / "resumed")
+    assert [row[0] for row in straight] == [1, 4, 8, 10]
+    assert [row[0] for row in resumed] == [1, 2, 3, 4, 6, 8, 10]
+    assert [row for row in resumed if row[0] in (1, 4, 8, 10)] == straight
+
+
 def test_repeating_a_complete_run_changes_nothing(
     trained: Callable[..., Path],
     small_run: Callable[..., list[str]],

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -28,6 +29,20 @@ def test_rows_are_logged_every_log_every_steps_and_at_the_first_last_and_saved_s
     assert [row["step"] for row in rows] == [1, 4, 5, 7, 8, 10, 11]
     assert [row["step"] for row in rows if "validation/local/loss" in row] == [5, 10, 11]
     assert all(row["tokens"] == row["step"] * 128 for row in rows)
+
+
+def test_a_row_has_the_mean_loss_of_the_updates_since_the_last_interval(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    for name, every in (("each", 1), ("intervals", 4)):
+        overrides = small_run("training.max_steps=11", f"training.log_every={every}", name=name)
+        assert train(depthlm.compose(overrides)) == 0
+    each = [row["loss"] for row in read_metrics(tmp_path / "each/metrics.jsonl")]
+    rows = list(read_metrics(tmp_path / "intervals/metrics.jsonl"))
+    ends = [row["step"] for row in rows]
+    assert ends == [1, 4, 8, 10, 11]
+    means = [fmean(each[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    assert [row["mean_loss"] for row in rows] == pytest.approx(means, rel=1e-9)
 
 
 @pytest.mark.parametrize("setting", ["training.activation_checkpointing=true", "training.micro_batch_size=2"])

@@ -81,6 +81,7 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
     progress = read_progress(start.manifest)
     if start.forked:
         progress.wandb_id, progress.row = None, {}
+        progress.begin_interval()
         log.info("forked from %s: %d steps done", start.path, progress.step)
     else:
         log.info("resumed from %s: %d steps done", start.path, progress.step)

@@ -35,3 +35,4 @@ def test_a_run_of_an_older_version_resumes(
     rows = list(read_metrics(run / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert [row["loss"] for row in rows[10:]] == pytest.approx(LOSSES, rel=1e-4)
+    assert [row["mean_loss"] for row in rows[10:]] == [row["loss"] for row in rows[10:]]
