@@ -15,7 +15,10 @@ SIDE_BY_SIDE, WIDEST = 3, 10
 
 
 def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
-    """Return the tables of each group of columns: one if it has few, else ours, the paper's and differences apart."""
+    """Return the tables of each group of columns: one if it has few, else ours, the paper's and differences apart.
+
+    Where the runs do not follow the paper's protocol, there are no differences from the paper's numbers.
+    """
     groups: dict[str, dict[str, Column]] = {}
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, {})[name] = column
@@ -32,7 +35,7 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
             if printed:
                 tables[group].append(_table(sweep, part, f"{named}the paper's", _paper_cells))
                 apart = _table(sweep, part, f"{named}ours - the paper's", _apart_cells)
-                if any(cell.text != DASH for row in apart.rows for cell in row[1:]):
+                if sweep.as_printed and any(cell.text != DASH for row in apart.rows for cell in row[1:]):
                     tables[group].append(apart)
     return tables
 
@@ -52,7 +55,7 @@ def against_table(sweep: Sweep) -> Table | None:
         ours = None if reference is None else difference(row, reference, column)
         theirs = None if reference is None else paper_difference(row, reference, name)
         against = [] if one else [DASH if reference is None else reference.label]
-        ours_text = _missing(row, reference) if ours is None else _with_deviation(ours, column, signed_text)
+        ours_text = _missing(row, reference) if ours is None else _with_interval(ours, column)
         theirs_text = [signed_text(theirs, column.digits)] if _printed(sweep, name) else []
         rows.append(cells([row.label, *against, ours_text, *theirs_text]))
     head = ["", *([] if one else ["against"]), "ours", *(["paper"] if _printed(sweep, name) else [])]
@@ -83,8 +86,11 @@ def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table
         shown = [ours_cells(sweep, name, column)]
         head.append(f"{headed(name, column)}: ours" if _printed(sweep, name) else headed(name, column))
         if _printed(sweep, name):
-            shown += [_paper_cells(sweep, name, column), _apart_cells(sweep, name, column)]
-            head += ["paper", "difference"]
+            shown.append(_paper_cells(sweep, name, column))
+            head.append("paper")
+            if sweep.as_printed:
+                shown.append(_apart_cells(sweep, name, column))
+                head.append("difference")
         body = [[*line, *more] for line, *more in zip(body, *shown, strict=True)]
     return Table(head, body, title)
 
@@ -126,7 +132,7 @@ def ours_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
         if value is None:
             shown.append(Cell(MISSING if column.metric and not _any_complete(row) else DASH))
             continue
-        text = _with_deviation(value, column, number_text)
+        text = _with_deviation(value, column)
         partly = f" ({value.count} of {len(row.points)})" if value.count < len(row.points) else ""
         shown.append(Cell(f"{text}{partly}", is_best))
     return shown
@@ -161,8 +167,17 @@ def _apart_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
     return shown
 
 
-def _with_deviation(value: Measured, column: Column, text: Callable[[float, int], str]) -> str:
-    shown = text(value.mean, column.digits)
+def _with_deviation(value: Measured, column: Column) -> str:
+    shown = number_text(value.mean, column.digits)
     if value.deviation is None or column.metric in FACTS:
         return shown
     return f"{shown} ± {number_text(value.deviation, column.digits)}"
+
+
+def _with_interval(value: Measured, column: Column) -> str:
+    """Return a difference with the bounds of its 95% interval, as in `-0.0500 [-0.0712, -0.0288]`."""
+    shown = signed_text(value.mean, column.digits)
+    if value.interval is None or column.metric in FACTS:
+        return shown
+    low, high = (signed_text(value.mean + side * value.interval, column.digits) for side in (-1, 1))
+    return f"{shown} [{low}, {high}]"

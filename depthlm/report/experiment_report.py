@@ -7,10 +7,11 @@ from depthlm.report.comparison import against_table, comparison_tables
 from depthlm.report.figures.bars import draw_bars
 from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.lines import draw_lines
-from depthlm.report.figures.loss_curves import Trace, draw_loss_curves
+from depthlm.report.figures.loss_curves import draw_loss_curves
+from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.style import looks, mechanism_of
-from depthlm.report.head import head, named_runs
+from depthlm.report.figures.stamp import stamp_of
+from depthlm.report.head import head
 from depthlm.report.scaling import curves, fit_table, remarks, savings, savings_table
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, MISSING, Table, markdown, plain
@@ -36,7 +37,10 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     if against is not None:
         parts.append(markdown(against))
         if any(len(row.points) > 1 for row in sweep.rows):
-            parts.append("Deviations in this table are of the differences between runs with the same seed.")
+            parts.append(
+                "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the "
+                "same seed."
+            )
     if sweep.experiment.figure == "scaling":
         parts.append(_scaling(sweep, folder))
     elif sweep.experiment.figure != "none":
@@ -44,7 +48,8 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
         parts.append(picture("Figure", folder, name, notes))
     name = "loss_curves.png"
-    parts.append(picture("Loss curves", folder, name, draw_loss_curves(traces(sweep), folder / name)))
+    drawn = draw_loss_curves(panels_of(sweep), folder / name, stamp_of(sweep))
+    parts.append(picture("Loss curves", folder, name, drawn))
     return "\n\n".join(parts) + "\n", next(iter(groups.values()))
 
 
@@ -67,10 +72,3 @@ def picture(title: str, folder: Path, name: str, notes: Sequence[str] | None) ->
         (folder / name).unlink(missing_ok=True)
         return f"## {title}\n\nNothing to draw yet."
     return "\n\n".join([f"## {title}", f"![{title}]({name})", *([plain(" ".join(notes))] if notes else [])])
-
-
-def traces(sweep: Sweep) -> list[Trace]:
-    """Return all runs of a sweep, to draw their losses; runs of one mechanism share a colour."""
-    named = [(who, mechanism_of(row), run) for row, run, who in named_runs(sweep.rows)]
-    styles = looks([mechanism for _, mechanism, _ in named])
-    return [Trace(name, mechanism, look, run) for (name, mechanism, run), look in zip(named, styles, strict=True)]

@@ -1,6 +1,7 @@
 """The report of any run directories: their numbers, the differences of their configurations, and their losses."""
 
 import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from depthlm.config.validate.errors import nearest
 from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.report.experiment_report import picture
-from depthlm.report.figures.loss_curves import Trace, draw_loss_curves
-from depthlm.report.figures.style import looks
+from depthlm.report.figures.loss_curves import draw_loss_curves
+from depthlm.report.figures.panels import LossCurve, Panel
 from depthlm.report.head import first_line, state_line
 from depthlm.report.protocol import saved_config
 from depthlm.report.rows import number
@@ -75,11 +76,30 @@ def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Tabl
     read = [(name, config) for name, config in zip(names, configs, strict=True) if config]
     tables = difference_tables([name for name, _ in read], [config for _, config in read])
     parts += [markdown(table) for table in tables] if tables else ["No setting that affects the result."]
-    mechanisms = [str(config.get("model.name", name)) for name, config in zip(names, configs, strict=True)]
-    traces = [Trace(*trace) for trace in zip(what_differs(names), mechanisms, looks(mechanisms), runs, strict=True)]
     name = "loss_curves.png"
-    parts.append(picture("Loss curves", folder, name, draw_loss_curves(traces, folder / name)))
+    stamp = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
+    drawn = draw_loss_curves(panels_by_size(runs, names, configs), folder / name, stamp)
+    parts.append(picture("Loss curves", folder, name, drawn))
     return "\n\n".join(parts) + "\n", [main]
+
+
+def panels_by_size(runs: Sequence[RunRecord], names: Sequence[str], configs: Sequence[dict[str, Any]]) -> list[Panel]:
+    """Return the loss curves of the runs, with a panel for each model size."""
+    sizes: dict[str, list[tuple[RunRecord, str, dict[str, Any]]]] = {}
+    for run, name, config in zip(runs, names, configs, strict=True):
+        sizes.setdefault(str(config.get("size.name") or ""), []).append((run, name, config))
+    return [
+        Panel(
+            size,
+            [
+                LossCurve(shown, str(config.get("model.name", name)), [run])
+                for (run, name, config), shown in zip(
+                    of_size, what_differs([name for _, name, _ in of_size]), strict=True
+                )
+            ],
+        )
+        for size, of_size in sizes.items()
+    ]
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -93,10 +113,11 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def what_differs(names: Sequence[str]) -> list[str]:
-    """Return names for a legend: for run names made from overrides, the parts that not all runs share."""
+    """Return names for a figure: of run names made from overrides, the settings that not all runs share, as text."""
     parts = [name.split("__") for name in names]
     shared = set.intersection(*map(set, parts))
-    left = ["__".join(part for part in of if part not in shared) for of in parts]
+    # `optimizer.lr-0.01` becomes `lr-0.01`
+    left = [", ".join(re.sub(r"^([a-z_]+\.)+", "", part) for part in of if part not in shared) for of in parts]
     return left if all(left) and len(set(left)) == len(left) else list(names)
 
 

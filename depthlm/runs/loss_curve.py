@@ -57,6 +57,5 @@ def title_of(directory: Path) -> str:
     """
     config = read_yaml(RunDirectory(directory).config)
     parts = [config.get(group) for group in ("model", "size")]
-    names = [part.get("name") for part in parts if isinstance(part, dict)]
-    named = len(names) == 2 and all(isinstance(name, str) and name for name in names)
-    return ", ".join(names) if named else f"{directory.parent.name}/{directory.name}"[-80:]
+    names = [part["name"] for part in parts if isinstance(part, dict) and isinstance(part.get("name"), str)]
+    return ", ".join(names) if len(names) == 2 else f"{directory.parent.name}/{directory.name}"[-80:]

@@ -30,13 +30,13 @@ RULE = experiment(
 
 
 @pytest.mark.usefixtures("rendered")
-def test_the_report_has_our_numbers_the_papers_and_both_differences() -> None:
+def test_the_report_has_our_numbers_the_papers_and_differences_against_the_baseline() -> None:
     for directory, loss in zip(directories(RULE, "smoke"), (3.0, 2.9, 2.95), strict=True):
         write_run(directory, loss)
     text = reported(RULE, "smoke")
-    assert row(text, "Vanilla") == ["3.0000", "2.2348", "+0.7652"]
-    assert row(text, "Uniform \\| Mix") == ["**2.9000**", DASH, DASH]
-    assert row(text, "Depth-Attention") == ["2.9500", "2.2115", "+0.7385"]
+    assert row(text, "Vanilla") == ["3.0000", "2.2348"]
+    assert row(text, "Uniform \\| Mix") == ["**2.9000**", DASH]
+    assert row(text, "Depth-Attention") == ["2.9500", "2.2115"]
     assert "**validation loss, against Vanilla**" in text
     assert row(text, "Depth-Attention", 1) == ["-0.0500", "-0.0233"]
     assert row(text, "Uniform \\| Mix", 1) == ["-0.1000", DASH]
@@ -50,6 +50,14 @@ def test_the_report_has_our_numbers_the_papers_and_both_differences() -> None:
     assert is_png("loss_curves.png")
 
 
+def test_runs_of_the_papers_protocol_are_compared_with_its_numbers() -> None:
+    for directory, loss in zip(directories(RULE), (3.0, 2.9, 2.95), strict=True):
+        write_run(directory, loss)
+    text = reported(RULE)
+    assert row(text, "Vanilla") == ["3.0000", "2.2348", "+0.7652"]
+    assert row(text, "Uniform \\| Mix") == ["**2.9000**", DASH, DASH]
+
+
 def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     rule = directories(RULE, "smoke")
     write_run(rule[0], 3.0)
@@ -60,7 +68,7 @@ def test_a_half_finished_sweep_reports_the_progress_of_each_run() -> None:
     assert row(text, "Uniform \\| Mix")[:2] == ["stopped", "20"]
     assert row(text, "Depth-Attention")[0] == "failed"
     assert row(text, "Depth-Attention")[3] == "OutOfMemoryError: 3 \\| 4 GiB"
-    assert row(text, "Depth-Attention", 1) == [MISSING, "2.2115", DASH]
+    assert row(text, "Depth-Attention", 1) == [MISSING, "2.2115"]
     assert row(text, "Depth-Attention", 2) == [MISSING, "-0.0233"]
     assert "Pale lines that end in a cross" in text
 
@@ -102,20 +110,23 @@ def test_a_non_finite_loss_gives_no_number() -> None:
     write_run(rule[0], 3.0)
     write_run(rule[2], validation_loss=None)
     text = reported(RULE, "smoke")
-    assert row(text, "Depth-Attention") == [DASH, "2.2115", DASH]
+    assert row(text, "Depth-Attention") == [DASH, "2.2115"]
     assert "1 of 2 complete runs have no finite number yet for validation loss (`validation_loss`)." in text
 
 
 def test_several_seeds_are_reported_with_their_count_and_deviation() -> None:
     for number, directory in enumerate(directories(RULE, "smoke", ["1", "2"])):
         # the last run of the second seed is incomplete
-        write_run(directory, 3.0 + 0.1 * (number // 3) - 0.05 * (number % 3), done=0.5 if number == 5 else 1)
+        gain = 0.05 + 0.002 * (number // 3)
+        write_run(directory, 3.0 + 0.1 * (number // 3) - gain * (number % 3), done=0.5 if number == 5 else 1)
     text = reported(RULE, "smoke", ["1", "2"])
-    assert row(text, "Vanilla") == ["2", "3.0500 ± 0.0707", "2.2348", "+0.8152"]
-    assert row(text, "Depth-Attention") == ["2", "**2.9000 (1 of 2)**", "2.2115", "+0.6885"]
+    assert row(text, "Vanilla") == ["2", "3.0500 ± 0.0707", "2.2348"]
+    assert row(text, "Depth-Attention") == ["2", "**2.9000 (1 of 2)**", "2.2115"]
     assert row(text, "Depth-Attention, seed 2")[:2] == ["stopped", "20"]
-    assert row(text, "Uniform \\| Mix", 1) == ["-0.0500 ± 0.0000", DASH]
-    assert "Whiskers: one standard deviation" in text
+    # of the differences -0.050 and -0.052; Student's t of one degree of freedom is 12.706
+    assert row(text, "Uniform \\| Mix", 1) == ["-0.0510 \\[-0.0637, -0.0383\\]", DASH]
+    assert "In brackets: the 95% interval over seeds" in text
+    assert "Error bars: 95% intervals over seeds, of differences paired by seed." in text
 
 
 def test_a_column_at_a_share_of_the_run() -> None:
@@ -159,6 +170,18 @@ def test_wide_groups_have_separate_tables_for_ours_the_papers_and_the_difference
     assert row(text, "vanilla", 2) == ["+1.2"] * 9
     assert row(text, "vanilla", 3) == ["51.2"] * 8
     assert row(text, "dca", 6) == [DASH, "9.000", DASH]
+
+
+def test_the_difference_from_the_papers_numbers_needs_its_protocol() -> None:
+    names = [f"task{number}" for number in range(4)]
+    columns = {name: {"title": name, "metric": name, "group": "tasks"} for name in names}
+    of = experiment(points=[{"label": "A", "model": "vanilla", "paper": dict.fromkeys(names, 1.0)}], columns=columns)
+    for budget in ("paper", "smoke"):
+        write_run(directories(of, budget)[0], **dict.fromkeys(names, 1.5))
+    assert "**tasks: ours - the paper's**" in reported(of, "paper")
+    text = reported(of, "smoke")
+    assert "ours - the paper's" not in text
+    assert [row(text, "A", number) for number in (0, 1)] == [["1.500"] * 4, ["1.000"] * 4]
 
 
 def test_the_best_is_marked_for_each_size_separately() -> None:

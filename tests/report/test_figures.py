@@ -1,16 +1,17 @@
 """Every kind of figure, drawn from made-up runs, and its notes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from depthlm.config import mechanisms
-from depthlm.report.experiment_report import traces
 from depthlm.report.figures.axis import axis_title, ordered, setting
 from depthlm.report.figures.heatmap import _panels
 from depthlm.report.figures.lines import _lines
-from depthlm.report.figures.loss_curves import read, smooth
+from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, colour_of, looks
 from depthlm.report.rows import Row, measured
 
@@ -170,22 +171,62 @@ def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed(figure: st
     assert not Path(f"report/{figure}.png").exists()
 
 
-def test_losses_are_read_with_their_gaps_and_smoothed() -> None:
+def test_error_bars_of_lines_are_intervals_over_seeds() -> None:
+    of = experiment(
+        points=[{"model": "vanilla", "size.num_layers": [2, 4]}], columns=LOSS, figure="lines", x="size.num_layers"
+    )
+    for number, directory in enumerate(directories(of, "paper", ["1", "2", "3"])):
+        write_run(directory, 3.0 + 0.1 * (number // 2))
+    (line,) = _lines(sweep(of, "paper", ["1", "2", "3"]), hollow=False)
+    # Student's t of two degrees of freedom, times the deviation 0.1, divided by the root of three
+    assert [mark.interval for mark in line.marks] == pytest.approx([4.3027 * 0.1 / 3**0.5] * 2, rel=1e-4)
+    assert "Error bars: 95% intervals over seeds." in reported(of, "paper", ["1", "2", "3"])
+
+
+def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable() -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
-    folder = write_run(directories(of)[0])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 41, "tokens": 41000, "loss": null}\n')
-        file.write('{"step": 42, "tokens": 42000, "loss": 3.0, "validation/a/loss": 1.0, "validation/b/loss": null}\n')
-    trace = traces(sweep(of))[0]
-    drawn = read(trace)
-    assert np.isnan(drawn.loss[40])
-    assert drawn.validated.tolist() == [10000, 20000, 30000, 40000]
-    noise = np.tile([1.0, 3.0], 100)
-    noise[50] = np.nan
-    smoothed = smooth(noise)
-    assert np.isnan(smoothed[50])
-    assert np.nanstd(smoothed) < np.nanstd(noise)
-    assert smooth(np.ones(200)).tolist() == [1.0] * 200
+    for budget in ("paper", "smoke"):
+        assert stamp_of(sweep(of, budget)) == f"budget {budget}, no complete run"
+        write_run(directories(of, budget)[0])
+    assert stamp_of(sweep(of)) == stamp_of(sweep(of), beside_paper=True) == "budget paper, 1 seed"
+    seeds = ["1", "2", "3"]
+    for number, directory in enumerate(directories(of, "smoke", seeds)):
+        write_run(directory, done=0.5 if number == 5 else 1)
+    assert stamp_of(sweep(of, "smoke", seeds)) == "budget smoke, 2 to 3 seeds"
+    not_comparable = "; not comparable with the paper's numbers"
+    assert stamp_of(sweep(of, "smoke"), beside_paper=True) == f"ours: budget smoke, 1 seed{not_comparable}"
+    changed = replace(sweep(of), changed=["size=micro"])
+    assert stamp_of(changed, beside_paper=True) == f"ours: budget paper with a changed protocol, 1 seed{not_comparable}"
+
+
+@pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
+def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        {
+            "label": f"{label} {layers}",
+            "model": label,
+            "size.num_layers": layers,
+            "size.hidden_size": 64,
+            "paper": {"loss": 3.0},
+        }
+        for label in ("vanilla", "dca")
+        for layers in (2, 4)
+    ]
+    of = experiment(points=points, columns=LOSS, figure=figure, x="size.num_layers", y="size.hidden_size")
+    for directory in directories(of, "smoke"):
+        write_run(directory)
+    stamps: dict[str, str] = {}
+
+    def save(drawn: Figure, path: Path, **_: object) -> None:
+        stamps[path.stem] = drawn.texts[-1].get_text()
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    reported(of, "smoke")
+    theirs = "ours: budget smoke, 1 seed; not comparable with the paper's numbers"
+    assert stamps == {
+        figure: "budget smoke, 1 seed" if figure == "scaling" else theirs,
+        "loss_curves": "budget smoke, 1 seed",
+    }
 
 
 def test_every_mechanism_has_its_own_colour() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import colour_of, grid, mechanism_of, save, short, subplots
 from depthlm.report.rows import difference, paper_difference
 from depthlm.report.series import reference_of
@@ -36,8 +37,8 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
                 "missing", (0, place), xytext=(4, 0), textcoords="offset points", va="center", color="grey", size=8
             )
         else:
-            axes.barh(place, ours.mean, HEIGHT, color=colour, xerr=ours.deviation, capsize=3, ecolor="black")
-            _label(axes, ours.mean, place, column.digits, ours.deviation or 0)
+            axes.barh(place, ours.mean, HEIGHT, color=colour, xerr=ours.interval, capsize=3, ecolor="black")
+            _label(axes, ours.mean, place, column.digits, ours.interval or 0)
         if theirs is not None:
             axes.barh(number + HEIGHT / 2, theirs, HEIGHT, color="white", edgecolor=colour, hatch="////", lw=1.2)
             _label(axes, theirs, number + HEIGHT / 2, column.digits, 0)
@@ -55,9 +56,9 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
             Patch(facecolor="white", edgecolor="#777777", hatch="////", label="the paper's"),
         ]
         axes.legend(handles=shown, frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    save(figure, path)
-    spread = any(ours is not None and ours.deviation is not None for _, ours, _, _ in entries)
-    return ["Whiskers: one standard deviation over seeds."] if spread else []
+    save(figure, path, stamp_of(sweep, beside_paper=both))
+    spread = any(ours is not None and ours.interval is not None for _, ours, _, _ in entries)
+    return ["Error bars: 95% intervals over seeds, of differences paired by seed."] if spread else []
 
 
 def _label(axes: object, value: float, place: float, digits: int, beyond: float) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.axis import axis_title, ordered, setting
+from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import save, short, subplots
 from depthlm.report.rows import Row, measured, paper
 from depthlm.report.series import series_names, series_of
@@ -57,7 +58,7 @@ def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
         for place in line:
             place.set_xlabel(axis_title(across))
     figure.suptitle(f"{title_of(name, column)} ({column.better} is better)", fontsize="medium")
-    save(figure, path)
+    save(figure, path, stamp_of(sweep, beside_paper=len(rows) > 1))
     notes = ["Hatched cells: no complete run (in the paper's panels, no number)."]
     notes.append("The best cell of a panel is bold; panels of one kind share a colour scale.")
     if len(placed) < len(sweep.rows):

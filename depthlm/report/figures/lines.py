@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.report.figures.axis import axis_title, is_setting, ordered, paper_place, place, setting
+from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import Look, grid, log_ticks, looks, mechanism_of, save, short, subplots
 from depthlm.report.rows import Row, measured, paper
 from depthlm.report.series import series_names, series_of
@@ -19,14 +20,14 @@ PAPER = ", the paper's"
 
 @dataclass(frozen=True)
 class Mark:
-    """A number at x, and its deviation over seeds; where y is nan, the line has a gap.
+    """A number at x, and half the width of its 95% interval over seeds; where y is nan, the line has a gap.
 
     x is None where the row lacks the setting, so that its number holds for the whole axis, or where x is unknown.
     """
 
     x: float | str | None
     y: float
-    deviation: float | None = None
+    interval: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
     _legend(figure, axes[0])
-    save(figure, path)
+    save(figure, path, stamp_of(sweep, beside_paper=bool(theirs)))
     notes = ["Hollow markers: the paper's numbers."] if theirs else []
+    if any(mark.interval is not None for line in ours for mark in line.marks):
+        notes.append("Error bars: 95% intervals over seeds.")
     notes.append("Lines are broken where a number is missing.")
     unplaced = sum(paper(row, name) is not None and not math.isfinite(_mark(sweep, row, True).y) for row in sweep.rows)
     if unplaced:
@@ -88,7 +91,7 @@ def _mark(sweep: Sweep, row: Row, hollow: bool) -> Mark:
         return Mark(None, math.nan)
     if hollow:
         return Mark(x, math.nan if theirs is None else theirs)
-    return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.deviation)
+    return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.interval)
 
 
 def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
@@ -105,8 +108,8 @@ def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
         points = _points(line.marks, order, exact)
         if any(math.isfinite(mark.y) for _, mark in points):
             x, y = [x for x, _ in points], [mark.y for _, mark in points]
-            deviations = [mark.deviation or 0 for _, mark in points]
-            axes.errorbar(x, y, deviations if any(deviations) else None, capsize=3, label=label, **style)
+            intervals = [mark.interval or 0 for _, mark in points]
+            axes.errorbar(x, y, intervals if any(intervals) else None, capsize=3, label=label, **style)
         seen += [x for x, _ in points if math.isfinite(x)]
         for mark in line.marks:
             if mark.x is None and math.isfinite(mark.y):

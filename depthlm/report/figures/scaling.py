@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import (
     COLOURS,
     Look,
@@ -73,7 +74,9 @@ def draw_scaling(sweep: Sweep, fitted_curves: Sequence[Curve], saved: Sequence[S
         notes.append("The right panel compares runs of the same size and protocol.")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(7, len(shown)))
-    save(figure, path)
+    for place, text in zip(axes, ("over compute", "over parameters", "against the baseline"), strict=False):
+        place.set_title(text, fontsize="medium")
+    save(figure, path, stamp_of(sweep))
     return notes
 
 

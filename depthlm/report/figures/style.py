@@ -29,6 +29,8 @@ COLOURS = {
 }
 OTHERS = ("#332288", "#44AA99", "#AA4499", "#DDCC77", "#117733", "#6699CC")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+# the height of the strip below a figure, in inches
+STRIP = 0.2
 DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 
 
@@ -88,14 +90,29 @@ def subplots(columns: int, width: float, height: float, rows: int = 1, **setting
     return figure, axes
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write the figure to a file and close it."""
+def save(figure: Any, path: Path, stamp: str = "") -> None:
+    """Write the figure to a file and close it. stamp: small grey text in a strip below it, where it covers nothing."""
     import matplotlib.pyplot as plt
+    from matplotlib.transforms import Bbox
 
+    width, height = figure.get_size_inches()
+    strip = STRIP if stamp else 0.0
+    if stamp:
+        figure.text(0.08 / width, -0.65 * strip / height, stamp, size=7, color="#777777", in_layout=False)
+        _pin_legends(figure)
     try:
-        figure.savefig(path, dpi=140)
+        figure.savefig(path, dpi=140, bbox_inches=Bbox.from_extents(0, -strip, width, height))
     finally:
         plt.close(figure)
+
+
+def _pin_legends(figure: Any) -> None:
+    """Keep the legends outside the axes where the layout puts them; otherwise they would move into the strip."""
+    if figure.legends:
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    for legend in figure.legends:
+        legend.set_bbox_to_anchor((0, 0, 1, 1), transform=figure.transFigure)
 
 
 def grid(axes: Any, which: str = "both") -> None:

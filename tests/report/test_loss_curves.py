@@ -1,0 +1,202 @@
+"""The loss curves of a report: their panels, what they draw, and the names at their ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from depthlm.report import report
+from depthlm.report.figures.end_labels import moved_apart
+from depthlm.report.figures.loss_curves import MOST_NAMED, draw_loss_curves, mean_curve, read, smooth
+from depthlm.report.figures.panels import LossCurve, Panel, panels_of
+from depthlm.runs.records import read_run
+
+from .made_up import directories, experiment, is_png, reported, sweep, write_run
+
+
+def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[str]]:
+    """Draw panels; return the axes that have data, and the notes."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    notes = draw_loss_curves(panels, Path("loss_curves.png"), "a stamp")
+    assert notes is not None
+    return [axes for axes in figures[0].axes if axes.lines], notes
+
+
+def curve(name: str, *losses: float, mechanism: str = "vanilla", **settings: Any) -> LossCurve:
+    """Return a curve with a run for each loss."""
+    runs = [write_run(f"{name}-{number}", loss, **settings) for number, loss in enumerate(losses)]
+    return LossCurve(name, mechanism, [read_run(run) for run in runs])
+
+
+def test_losses_are_the_means_of_the_logging_intervals_with_gaps() -> None:
+    folder = write_run("run")
+    rows = [
+        {"step": 41, "tokens": 41000, "loss": 3.0, "mean_loss": 3.5},
+        {"step": 42, "tokens": 42000, "loss": 3.0, "mean_loss": None},
+        {"step": 43, "tokens": None, "loss": 3.0},
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    tokens, loss = read(read_run(folder))
+    assert tokens.tolist()[-2:] == [41000, 42000]
+    assert loss[40] == 3.5
+    assert np.isnan(loss[41])
+
+
+def test_smoothing_keeps_gaps_and_constants() -> None:
+    noise = np.tile([1.0, 3.0], 100)
+    noise[50] = np.nan
+    smoothed = smooth(noise)
+    assert np.isnan(smoothed[50])
+    assert np.nanstd(smoothed) < np.nanstd(noise)
+    assert smooth(np.ones(200)).tolist() == [1.0] * 200
+
+
+def test_the_mean_of_seeds_is_taken_where_all_have_rows() -> None:
+    one = np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan])
+    other = np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0])
+    tokens, loss = mean_curve([one, other])
+    assert tokens.tolist() == [1.0, 2.0, 3.0]
+    np.testing.assert_array_equal(loss, [3.0, 2.5, np.nan])
+
+
+@pytest.mark.usefixtures("rendered")
+def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
+    points = [
+        {"label": f"{label} {size}", "model": label, "size": size}
+        for size in ("micro", "tiny")
+        for label in ("vanilla", "dca")
+    ]
+    of = experiment(points=points)
+    for directory in directories(of, "smoke", ["1", "2"]):
+        write_run(directory)
+    panels = panels_of(sweep(of, "smoke", ["1", "2"]))
+    assert [panel.title for panel in panels] == ["micro", "tiny"]
+    assert [[(curve.name, len(curve.runs)) for curve in panel.curves] for panel in panels] == [
+        [("vanilla", 2), ("dca", 2)]
+    ] * 2
+    assert "Thin lines: single seeds" in reported(of, "smoke", ["1", "2"])
+    assert is_png("loss_curves.png")
+
+
+@pytest.mark.parametrize(
+    ("points", "titles", "names"),
+    [
+        (
+            [
+                {"label": f"{label} {n}", "model": label, "size.num_layers": n}
+                for n in (2, 4)
+                for label in ("vanilla", "dca")
+            ],
+            ["num layers 2", "num layers 4"],
+            ["vanilla", "dca"],
+        ),
+        (
+            [
+                {"label": f"{n} layers, {norm}, {label}", "model": label, "size.num_layers": n, "backbone.norm": norm}
+                for n, norm in ((2, "pre"), (4, "pre"), (4, "post"))
+                for label in ("vanilla", "dca")
+            ],
+            ["2 layers, pre", "4 layers, pre", "4 layers, post"],
+            ["vanilla", "dca"],
+        ),
+        # without a second row of any task, the sizes are the panels: here the configurations have one
+        (
+            [{"label": f"{n}", "model": "vanilla", "size.num_layers": n} for n in (2, 4)],
+            ["tiny"],
+            ["2", "4"],
+        ),
+        (
+            [{"label": label, "model": label} for label in ("vanilla", "dca", "mhc")],
+            ["tiny"],
+            ["vanilla", "dca", "mhc"],
+        ),
+    ],
+)
+def test_a_panel_is_named_by_what_distinguishes_its_task(
+    points: list[dict[str, Any]], titles: list[str], names: list[str]
+) -> None:
+    panels = panels_of(sweep(experiment(points=points)))
+    assert [panel.title for panel in panels] == titles
+    assert [curve.name for curve in panels[0].curves] == names
+
+
+def test_seeds_are_thin_and_their_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = [Panel("micro", [curve("a", 3.0, 3.2), curve("b", 2.5, mechanism="dca")])]
+    (axes,), notes = drawn(panels, monkeypatch)
+    assert [line.get_linewidth() for line in axes.lines] == [0.7, 0.7, 1.8, 1.5]
+    first, second, mean, _ = (line.get_ydata() for line in axes.lines)
+    assert mean == pytest.approx((first + second) / 2)
+    assert [text.get_text() for text in axes.texts] == ["a", "b"]
+    assert [text.get_color() for text in axes.texts] == [axes.lines[2].get_color(), axes.lines[3].get_color()]
+    assert axes.get_title() == "micro"
+    assert any("Thin lines: single seeds" in note for note in notes)
+    low, high = axes.get_ylim()
+    # the steep start is above the axis
+    assert low < min(first[-1], second[-1], 2.5)
+    assert high < first[4]
+
+
+def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = [Panel("", [curve("a", 3.0, done=0.5), curve("b", 2.5), LossCurve("waiting", "dca", [read_run("no")])])]
+    (axes,), notes = drawn(panels, monkeypatch)
+    assert [text.get_text() for text in axes.texts] == ["a (stopped, step 20)", "b"]
+    assert [line.get_marker() for line in axes.lines] == ["None", "x", "None"]
+    assert axes.lines[0].get_alpha() < axes.lines[2].get_alpha()
+    assert any("Pale lines that end in a cross" in note for note in notes)
+
+
+def test_in_a_crowded_panel_each_mechanism_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [curve(f"a{number}", 3.0 + 0.1 * number) for number in range(MOST_NAMED)]
+    (axes,), notes = drawn([Panel("", [*many, curve("b", 2.5, mechanism="dca")])], monkeypatch)
+    assert [text.get_text() for text in axes.texts] == ["vanilla", "dca"]
+    assert any(f"{MOST_NAMED + 1} curves in a panel are too many" in note for note in notes)
+
+
+def test_panels_without_losses_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = Panel("empty", [LossCurve("waiting", "dca", [read_run("no")])])
+    assert draw_loss_curves([empty], Path("loss_curves.png"), "") is None
+    panels, _ = drawn([empty, *(Panel(str(number), [curve(f"a{number}", 3.0)]) for number in range(5))], monkeypatch)
+    assert [axes.get_title() for axes in panels] == ["0", "1", "2", "3", "4"]
+
+
+def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in ("micro", "tiny"):
+        for rate in ("0.1", "0.2"):
+            write_run(
+                f"outputs/model-dca__optimizer.lr-{rate}__size-{size}",
+                config={"size": {"name": size}, "model": {"name": "dca"}},
+            )
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    report(["runs=outputs/*", "to=report"])
+    assert [axes.get_title() for axes in figures[0].axes] == ["micro", "tiny"]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["lr-0.1", "lr-0.2"]
+    assert figures[0].texts[-1].get_text() == "4 runs"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "places"),
+    [
+        ([], []),
+        ([0.5], [0.5]),
+        ([0.9, 0.1], [0.9, 0.1]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.5, 0.5, 0.5], [0.4, 0.5, 0.6]),
+        ([1.0, 0.98], [1.0, 0.9]),
+        ([0.0, 0.0, 0.7], [0.0, 0.1, 0.7]),
+        # the pair pushes the third one up
+        ([0.30, 0.30, 0.38], [0.2267, 0.3267, 0.4267]),
+    ],
+)
+def test_names_are_moved_apart_by_as_little_as_possible(wanted: list[float], places: list[float]) -> None:
+    assert moved_apart(wanted, 0.1) == pytest.approx(places, abs=1e-3)
+
+
+def test_too_many_names_start_at_the_bottom_and_keep_their_order() -> None:
+    places = moved_apart([0.5 + 0.001 * number for number in range(20)], 0.1)
+    assert places == pytest.approx([0.1 * number for number in range(20)])
