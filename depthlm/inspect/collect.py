@@ -1,6 +1,6 @@
 """The pictures of each mechanism, and the forward passes that collect their data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,11 +17,18 @@ WITHOUT_WEIGHTS = (SelfAttention, Residual)
 
 
 @torch.no_grad()
-def collect(model: Decoder, windows: Iterable[Tensor]) -> tuple[list[Picture], list[str]]:
-    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and messages about missing pictures."""
+def collect(
+    model: Decoder, windows: Iterable[Tensor], token_names: Sequence[str] = ()
+) -> tuple[list[Picture], list[str]]:
+    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and messages about missing pictures.
+
+    token_names: the first tokens of the first window as text; if given, pictures show the weights of each of them.
+    """
     attention = attention_class(layer.attention for layer in model.layers)
     parts: dict[str, type] = {"attention": attention, "connection": type(model.connections[0])}
     collectors = [COLLECTORS[cls](model) for cls in parts.values() if cls in COLLECTORS]
+    for collector in collectors:
+        collector.token_names = token_names
     observer = Several(collectors)
     device = next(model.parameters()).device
     for tokens_bt in windows if collectors else ():

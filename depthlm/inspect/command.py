@@ -21,6 +21,7 @@ from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.experts import expert_picture
 from depthlm.inspect.picture import Array, Picture
+from depthlm.inspect.tokens import TOKENS, token_names
 from depthlm.loading import load
 from depthlm.machine import environment
 from depthlm.model import Decoder
@@ -58,7 +59,10 @@ def inspect_run(arguments: Inspect) -> Path:
         # fail before the forward passes, which may take minutes
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    pictures, messages = collect(model, batches)
+    names = (
+        token_names(Tokenizer.load(directory), batches[0][0, :TOKENS].tolist()) if arguments.text is not None else []
+    )
+    pictures, messages = collect(model, batches, names)
     matrices = [titled_matrix(model, config, batches, messages)]
     for other in arguments.compare or ():
         matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))

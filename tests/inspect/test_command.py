@@ -79,7 +79,9 @@ def test_own_text_and_another_folder(
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
     assert "21 tokens of the given text" in capsys.readouterr().out
-    assert np.load(tmp_path / "new" / "there" / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
+    folder = tmp_path / "new" / "there"
+    assert np.load(folder / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
+    assert (folder / "attention_residuals_tokens.png").exists()
 
 
 def test_depth_mixing_matrices_of_several_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

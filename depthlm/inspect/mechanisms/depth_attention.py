@@ -7,6 +7,7 @@ from torch import Tensor
 
 from depthlm.inspect.figures import Grid, draw_grids
 from depthlm.inspect.picture import Collector, Picture, over_tokens
+from depthlm.inspect.tokens import token_picture
 from depthlm.model import Decoder, SublayerSpec
 from depthlm.model.attention.depth_attention import DepthAttention
 from depthlm.model.attention.mixers import attending
@@ -38,6 +39,8 @@ class DepthAttentionWeights(Collector):
             mean = alpha[:, None].expand(-1, attention.num_kv_heads)
         else:
             mean = over_tokens(alpha.transpose(2, 3))
+            name, title = f"depth_attention_tokens_layer_{spec.layer}", f"layer {spec.layer}"
+            self.keep(name, title, alpha[:, 0].mean(1), self.sources[spec.layer])
         self.add(spec.layer, mean, q_bhte.shape[0] * q_bhte.shape[2])
 
     def pictures(self) -> list[Picture]:
@@ -55,4 +58,13 @@ class DepthAttentionWeights(Collector):
             values="weight, mean over tokens and heads",
         )
         arrays = {"depth_attention": weights, "depth_attention_heads": heads}
-        return [Picture("depth_attention", about, arrays, draw)]
+        of_tokens = token_picture(
+            "depth_attention_tokens",
+            "the weight of each source in the value of each token, in some layers",
+            self.spread_maps("depth_attention_tokens"),
+            self.token_names,
+            title="Depth-attention weights of each token",
+            rows="source layer",
+            values="weight, mean over heads",
+        )
+        return [Picture("depth_attention", about, arrays, draw), *of_tokens]

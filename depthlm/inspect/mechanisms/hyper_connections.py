@@ -8,6 +8,7 @@ import torch
 
 from depthlm.inspect.figures import Grid, draw_curves, draw_grids, draw_matrices
 from depthlm.inspect.picture import Array, Collector, Picture
+from depthlm.inspect.tokens import token_picture
 from depthlm.model import Decoder
 from depthlm.model.connections.connection import Connection, Stream
 from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
@@ -35,6 +36,11 @@ class MixingMaps(Collector):
             for name, value in zip(("pre", "post", "res"), maps, strict=True):
                 self.add((name, connection.spec.sublayer), value.mean((0, 1)), tokens)
             self.res_btij.append(maps[2].double())
+            if isinstance(connection, ManifoldHyperConnections) or connection.dynamic:
+                sublayer, streams = connection.spec.sublayer, range(connection.num_streams)
+                for part, value in zip(("pre", "post"), maps, strict=False):
+                    name, title = f"{_name(self.model)}_tokens_{part}_{sublayer}", f"H_{part} of sublayer {sublayer}"
+                    self.keep(name, title, value[0].T, streams)
             return
         product = torch.eye(connection.num_streams, dtype=torch.float64, device=stream[0].device)
         for sublayer, res in reversed([*enumerate(self.res_btij)]):
@@ -45,8 +51,8 @@ class MixingMaps(Collector):
         self.res_btij = []
 
     def pictures(self) -> list[Picture]:
-        mhc = isinstance(self.model.connections[0], ManifoldHyperConnections)
-        name, title = ("mhc", "mHC") if mhc else ("hyper_connections", "Hyper-connections")
+        name = _name(self.model)
+        title = "mHC" if name == "mhc" else "Hyper-connections"
         pre, post, res, composite = (self._all(part) for part in ("pre", "post", "res", "composite"))
         single_gain, composite_gain = (self._all(part, "gain") for part in ("single", "composite"))
         matrices = partial(_draw_matrices, res, composite, title)
@@ -71,10 +77,23 @@ class MixingMaps(Collector):
             Picture(f"{name}_res", "mixing matrices H_res, and their products up to the last", res_arrays, matrices),
             Picture(f"{name}_maps", "H_pre and H_post", {f"{name}_pre": pre, f"{name}_post": post}, maps),
             Picture(f"{name}_gain", "gain of one map, and of the product up to the last", gain_arrays, gain),
+            *token_picture(
+                f"{name}_tokens",
+                "H_pre and H_post of some sublayers, at each token",
+                self.spread_maps(f"{name}_tokens_pre_", f"{name}_tokens_post_"),
+                self.token_names,
+                title=f"{title}: what a sublayer reads (H_pre) and where its output goes (H_post), at each token",
+                rows="stream",
+                values="weight",
+            ),
         ]
 
     def _all(self, *part: str) -> Array:
         return np.stack([self.mean((*part, sublayer)) for sublayer in range(2 * self.depth)])
+
+
+def _name(model: Decoder) -> str:
+    return "mhc" if isinstance(model.connections[0], ManifoldHyperConnections) else "hyper_connections"
 
 
 def _gains(map_btij: torch.Tensor) -> torch.Tensor:

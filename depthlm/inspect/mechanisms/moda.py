@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from depthlm.inspect.mechanisms.moda_figures import draw_depth_share, draw_maps
-from depthlm.inspect.picture import Array, Collector, Picture
+from depthlm.inspect.picture import Array, Collector, Picture, spread
+from depthlm.inspect.tokens import TOKENS
 from depthlm.kernels.moda.merge import probabilities
 from depthlm.model import Decoder, SublayerSpec
 from depthlm.model.attention.mixers import attending
@@ -15,7 +16,7 @@ from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 
 # in the picture of the maps: evenly spaced layers and heads, as in the paper, and the first tokens
-LAYERS, HEADS, TOKENS = 4, 4, 256
+LAYERS, HEADS = 4, 4
 
 
 class DepthProbabilities(Collector):
@@ -26,8 +27,8 @@ class DepthProbabilities(Collector):
         self.entries: dict[int, list[tuple[int, str]]] = {}
         self.maps: dict[int, Array] = {}
         self.attending = attending([layer.attention for layer in model.layers], model.loops)
-        self.layers = [self.attending[i] for i in _spread(len(self.attending), LAYERS)]
-        self.heads = _spread(model.size.num_heads, HEADS)
+        self.layers = [self.attending[i] for i in spread(len(self.attending), LAYERS)]
+        self.heads = spread(model.size.num_heads, HEADS)
 
     def attend(
         self,
@@ -61,14 +62,9 @@ class DepthProbabilities(Collector):
                 share[layer, source, columns[kind]] = value
         about = "which tokens, and which depth entries, the queries of some layers and heads attend to"
         maps = {f"moda_map_layer_{layer}": values for layer, values in self.maps.items()}
-        drawn = partial(draw_maps, self.maps, self.entries, self.heads)
+        drawn = partial(draw_maps, self.maps, self.entries, self.heads, self.token_names)
         about_share = "how much of the attention goes to depth, and to which entries"
         return [
             Picture("moda_maps", f"{about} (the attention maps of arXiv 2603.15619)", maps, drawn),
             Picture("moda_depth_share", about_share, {"moda_depth_share": share}, partial(draw_depth_share, share)),
         ]
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """Return `wanted` evenly spaced numbers below `count`, including the first and the last one."""
-    return sorted({round(number) for number in np.linspace(0, count - 1, wanted)})

@@ -7,18 +7,35 @@ import numpy as np
 
 from depthlm.inspect.figures import HUES, NOTHING, Grid, draw_grid, scale
 from depthlm.inspect.picture import Array
+from depthlm.inspect.tokens import named_tokens, side
 from depthlm.report.figures.style import grid, subplots
 
 # the width of the depth entries and the gap before them, as fractions of the width of the sequence
 WIDE, GAP = 0.35, 0.04
+# the inches of the name of a token
+PITCH = 0.085
 
 
-def draw_maps(maps: Mapping[int, Array], entries: Mapping[int, Sequence[tuple[int, str]]], heads: Sequence[int]) -> Any:
-    """Draw queries by [sequence | depth], separated by a dashed line: one column per layer, one row per head."""
+def draw_maps(
+    maps: Mapping[int, Array],
+    entries: Mapping[int, Sequence[tuple[int, str]]],
+    heads: Sequence[int],
+    names: Sequence[str] = (),
+) -> Any:
+    """Draw queries by [sequence | depth], separated by a dashed line: one column per layer, one row per head.
+
+    names: of the tokens; without names, the first and the last position are numbered.
+    """
     import matplotlib
     from matplotlib.colors import PowerNorm
 
-    figure, axes = subplots(len(maps), 2.9 * len(maps) + 1.1, 2.4 * len(heads) + 0.9, rows=len(heads))
+    wide, high = (side(len(names), least, PITCH) for least in (2.5, 2.0))
+    figure, axes = subplots(
+        len(maps),
+        (wide * (1 + GAP + WIDE if names else 1) + 0.4) * len(maps) + 1.1,
+        (high + 0.4) * len(heads) + 0.9,
+        rows=len(heads),
+    )
     colours = matplotlib.colormaps["viridis_r"].with_extremes(bad=NOTHING)
     # makes small probabilities visible
     norm = PowerNorm(0.35, 0, 1)
@@ -37,8 +54,11 @@ def draw_maps(maps: Mapping[int, Array], entries: Mapping[int, Sequence[tuple[in
                 ticks = {0.0: "0", (start + end) / 2: _depth_label(entries[layer])}
             place.set_xlim(0, end)
             place.set_ylim(t, 0)
-            place.set_xticks(list(ticks), list(ticks.values()), size=8)
-            place.set_yticks([0, t], ["0", str(t)], size=8)
+            if names:
+                _name_tokens(place, ticks, names, column == 0, row == len(heads) - 1)
+            else:
+                place.set_xticks(list(ticks), list(ticks.values()), size=8)
+                place.set_yticks([0, t], ["0", str(t)], size=8)
             place.tick_params(length=2)
             place.spines[:].set_visible(False)
             if row == 0:
@@ -50,6 +70,16 @@ def draw_maps(maps: Mapping[int, Array], entries: Mapping[int, Sequence[tuple[in
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
     return figure
+
+
+def _name_tokens(place: Any, ticks: Mapping[float, str], names: Sequence[str], leftmost: bool, lowest: bool) -> None:
+    """Label the queries of the leftmost panels, and the keys of the lowest ones, with the names of their tokens."""
+    shown = named_tokens(len(names))
+    places, texts = [token + 0.5 for token in shown], [names[token] for token in shown]
+    # the label of the depth entries
+    beyond = {tick: text for tick, text in ticks.items() if tick > len(names)}
+    place.set_yticks(places, texts if leftmost else [], size=6)
+    place.set_xticks([*places, *beyond], [*texts, *beyond.values()] if lowest else [], size=6, rotation=90)
 
 
 def draw_depth_share(share: Array) -> Any:

@@ -7,9 +7,15 @@ import torch
 
 from depthlm.inspect.figures import Grid, draw_grids
 from depthlm.inspect.picture import Array, Collector, Picture, over_tokens, stacked
+from depthlm.inspect.tokens import token_picture
 from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
 from depthlm.model.connections.connection import Connection, Stream
 from depthlm.model.connections.deep_cross_attention import GRN
+
+KINDS = {"attention": "attention", "mlp": "MLP"}
+# the inputs of a read, by their number
+INPUTS = {1: ["input"], 3: ["q", "k", "v"]}
+TITLES = {"dca": "DeepCrossAttention", "grn": "Generalised residual network"}
 
 
 class AttentionResidualWeights(Collector):
@@ -17,7 +23,11 @@ class AttentionResidualWeights(Collector):
 
     def read(self, connection: Connection, stream: Stream) -> None:
         assert isinstance(connection, AttentionResiduals | AttentionResidualsRecency)
-        self.add(connection.spec.sublayer, over_tokens(connection.weights(stream)), stream[0][..., 0].numel())
+        alpha, spec = connection.weights(stream), connection.spec
+        self.add(spec.sublayer, over_tokens(alpha), stream[0][..., 0].numel())
+        if alpha.ndim > 1:
+            title = "final read" if spec.kind == "final" else f"before layer {spec.layer} {KINDS[spec.kind]}"
+            self.keep(f"attention_residuals_tokens_{spec.sublayer}", title, alpha[:, 0], range(len(alpha)))
 
     def pictures(self) -> list[Picture]:
         width = len(self.mean(2 * self.depth))
@@ -34,6 +44,7 @@ class AttentionResidualWeights(Collector):
         else:
             size = connection.block_size
             then = "then sublayer outputs" if size == 1 else f"then blocks of {size} sublayers"
+        sources = f"source (0: embedding, {then})"
         draw = partial(
             draw_grids,
             [
@@ -42,11 +53,20 @@ class AttentionResidualWeights(Collector):
             ],
             title="Attention Residuals",
             rows="layer",
-            columns=f"source (0: embedding, {then})",
+            columns=sources,
             values="weight, mean over tokens",
         )
         about = "what each sublayer reads, attention and MLP in separate panels (Figure 8 of arXiv 2603.15031)"
-        return [Picture("attention_residuals", about, arrays, draw)]
+        of_tokens = token_picture(
+            "attention_residuals_tokens",
+            "what some sublayers read at each token",
+            self.spread_maps("attention_residuals_tokens"),
+            self.token_names,
+            title="Attention Residuals: the reads of each token",
+            rows=sources,
+            values="weight",
+        )
+        return [Picture("attention_residuals", about, arrays, draw), *of_tokens]
 
 
 class StackWeights(Collector):
@@ -60,17 +80,22 @@ class StackWeights(Collector):
         if connection.spec.kind == "mlp" or connection.version < 3:
             return
         by_input = [
-            torch.stack([beta.mean() for beta in connection.weights(stream, i)]) for i in range(connection.num_inputs)
+            torch.stack([beta.mean(-1) for beta in connection.weights(stream, i)]) for i in range(connection.num_inputs)
         ]
-        means = torch.stack(by_input)
+        means = torch.stack([beta_nbt.mean((1, 2)) for beta_nbt in by_input])
         self.add(connection.spec.layer, means, stream[0][..., 0].numel())
+        if connection.spec.kind == "final":
+            return
+        for title, beta_nbt in zip(INPUTS[len(by_input)], by_input, strict=True):
+            name, layer = _name(connection), connection.spec.layer
+            self.keep(f"{name}_tokens_{title}_{layer}", f"layer {layer}, {title}", beta_nbt[:, 0], _sources(connection))
 
     def pictures(self) -> list[Picture]:
         reads = [c for c in self.model.connections if isinstance(c, GRN) and c.spec.kind != "mlp"]
         b = [read.b.flatten(2) if read.b.ndim == 3 else read.b[..., None] for read in reads]
         means = [values.double().mean(-1).cpu().numpy() for values in b]
         deviations = [values.double().std(-1, correction=0).cpu().numpy() for values in b]
-        name = "dca" if reads[0].separate_qkv else "grn"
+        name = _name(reads[0])
         about = "learned biases b of each block over earlier blocks (Figure 10 of arXiv 2502.06785)"
         pictures = [self._picture(reads, means, f"{name}_b", about, "b, mean over the hidden size")]
         if reads[0].version > 1:
@@ -81,23 +106,43 @@ class StackWeights(Collector):
             pictures.append(
                 self._picture(reads, weights, f"{name}_weights", about, "weight, mean over tokens and the hidden size")
             )
+            pictures += token_picture(
+                f"{name}_tokens",
+                "the gated weights of some blocks over earlier blocks, at each token",
+                self.spread_maps(*(f"{name}_tokens_{title}_" for title in INPUTS[reads[0].num_inputs])),
+                self.token_names,
+                title=f"{TITLES[name]}: weights of each token",
+                rows="source (0: embedding, j: output of block j)",
+                values="weight, mean over the hidden size",
+            )
         return pictures
 
     def _picture(self, reads: list[GRN], values: list[Array], name: str, about: str, label: str) -> Picture:
         arrays = _by_input(reads, values, name)
         rows, final = arrays[name], arrays[f"{name}_final"]
-        titles = ["q", "k", "v"] if len(rows) == 3 else ["input"]
+        titles = INPUTS[len(rows)]
         grids = [Grid(title, grid) for title, grid in zip(titles, rows, strict=True)]
         grids[0] = Grid(f"{titles[0]}, and the final read", np.vstack([rows[0], final]), last_row="final")
         draw = partial(
             draw_grids,
             grids,
-            title="DeepCrossAttention" if len(rows) == 3 else "Generalised residual network",
+            title=TITLES[_name(reads[0])],
             rows="layer",
             columns="source (0: embedding, j: output of block j)",
             values=label,
         )
         return Picture(name, about, arrays, draw)
+
+
+def _name(read: GRN) -> str:
+    return "dca" if read.separate_qkv else "grn"
+
+
+def _sources(read: GRN) -> list[str]:
+    """Return the label of each source: the numbers of the blocks that it contains, as in `1 to 3`."""
+    columns = _columns(read)
+    blocks = [[block for block, source in enumerate(columns) if source == number] for number in range(read.num_sources)]
+    return [str(some[0]) if len(some) == 1 else f"{some[0]} to {some[-1]}" for some in blocks]
 
 
 def _by_input(reads: list[GRN], values: list[Array], name: str) -> dict[str, Array]:

@@ -1,0 +1,151 @@
+"""Pictures of the weights of single tokens: their arrays equal those of the means, and their axes name the tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from depthlm.data import Tokenizer
+from depthlm.data.tokenizers import bytes_tokenizer
+from depthlm.inspect import collect
+from depthlm.inspect.picture import Picture
+from depthlm.inspect.tokens import NAMED, named_tokens, token_names
+from depthlm.model import Decoder
+
+from .conftest import TOKENS, drawn_and_closed
+
+Build = Callable[..., Decoder]
+NAMES = [f"t{number}" for number in range(12)]
+
+
+def pictures_of(
+    model: Decoder, *windows: torch.Tensor, names: Sequence[str] = NAMES
+) -> tuple[dict[str, Picture], dict[str, Any]]:
+    """Return the pictures of a decoder by name, drawn once, and all their arrays."""
+    pictures, _ = collect(model, windows or (TOKENS[:1],), names)
+    with drawn_and_closed():
+        for picture in pictures:
+            picture.draw()
+    return {picture.name: picture for picture in pictures}, {
+        name: array for picture in pictures for name, array in picture.arrays.items()
+    }
+
+
+def test_spaces_and_line_breaks_are_visible_and_dollar_signs_are_no_formula() -> None:
+    tokenizer = bytes_tokenizer()
+    (tokens,) = tokenizer.encode_batch(["a b\n\t$é"])
+    assert token_names(tokenizer, tokens) == ["a", "\u2423", "b", "\\n", "\\t", "\\$", "\ufffd", "\ufffd"]
+
+    class Long:
+        def decode(self, ids: list[int]) -> str:
+            return " " + "x" * ids[0]
+
+    assert token_names(cast(Tokenizer, Long()), [13, 14]) == ["\u2423" + "x" * 13, "\u2423" + "x" * 12 + "…"]
+
+
+def test_every_kth_of_many_tokens_is_named() -> None:
+    assert named_tokens(NAMED) == list(range(NAMED))
+    assert named_tokens(NAMED + 1) == list(range(0, NAMED + 1, 2))
+    assert named_tokens(1) == [0]
+
+
+def test_the_mean_of_the_tokens_is_the_map_of_the_layer(build: Build) -> None:
+    _, found = pictures_of(build("model=depth_attention"))
+    shown = [name for name in found if "_tokens" in name]
+    assert shown == [f"depth_attention_tokens_layer_{layer}" for layer in (1, 2, 3)]
+    for layer, sources in ((1, [0, 1]), (2, [0, 2]), (3, [0, 2, 3])):
+        values = found[f"depth_attention_tokens_layer_{layer}"]
+        assert values.shape == (len(sources), 12)
+        np.testing.assert_allclose(values.mean(1), found["depth_attention"][layer, sources], rtol=1e-5)
+
+
+def test_the_mean_of_the_tokens_is_the_read_of_the_sublayer(build: Build) -> None:
+    _, found = pictures_of(build("model=attention_residuals"))
+    final = found["attention_residuals_tokens_8"]
+    np.testing.assert_allclose(final.mean(1), found["attention_residuals_final"], rtol=1e-5)
+    np.testing.assert_allclose(final.sum(0), 1, rtol=1e-5)
+    first = found["attention_residuals_tokens_1"].mean(1)
+    np.testing.assert_allclose(first, found["attention_residuals_mlp"][0, : len(first)], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "inputs"), [("dca", ["q", "k", "v"]), ("grn_v3", ["input"])])
+def test_the_mean_of_the_tokens_is_the_weight_of_the_block(build: Build, model: str, inputs: list[str]) -> None:
+    decoder = build(f"model={model}")
+    for connection in decoder.connections:
+        if hasattr(connection, "w"):
+            connection.w.normal_(generator=torch.Generator().manual_seed(connection.spec.layer))
+    _, found = pictures_of(decoder)
+    name = model.removesuffix("_v3")
+    for number, kind in enumerate(inputs):
+        for layer in (1, 2, 3):
+            values = found[f"{name}_tokens_{kind}_{layer}"]
+            expected = found[f"{name}_weights"][number, layer, : layer + 1]
+            np.testing.assert_allclose(values.mean(1), expected, rtol=1e-5)
+            assert values.std(1).max() > 0
+
+
+def test_a_source_that_is_a_sum_of_blocks_says_so(build: Build) -> None:
+    pictures, found = pictures_of(build("model=dca", "model.connection.last_k=1"))
+    assert found["dca_tokens_q_3"].shape == (3, 12)
+    axes = pictures["dca_tokens"].draw().axes
+    labels = [[label.get_text() for label in place.get_yticklabels()] for place in axes]
+    assert ["0", "1 to 2", "3"] in labels
+
+
+@pytest.mark.parametrize("model", ["mhc", "hyper_connections"])
+def test_the_mean_of_the_tokens_is_the_map_of_the_streams(build: Build, model: str) -> None:
+    _, found = pictures_of(build(f"model={model}"))
+    for sublayer in (0, 2, 5, 7):
+        for part in ("pre", "post"):
+            values = found[f"{model}_tokens_{part}_{sublayer}"]
+            np.testing.assert_allclose(values.mean(1), found[f"{model}_{part}"][sublayer], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=uniform_mix"],
+        ["model=attention_residuals", "model.connection.mixing=scalars"],
+        ["model=grn_v1"],
+        ["model=denseformer"],
+        ["model=hyper_connections", "model.connection.dynamic=false"],
+    ],
+    ids=" ".join,
+)
+def test_weights_that_are_the_same_for_all_tokens_have_no_picture_of_tokens(build: Build, overrides: list[str]) -> None:
+    pictures, _ = pictures_of(build(*overrides))
+    assert not [name for name in pictures if "tokens" in name]
+
+
+def test_only_the_first_window_of_a_given_text_is_shown(build: Build) -> None:
+    model = build("model=depth_attention")
+    _, alone = pictures_of(model, TOKENS[:1], names=NAMES[:7])
+    _, first = pictures_of(model, TOKENS[:2], TOKENS[2:], names=NAMES[:7])
+    assert first["depth_attention_tokens_layer_3"].shape == (3, 7)
+    np.testing.assert_allclose(
+        first["depth_attention_tokens_layer_3"], alone["depth_attention_tokens_layer_3"], rtol=1e-5
+    )
+    pictures, _ = pictures_of(model, names=())
+    assert list(pictures) == ["depth_attention"]
+
+
+def test_the_lowest_panels_name_the_tokens(build: Build) -> None:
+    pictures, _ = pictures_of(build("model=depth_attention"))
+    *panels, bar = pictures["depth_attention_tokens"].draw().axes
+    assert [place.get_title() for place in panels] == ["layer 1", "layer 2", "layer 3"]
+    names = [[label.get_text() for label in place.get_xticklabels()] for place in panels]
+    assert [list(filter(None, of_panel)) for of_panel in names] == [[], [], NAMES]
+    assert bar.get_ylabel() == "weight, mean over heads"
+
+
+def test_the_maps_of_moda_name_queries_and_keys(build: Build) -> None:
+    model = build("model=moda")
+    pictures, _ = pictures_of(model)
+    axes = pictures["moda_maps"].draw().axes
+    assert [label.get_text() for label in axes[0].get_yticklabels()] == NAMES
+    lowest = [label.get_text() for label in axes[-2].get_xticklabels()]
+    assert lowest == [*NAMES, "depth: 0 to 2"]
+    pictures, _ = pictures_of(model, names=())
+    assert [label.get_text() for label in pictures["moda_maps"].draw().axes[0].get_yticklabels()] == ["0", "12"]
