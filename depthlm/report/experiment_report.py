@@ -11,7 +11,8 @@ from depthlm.report.figures.loss_curves import Trace, draw_loss_curves
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.style import looks, mechanism_of
 from depthlm.report.head import head, named_runs
-from depthlm.report.scaling import curves, fit_table, remarks, savings, savings_table
+from depthlm.report.scaling import curves, savings
+from depthlm.report.scaling_tables import fit_table, remarks, savings_table
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, MISSING, Table, markdown, plain
 
