@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -46,8 +46,8 @@ class Measured:
         return student_t(self.count - 1) * self.deviation / math.sqrt(self.count)
 
 
-def gather(points: Sequence[Point]) -> list[Row]:
-    """Return the rows of a sweep, in the order of its points, with the content of their run directories."""
+def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:
+    """Return the rows of a sweep, in the order of its points, with the record of each run, read by its directory."""
     rows: dict[tuple[str, ...], Row] = {}
     for point in points:
         all_settings = point.settings or by_name(point.overrides)
@@ -56,7 +56,7 @@ def gather(points: Sequence[Point]) -> list[Row]:
         label = point.label or Path(point.directory).name
         row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
         row.points.append(point)
-        row.runs.append(read_run(point.directory))
+        row.runs.append(read(point.directory))
         row.seeds.append(all_settings.get("seed", str(Config().seed)))
     return _with_distinct_labels([replace(row, label=_without_seed(row)) for row in rows.values()])
 
