@@ -3,11 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 
 from depthlm.config.schema.experiment import Column
-from depthlm.report.fits import REACH, Needed, PowerLaw, fit_power_law, ratio_interval, student_t
-from depthlm.report.rows import Measured, Row, by_seed, measured
+from depthlm.report.fits import REACH, Needed, PowerLaw, fit_power_law, ratio_interval
+from depthlm.report.rows import Measured, Row, difference, measured, pooled
 from depthlm.report.series import reference_of, series_names, series_of
 from depthlm.report.sweep import Sweep
 
@@ -41,12 +40,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Gap:
-    """The log of a row's loss over the baseline's, paired by seed. half_width: of its 95% interval; None: one seed."""
+    """The log of a row's loss over the baseline's, paired by seed."""
 
     size: Size
     reference: Size
-    log_ratio: float
-    half_width: float | None
+    log_ratio: Measured
 
 
 @dataclass(frozen=True)
@@ -85,33 +83,18 @@ def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
 
 
 def gaps(sweep: Sweep, curve: Curve, baseline: Curve) -> list[Gap]:
-    """Return the gap of each size of a series to the baseline's row of the same task.
-
-    The variance between seeds is pooled over the sizes of the series, since three seeds alone hardly determine it.
-    """
-    pairs = []
+    """Return the gap of each size of a series to the baseline's row of the same task, with pooled deviations."""
+    pairs: list[tuple[Size, Size, Measured]] = []
     for size in curve.sizes:
         row = reference_of(size.row, sweep.rows, sweep.experiment)
         reference = next((of for of in baseline.sizes if of.row is row), None)
-        if reference is not None:
-            pairs.append((size, reference, _log_ratios(size.row, reference.row, sweep.first[1])))
-    freedom = sum(max(len(ratios) - 1, 0) for *_, ratios in pairs)
-    squares = sum((ratio - mean(ratios)) ** 2 for *_, ratios in pairs for ratio in ratios)
-    half = student_t(freedom) * math.sqrt(squares / freedom) if freedom else None
-    return [
-        Gap(
-            size,
-            reference,
-            mean(ratios) if ratios else math.log(size.loss / reference.loss),
-            half / math.sqrt(len(ratios)) if half is not None and ratios else None,
-        )
-        for size, reference, ratios in pairs
-    ]
-
-
-def _log_ratios(row: Row, reference: Row, column: Column) -> list[float]:
-    ours, theirs = by_seed(row, column), by_seed(reference, column)
-    return [math.log(ours[seed] / theirs[seed]) for seed in ours if seed in theirs]
+        if reference is None:
+            continue
+        log_ratio = difference(size.row, reference.row, sweep.first[1], math.log)
+        if log_ratio is not None:
+            pairs.append((size, reference, log_ratio))
+    log_ratios = pooled([log_ratio for *_, log_ratio in pairs])
+    return [Gap(size, reference, log_ratio) for (size, reference, _), log_ratio in zip(pairs, log_ratios, strict=True)]
 
 
 def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
@@ -135,14 +118,15 @@ def _needed(law: PowerLaw | None, gap: Gap, view: str) -> Needed | None:
     """Return the factor between the size's own x and the baseline's at the same loss; None if the law is not usable."""
     if law is None or not law.usable:
         return None
-    from_reference = gap.log_ratio / law.b
+    from_reference = gap.log_ratio.mean / law.b
     reference, own = gap.reference.x[view], gap.size.x[view]
     x = reference * math.exp(min(from_reference, 700.0))
     if not law.lowest / REACH <= x <= law.highest * REACH:
         return None
     interval = None
-    if gap.half_width is not None and law.b_interval is not None:
-        ends = ratio_interval(gap.log_ratio, gap.half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
+    half_width = gap.log_ratio.interval
+    if half_width is not None and law.b_interval is not None:
+        ends = ratio_interval(gap.log_ratio.mean, half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
         if ends is None:
             return None
         interval = reference / own * math.exp(min(ends[0], 700.0)), reference / own * math.exp(min(ends[1], 700.0))

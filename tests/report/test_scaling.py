@@ -64,10 +64,10 @@ def test_seeds_give_intervals_that_cover_the_truth() -> None:
     apart = gaps(trained_sweep, fitted[1], fitted[0])
     assert len(apart) == len(SIZES)
     for gap in apart:
-        assert gap.half_width is not None
+        assert gap.log_ratio.interval is not None
         # pairing removes the noise that the mechanisms share; an interval at 95% may miss the truth, but hardly by far
-        assert 0.001 < gap.half_width < 0.006
-        assert abs(gap.log_ratio - math.log(1.25**-0.1)) < 1.5 * gap.half_width
+        assert 0.001 < gap.log_ratio.interval < 0.006
+        assert abs(gap.log_ratio.mean - math.log(1.25**-0.1)) < 1.5 * gap.log_ratio.interval
     for entry in savings(trained_sweep, fitted):
         needs = entry.needs["parameters"]
         assert needs is not None

@@ -81,7 +81,7 @@ def draw_scaling(
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
         grid(panel)
         notes.append(f"The last panel compares runs of one size, protocol and seed with {baseline.name}.")
-        if any(gap.half_width is not None for of in apart.values() for gap in of):
+        if any(gap.log_ratio.interval is not None for of in apart.values() for gap in of):
             notes.append("Its bars are 95% intervals, from the variance between seeds pooled over the sizes.")
     handles, labels = places["parameters"].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(shown)))
@@ -118,8 +118,8 @@ def _draw_gaps(axes: Any, of: Sequence[Any], look: Look) -> None:
     if of:
         axes.errorbar(
             [gap.reference.x["parameters"] for gap in of],
-            [100 * math.expm1(gap.log_ratio) for gap in of],
-            [100 * (gap.half_width or 0) for gap in of],
+            [100 * math.expm1(gap.log_ratio.mean) for gap in of],
+            [100 * (gap.log_ratio.interval or 0) for gap in of],
             color=look.colour,
             marker=look.marker,
             ms=7,
