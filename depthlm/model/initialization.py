@@ -19,17 +19,11 @@ def _copy(owned: Owned, tensor: Tensor) -> None:
 
 
 @torch.no_grad()
-def initialize(
-    model: nn.Module,
-    seed: int,
-    std: float,
-    embedding_std: float | None = None,
-    place: Callable[[Owned, Tensor], None] = _copy,
-) -> None:
+def initialize(model: nn.Module, seed: int, std: float, place: Callable[[Owned, Tensor], None] = _copy) -> None:
     """Initialize every parameter. Values are drawn on the CPU in fp32, so no device or dtype changes them.
 
-    Matrices: normal(0, std). Embeddings: normal(0, embedding_std), by default std. Norm weights: 1. Biases: 0. Any
-    other module that owns parameters must define
+    Matrices and embeddings: normal(0, std). Norm weights: 1. Biases: 0. Any other module that owns parameters must
+    define
 
         def init_parameter(self, name, tensor, generator, std): ...
 
@@ -42,8 +36,7 @@ def initialize(
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
     for owned in list(owned_parameters(model)):
-        own_std = embedding_std if isinstance(owned.owner, nn.Embedding) and embedding_std is not None else std
-        place(owned, _drawn(owned, generator_for(seed, owned.name), own_std))
+        place(owned, _drawn(owned, generator_for(seed, owned.name), std))
     for buffer in model.buffers():
         buffer.zero_()
 

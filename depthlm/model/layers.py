@@ -72,12 +72,14 @@ class MLP(nn.Module):
 class Embedding(nn.Module):
     """Token embedding, plus sinusoidal positions if the backbone has them.
 
-    With sinusoids, whose amplitude is 1, the embedding starts with standard deviation 1, as in Flax's LM1B example.
+    It starts with standard deviation size.embedding_init_std. By default that is 1 with sinusoids, whose amplitude is 1
+    (Flax's LM1B example), and else that of the matrices.
     """
 
     def __init__(self, size: Size, backbone: Backbone):
         super().__init__()
         self.sinusoidal = backbone.position == "sinusoidal"
+        self.init_std = size.embedding_init_std or (1.0 if self.sinusoidal else None)
         self.weight = nn.Parameter(torch.empty(size.vocab_size, size.hidden_size))
 
     def forward(self, tokens_bt: Tensor, positions: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Embedding(nn.Module):
         return x_btd
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor.normal_(0, 1.0 if self.sinusoidal else std, generator=generator)
+        tensor.normal_(0, self.init_std or std, generator=generator)
 
 
 class Head(nn.Module):

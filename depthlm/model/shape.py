@@ -22,7 +22,7 @@ class Size:
     )
     init_std: float = key(0.02, "standard deviation of every matrix at the start", above=0)
     embedding_init_std: Optional[float] = key(
-        None, "standard deviation of the token embedding at the start; null: init_std", above=0
+        None, "standard deviation of the embedding at the start; null: init_std, or 1 with sinusoids", above=0
     )
     lr: float = key(1e-3, "peak learning rate of this size; the default of optimizer.lr", above=0)
     sequence_length: int = key(2048, "tokens of a sequence; the default of training.sequence_length", minimum=1)

@@ -12,7 +12,8 @@ from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.head import head
-from depthlm.report.scaling import curves, fit_table, remarks, savings, savings_table
+from depthlm.report.scaling import curves, savings
+from depthlm.report.scaling_tables import fit_table, remarks, savings_table
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, MISSING, Table, markdown, plain
 

@@ -1,8 +1,8 @@
-"""Power laws fitted to measured points, and what a baseline needs to reach another model's loss."""
+"""Power laws fitted to measured points, with confidence intervals, and what a baseline needs by its law."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,13 +10,16 @@ import numpy as np
 SPAN = 1.1
 # a law is not used beyond this factor outside its points
 REACH = 10.0
+# a law that explains a smaller share of the variance is not used
+MIN_R2 = 0.9
 
 
 @dataclass(frozen=True)
 class PowerLaw:
     """y = a x^b, fitted by least squares of log y over log x. r2: share of variance explained; None for constant y.
 
-    lowest, highest: the smallest and the largest x of its points.
+    lowest, highest: the smallest and the largest x of its points. a_interval, b_interval: 95% confidence intervals, by
+    Student's t; None for two points, which any law fits exactly.
     """
 
     a: float
@@ -25,6 +28,13 @@ class PowerLaw:
     points: int
     lowest: float
     highest: float
+    a_interval: tuple[float, float] | None = None
+    b_interval: tuple[float, float] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether y falls with x, and the law explains at least a share MIN_R2 of the variance."""
+        return self.b < 0 and self.r2 is not None and self.r2 >= MIN_R2
 
     def at(self, x: float) -> float:
         """Return y at x."""
@@ -33,10 +43,26 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Needed:
-    """The x at which a law reaches a value. extrapolated: whether x is outside the law's points."""
+    """The factor by which a baseline's x must grow to reach a value.
 
-    x: float
+    interval: at 95%; None where a single seed leaves it unknown. extrapolated: whether that x is outside its points.
+    """
+
+    factor: float
+    interval: tuple[float, float] | None
     extrapolated: bool
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval, where there is one, excludes a factor of 1."""
+        return self.interval is None or not self.interval[0] <= 1 <= self.interval[1]
+
+
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """Return the two-sided quantile of Student's t distribution, such as 4.303 for two degrees of freedom."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + level) / 2, freedom))
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
@@ -45,22 +71,34 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
         return None
     log_x, log_y = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
     # centred, so that a compute of 1e-10 PFLOP/s-days loses no digits
-    from_x, from_y = log_x - log_x.mean(), log_y - log_y.mean()
-    b = float(from_x @ from_y / (from_x @ from_x))
-    a = math.exp(log_y.mean() - b * log_x.mean())
+    mean_x, mean_y = float(log_x.mean()), float(log_y.mean())
+    from_x, from_y = log_x - mean_x, log_y - mean_y
+    spread = float(from_x @ from_x)
+    b = float(from_x @ from_y / spread)
+    log_a = mean_y - b * mean_x
     variance = float(from_y @ from_y)
     residual = float(np.square(from_y - b * from_x).sum())
     r2 = 1 - residual / variance if variance > 1e-24 * len(y) else None
-    return PowerLaw(a, b, r2, len(x), min(x), max(x))
+    law = PowerLaw(math.exp(log_a), b, r2, len(x), min(x), max(x))
+    if len(x) == 2:
+        return law
+    half = student_t(len(x) - 2) * math.sqrt(residual / (len(x) - 2))
+    half_b, half_log_a = half / math.sqrt(spread), half * math.sqrt(1 / len(x) + mean_x**2 / spread)
+    a_interval = float(np.exp(log_a - half_log_a)), float(np.exp(log_a + half_log_a))
+    return replace(law, a_interval=a_interval, b_interval=(b - half_b, b + half_b))
 
 
-def needed(law: PowerLaw, y: float) -> Needed | None:
-    """Return where the law reaches y; None where it does not fall, or only beyond a factor REACH outside its points."""
-    if law.b >= 0 or y <= 0:
+def ratio_interval(
+    numerator: float, half_width: float, denominator: float, denominator_half_width: float
+) -> tuple[float, float] | None:
+    """Return the confidence interval of a ratio from those of its two independent terms, by Fieller's theorem.
+
+    None where the denominator's interval contains 0, so that the ratio may have any value.
+    """
+    quadratic = denominator**2 - denominator_half_width**2
+    if quadratic <= 0:
         return None
-    log_x = (math.log(y) - math.log(law.a)) / law.b
-    if not math.log(law.lowest / REACH) <= log_x <= math.log(law.highest * REACH):
-        return None
-    x = math.exp(log_x)
-    # a value at the edge does not count as outside
-    return Needed(x, not law.lowest * (1 - 1e-9) <= x <= law.highest * (1 + 1e-9))
+    middle = numerator * denominator / quadratic
+    root = middle**2 - (numerator**2 - half_width**2) / quadratic
+    half = math.sqrt(max(root, 0.0))
+    return middle - half, middle + half

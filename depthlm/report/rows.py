@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -10,6 +10,7 @@ from statistics import mean, stdev
 from depthlm.config.resolve import by_name
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Column
+from depthlm.report.fits import student_t
 from depthlm.runs.records import RunRecord, read_run
 from depthlm.sweeps.points import Point
 
@@ -31,29 +32,43 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """A number over seeds: mean, sample standard deviation (None for one seed), number of seeds."""
+    """A number over seeds: mean, sample standard deviation (None for one seed), number of seeds.
+
+    freedom: degrees of freedom of the deviation; None: one less than the seeds.
+    """
 
     mean: float
     deviation: float | None
     count: int
+    freedom: int | None = None
 
     @property
     def interval(self) -> float | None:
-        """Half the width of the mean's 95% confidence interval, by Student's t; None for one seed."""
+        """Half the width of the mean's 95% confidence interval, by Student's t; None without a deviation."""
+        return self.half_width(0.95)
+
+    def half_width(self, level: float) -> float | None:
+        """Return half the width of the mean's confidence interval; None without a deviation."""
         if self.deviation is None:
             return None
-        return student_t(self.count - 1) * self.deviation / math.sqrt(self.count)
+        return student_t(self.freedom or self.count - 1, level) * self.deviation / math.sqrt(self.count)
 
 
-def student_t(freedom: int, level: float = 0.95) -> float:
-    """Return the two-sided quantile of Student's t distribution: 4.303 for two degrees of freedom."""
-    from scipy.stats import t
+def pooled(numbers: Sequence[Measured]) -> list[Measured]:
+    """Return the numbers with the deviation of all of them, since a few seeds alone hardly determine it.
 
-    return float(t.ppf((1 + level) / 2, freedom))
+    Assumes that the variance between seeds is the same for all. Numbers of one seed get the deviation of the others.
+    """
+    known = [(number.count - 1, number.deviation) for number in numbers if number.deviation is not None]
+    freedom = sum(seeds for seeds, _ in known)
+    if not freedom:
+        return list(numbers)
+    deviation = math.sqrt(sum(seeds * own**2 for seeds, own in known) / freedom)
+    return [replace(number, deviation=deviation, freedom=freedom) for number in numbers]
 
 
-def gather(points: Sequence[Point]) -> list[Row]:
-    """Return the rows of a sweep, in the order of its points, with the content of their run directories."""
+def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:
+    """Return the rows of a sweep, in the order of its points, with the record of each run, read by its directory."""
     rows: dict[tuple[str, ...], Row] = {}
     for point in points:
         all_settings = point.settings or by_name(point.overrides)
@@ -62,7 +77,7 @@ def gather(points: Sequence[Point]) -> list[Row]:
         label = point.label or Path(point.directory).name
         row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
         row.points.append(point)
-        row.runs.append(read_run(point.directory))
+        row.runs.append(read(point.directory))
         row.seeds.append(all_settings.get("seed", str(Config().seed)))
     return _with_distinct_labels([replace(row, label=_without_seed(row)) for row in rows.values()])
 
@@ -108,13 +123,16 @@ def measured(row: Row, column: Column) -> Measured | None:
     return _over_seeds(list(by_seed(row, column).values()))
 
 
-def difference(row: Row, reference: Row, column: Column) -> Measured | None:
-    """Return row minus reference over their common seeds; without any, of the means, without a deviation."""
+def difference(row: Row, reference: Row, column: Column, scale: Callable[[float], float] = float) -> Measured | None:
+    """Return row minus reference over their common seeds; without any, of the means, without a deviation.
+
+    scale: applied to each number first, such as math.log for the log of their ratio.
+    """
     ours, theirs = by_seed(row, column), by_seed(reference, column)
-    paired = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    paired = [scale(ours[seed]) - scale(theirs[seed]) for seed in ours if seed in theirs]
     if paired or not ours or not theirs:
         return _over_seeds(paired)
-    return Measured(mean(ours.values()) - mean(theirs.values()), None, 1)
+    return Measured(scale(mean(ours.values())) - scale(mean(theirs.values())), None, 1)
 
 
 def _over_seeds(values: list[float]) -> Measured | None:

@@ -1,99 +1,80 @@
 """The scaling laws of each series, and what the baseline needs to reach the losses of the other series."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from depthlm.config.schema.experiment import Column
-from depthlm.counts import count_text
-from depthlm.report.fits import SPAN, Needed, PowerLaw, fit_power_law, needed
-from depthlm.report.rows import Measured, Row, measured
-from depthlm.report.series import series_names, series_of
+from depthlm.report.fits import REACH, Needed, PowerLaw, fit_power_law, ratio_interval
+from depthlm.report.rows import Measured, Row, difference, measured, pooled
+from depthlm.report.series import reference_of, series_names, series_of
 from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, Table, cells, number_text, short_text
 
 PFLOPS_DAY = 8.64e19
 
-COMPUTE = Column(metric="training_flops", scale=PFLOPS_DAY)
-PARAMETERS = Column(metric="parameters")
+# what losses are compared at: the x of each law
+VIEWS = {
+    "parameters": Column(title="parameters", metric="parameters"),
+    "compute": Column(title="training compute (PFLOP/s-days)", metric="training_flops", scale=PFLOPS_DAY),
+}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A complete row of a series. compute: PFLOP/s-days. loss: the first column's number, mean over seeds."""
+    """A complete row of a series. x: its number in each view. loss: the first column's number, mean over seeds."""
 
     row: Row
-    parameters: float
-    compute: float
+    x: dict[str, float]
     loss: float
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A series: its complete sizes, smallest first, and its fits of the loss over compute and over parameters."""
+    """A series: its complete sizes, fewest parameters first, and its fit of the loss in each view."""
 
     series: str
     name: str
     sizes: list[Size]
-    by_compute: PowerLaw | None
-    by_parameters: PowerLaw | None
+    laws: dict[str, PowerLaw | None]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The log of a row's loss over the baseline's, paired by seed."""
+
+    size: Size
+    reference: Size
+    log_ratio: Measured
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What the baseline needs to reach the loss of one size of another series; None where its fit is not usable."""
+    """What the baseline needs to reach the loss of one size of another series, in each view; None: unknown."""
 
     curve: Curve
-    size: Size
-    parameters: Needed | None
-    compute: Needed | None
-
-    @property
-    def percent(self) -> float | None:
-        """The additional parameters that the baseline needs, in percent."""
-        return None if self.parameters is None else 100 * (self.parameters.x / self.size.parameters - 1)
-
-    @property
-    def multiplier(self) -> float | None:
-        """The compute that the baseline needs, as a multiple."""
-        return None if self.compute is None else self.compute.x / self.size.compute
+    gap: Gap
+    needs: dict[str, Needed | None]
 
 
-def curves(sweep: Sweep) -> list[Curve]:
+def curves(sweep: Sweep, views: Mapping[str, Column] = VIEWS) -> list[Curve]:
     """Return the series of a sweep with their fits, in the order of its rows."""
     result = []
     for series, name in series_names(sweep.rows, sweep.experiment).items():
         members = [row for row in sweep.rows if series_of(row, sweep.experiment) == series]
-        sizes = [size for row in members if (size := _size(row, sweep.first[1])) is not None]
-        sizes.sort(key=lambda size: size.parameters)
+        sizes = [size for row in members if (size := _size(row, sweep.first[1], views)) is not None]
+        sizes.sort(key=lambda size: size.x["parameters"])
         loss = [size.loss for size in sizes]
-        by_compute = fit_power_law([size.compute for size in sizes], loss)
-        by_parameters = fit_power_law([size.parameters for size in sizes], loss)
-        result.append(Curve(series, name, sizes, by_compute, by_parameters))
+        laws = {view: fit_power_law([size.x[view] for size in sizes], loss) for view in views}
+        result.append(Curve(series, name, sizes, laws))
     return result
 
 
-def _size(row: Row, column: Column) -> Size | None:
-    numbers: list[Measured | None] = [measured(row, of) for of in (PARAMETERS, COMPUTE, column)]
+def _size(row: Row, column: Column, views: Mapping[str, Column]) -> Size | None:
+    numbers: list[Measured | None] = [measured(row, of) for of in (*views.values(), column)]
     values = [number.mean for number in numbers if number is not None]
-    return Size(row, *values) if len(values) == len(numbers) and min(values) > 0 else None
-
-
-def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
-    """Return, for each size of every other series, what the baseline needs to reach its loss."""
-    baseline = baseline_of(sweep, fitted)
-    if baseline is None:
-        return []
-    return [
-        Saving(
-            curve,
-            size,
-            None if baseline.by_parameters is None else needed(baseline.by_parameters, size.loss),
-            None if baseline.by_compute is None else needed(baseline.by_compute, size.loss),
-        )
-        for curve in fitted
-        if curve is not baseline
-        for size in curve.sizes
-    ]
+    if len(values) < len(numbers) or min(values) <= 0:
+        return None
+    return Size(row, dict(zip(views, values, strict=False)), values[-1])
 
 
 def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
@@ -101,88 +82,54 @@ def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
     return next((curve for curve in fitted if sweep.experiment.baseline in (curve.series, curve.name)), None)
 
 
-def paper_fit(sweep: Sweep, curve: Curve) -> tuple[float, float] | None:
-    """Return the paper's a and b of a series, or None where it prints none."""
-    fits = sweep.experiment.fits
-    values = fits.get(curve.series, fits.get(curve.name, []))
-    return (values[0], values[1]) if len(values) == 2 else None
+def gaps(sweep: Sweep, curve: Curve, baseline: Curve) -> list[Gap]:
+    """Return the gap of each size of a series to the baseline's row of the same task, with pooled deviations."""
+    pairs: list[tuple[Size, Size, Measured]] = []
+    for size in curve.sizes:
+        row = reference_of(size.row, sweep.rows, sweep.experiment)
+        reference = next((of for of in baseline.sizes if of.row is row), None)
+        if reference is None:
+            continue
+        log_ratio = difference(size.row, reference.row, sweep.first[1], math.log)
+        if log_ratio is not None:
+            pairs.append((size, reference, log_ratio))
+    log_ratios = pooled([log_ratio for *_, log_ratio in pairs])
+    return [Gap(size, reference, log_ratio) for (size, reference, _), log_ratio in zip(pairs, log_ratios, strict=True)]
 
 
-def fit_table(sweep: Sweep, fitted: Sequence[Curve]) -> Table:
-    """Return the table of a, b and R² of each series, next to the paper's a and b."""
-    rows = []
-    for curve in fitted:
-        law, theirs = curve.by_compute, paper_fit(sweep, curve)
-        # any two points are fitted exactly
-        r2 = law.r2 if law is not None and law.points > 2 else None
-        ours = [DASH, DASH] if law is None else [short_text(law.a), number_text(law.b, 4)]
-        printed = [DASH, DASH] if theirs is None else [f"{value:g}" for value in theirs]
-        rows.append(cells([curve.name, str(len(curve.sizes)), *ours, number_text(r2, 4), *printed]))
-    head = ["", "points", "a", "b", "R²", "the paper's a", "the paper's b"]
-    return Table(head, rows, "L = a C^b, C in PFLOP/s-days")
+def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
+    """Return, for each size of every other series, what the baseline needs to reach its loss.
 
-
-def savings_table(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> Table | None:
-    """Return the table of what the baseline needs to match the other series; None where nothing is comparable."""
-    baseline = baseline_of(sweep, fitted)
-    if baseline is None or all(entry.parameters is None and entry.compute is None for entry in saved):
-        return None
-    digits = sweep.first[1].digits
-    rows = []
-    for entry in saved:
-        n, c = entry.parameters, entry.compute
-        rows.append(
-            cells(
-                [
-                    entry.size.row.label,
-                    count_text(entry.size.parameters),
-                    number_text(entry.size.loss, digits),
-                    DASH if n is None else f"{count_text(n.x)}{_mark(n)}",
-                    DASH if n is None or entry.percent is None else f"{entry.percent:+.1f}%{_mark(n)}",
-                    DASH if c is None or entry.multiplier is None else f"{entry.multiplier:.3f}{_mark(c)}",
-                ]
-            )
-        )
-    head = ["", "parameters", "loss", f"{baseline.name} needs", "more parameters", "times the compute"]
-    return Table(head, rows, f"What {baseline.name} needs for the same loss")
-
-
-def _mark(needs: Needed) -> str:
-    return " *" if needs.extrapolated else ""
-
-
-def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> list[str]:
-    """Return remarks on the fits: why some numbers are missing, and which are extrapolated."""
-    lines = []
-    for curve in fitted:
-        compute = [size.compute for size in curve.sizes]
-        if curve.by_compute is not None:
-            if curve.by_compute.points == 2:
-                lines.append(f"{curve.name}: the fit goes through two points, so its quality is unknown.")
-        elif len(compute) < 2:
-            lines.append(f"{curve.name}: {_count(len(compute))}, and a fit needs two points of different compute.")
-        else:
-            lines.append(
-                f"{curve.name}: no fit, since the compute of its {len(compute)} points differs only by a factor "
-                f"of {max(compute) / min(compute):.3g}; a fit needs {SPAN:g}."
-            )
+    By the baseline's law, log L falls by b for each unit of log x. So from its own size, the baseline reaches a loss
+    whose log is lower by g with x times exp(g / b).
+    """
     baseline = baseline_of(sweep, fitted)
     if baseline is None:
-        lines.append(f"No series is the baseline, {sweep.experiment.baseline}, so there is no comparison with it.")
-        return lines
-    for law, what in ((baseline.by_parameters, "parameters"), (baseline.by_compute, "compute")):
-        if law is not None and law.b >= 0:
-            lines.append(f"The loss of {baseline.name} does not fall with its {what}, so no saving of {what} is given.")
-        elif law is None and saved:
-            lines.append(f"{baseline.name} has no fit over its {what}, so no saving of {what} is given.")
-    marked = [needs for entry in saved for needs in (entry.parameters, entry.compute) if needs is not None]
-    if any(needs.extrapolated for needs in marked):
-        lines.append(f"*: extrapolated beyond the sizes of {baseline.name}.")
-    falls = [law is not None and law.b < 0 for law in (baseline.by_parameters, baseline.by_compute)]
-    if any((entry.parameters is None and falls[0]) or (entry.compute is None and falls[1]) for entry in saved):
-        lines.append(f"{DASH}: more than ten times outside the sizes of {baseline.name}, where its fit is not used.")
-    return lines
+        return []
+    return [
+        Saving(curve, gap, {view: _needed(law, gap, view) for view, law in baseline.laws.items()})
+        for curve in fitted
+        if curve is not baseline
+        for gap in gaps(sweep, curve, baseline)
+    ]
 
 
-def _count(points: int) -> str:
-    return "no point is complete" if points == 0 else "one point is complete"
+def _needed(law: PowerLaw | None, gap: Gap, view: str) -> Needed | None:
+    """Return the factor between the size's own x and the baseline's at the same loss; None if the law is not usable."""
+    if law is None or not law.usable:
+        return None
+    from_reference = gap.log_ratio.mean / law.b
+    reference, own = gap.reference.x[view], gap.size.x[view]
+    x = reference * math.exp(min(from_reference, 700.0))
+    if not law.lowest / REACH <= x <= law.highest * REACH:
+        return None
+    interval = None
+    half_width = gap.log_ratio.interval
+    if half_width is not None and law.b_interval is not None:
+        ends = ratio_interval(gap.log_ratio.mean, half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
+        if ends is None:
+            return None
+        interval = reference / own * math.exp(min(ends[0], 700.0)), reference / own * math.exp(min(ends[1], 700.0))
+    # a value at the edge does not count as outside
+    extrapolated = not law.lowest * (1 - 1e-9) <= x <= law.highest * (1 + 1e-9)
+    return Needed(x / own, interval, extrapolated)

@@ -1,6 +1,6 @@
 """The sweep of a report: the experiment, its rows, and the changes from the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from depthlm.config.schema.keys import on_resume
 from depthlm.config.validate.errors import ConfigError
 from depthlm.report.protocol import compose_rows
 from depthlm.report.rows import Row, gather
-from depthlm.runs.records import RunRecord
+from depthlm.runs.records import RunRecord, read_run
 from depthlm.sweeps.points import expand, load_experiment, sweep_points, value_of
 
 # the default columns of an experiment
@@ -53,15 +53,17 @@ def title_of(name: str, column: Column) -> str:
     return column.title or name
 
 
-def read_sweep(overrides: Sequence[str], config_dir: str | Path | None) -> Sweep:
-    """Return the sweep of these overrides, with the content of its run directories. Raises ConfigError."""
+def read_sweep(
+    overrides: Sequence[str], config_dir: str | Path | None = None, read: Callable[[str], RunRecord] = read_run
+) -> Sweep:
+    """Return the sweep of these overrides, with the record of each run, read by its directory. Raises ConfigError."""
     name = experiment_of(overrides)
     if name is None or "," in name:
         raise ConfigError(
             [f"experiment={name or ''}: a report covers one experiment, like depth_attention/mixing_rule"]
         )
     experiment = load_experiment(name, config_dir)
-    rows = gather(sweep_points(overrides, config_dir))
+    rows = gather(sweep_points(overrides, config_dir), read)
     return Sweep(
         experiment,
         rows,

@@ -180,7 +180,7 @@ def test_the_estimate_is_close_to_the_memory_of_a_step_on_a_cpu(name, precision,
     for i in range(20):
         (text / f"{i}.txt").write_text(f"document {i} " * 2000)
     overrides = [
-        f"model={name}", f"precision={precision}", f"training.activation_checkpointing={checkpointing}", "size=nano_64",
+        f"model={name}", f"precision={precision}", f"training.activation_checkpointing={checkpointing}", "size=micro",
         "size.num_layers=12", "size.vocab_size=512", "training.batch_size=40", "training.sequence_length=256",
         "training.num_threads=1", "tracker=none", "dry_run=true", "data=local", f"data.source={text}",
         "data.tokenizer=bytes", f"data.path={tmp_path / 'tokens'}", f"output_dir={tmp_path / 'run'}",

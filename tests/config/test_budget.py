@@ -83,8 +83,8 @@ def test_settings_of_the_command_line_are_preserved() -> None:
 
 
 def test_settings_of_a_point_are_reduced() -> None:
-    (point,) = sweep_points(["experiment=depthlm/mechanisms", "size=nano_128", "model=mhc", "budget=smoke"])
-    assert compose(point.overrides).size.hidden_size == 8
+    (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_630k", "model=mhc", "seed=1", "budget=smoke"])
+    assert compose(point.overrides).size.hidden_size == 4
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,14 @@ def test_initial_distributions(make_decoder):
             assert abs(parameter.mean()) < 0.002, name
 
 
-def test_the_embedding_has_its_own_standard_deviation(make_decoder):
-    model, scaled = make_decoder(), make_decoder()
-    initialize(model, seed=1, std=0.02)
-    initialize(scaled, seed=1, std=0.02, embedding_std=0.5)
+@pytest.mark.parametrize("position", ["rope", "sinusoidal"])
+def test_the_embedding_may_have_its_own_standard_deviation(make_decoder, position):
+    model = make_decoder(backbone_changes={"position": position})
+    scaled = make_decoder(backbone_changes={"position": position}, embedding_init_std=0.5)
+    for decoder in (model, scaled):
+        initialize(decoder, seed=1, std=0.02)
     for name, parameter in model.named_parameters():
-        factor = 25 if name == "embedding.weight" else 1
+        factor = {"rope": 25, "sinusoidal": 0.5}[position] if name == "embedding.weight" else 1
         torch.testing.assert_close(scaled.get_parameter(name), factor * parameter)
 
 

@@ -15,60 +15,9 @@ from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, colour_of, looks
 from depthlm.report.rows import Row, measured
 
-from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
+from .made_up import directories, experiment, is_png, reported, sweep, write_run
 
 LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
-
-
-@pytest.mark.usefixtures("rendered")
-def test_scaling_reports_the_fit_and_the_saving() -> None:
-    of = experiment(
-        points=[{"label": label, "model": label, "size.num_layers": [2, 4, 8]} for label in ("vanilla", "dca")],
-        columns=LOSS,
-        figure="scaling",
-        fits={"vanilla": [1.891, -0.057]},
-    )
-    for number, directory in enumerate(directories(of)):
-        size = 2 ** (number % 3)
-        # dca reaches with N parameters the loss that vanilla reaches with 1.25 N
-        n = 1e6 * size * (1.25 if number >= 3 else 1)
-        write_run(directory, 4 * (n / 1e6) ** -0.1, parameters=1e6 * size, training_flops=8.64e19 * size * size)
-    text = reported(of)
-    assert row(text, "vanilla", 0) == ["3", "4", "-0.0500", "1.0000", "1.891", "-0.057"]
-    assert row(text, "dca", 0)[-2:] == ["–", "–"]
-    assert row(text, "dca 2", 2) == ["1M", "3.912", "1.25M", "+25.0%", "1.562"]
-    assert row(text, "dca 8", 2) == ["4M", "3.405", "5M \\*", "+25.0% \\*", "1.562 \\*"]
-    assert "\\*: extrapolated beyond the sizes of vanilla." in text
-    assert "for the loss of dca 4." in text
-    assert "Dotted lines" in text
-    assert is_png("scaling.png")
-
-
-@pytest.mark.parametrize(
-    ("losses", "compute", "note"),
-    [
-        ([], [], "no point is complete"),
-        ([3.0], [1.0], "one point is complete"),
-        ([3.0, 2.9], [1.0, 1.01], "differs only by a factor of 1.01"),
-        ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
-        ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
-    ],
-)
-def test_scaling_with_too_few_points_explains_the_missing_numbers(
-    losses: list[float], compute: list[float], note: str
-) -> None:
-    points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
-    of = experiment(points=points, columns=LOSS, figure="scaling")
-    vanilla, dca = directories(of)[:2], directories(of)[2:]
-    for directory, loss, flops in zip(vanilla, losses, compute, strict=False):
-        write_run(directory, loss, parameters=1e6 * flops, training_flops=1e15 * flops)
-    if losses:
-        write_run(dca[0], 2.95)
-    text = reported(of)
-    assert note in text
-    if losses != [3.0, 2.9] or compute[-1] < 2:
-        assert "%" not in text.split("## Scaling")[1].split("## Loss curves")[0]
-    assert Path("report/scaling.png").exists() == bool(losses)
 
 
 @pytest.mark.usefixtures("rendered")

@@ -1,13 +1,15 @@
-"""Fits of power laws to points with a known law, and what a baseline needs by its law."""
+"""Fits of power laws to points with a known law, and their confidence intervals."""
 
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import linregress
 
-from depthlm.report.fits import REACH, fit_power_law, needed
+from depthlm.report.fits import Needed, fit_power_law, ratio_interval, student_t
 
 
 def test_the_law_of_attention_residuals_is_recovered() -> None:
@@ -64,28 +66,61 @@ def test_a_constant_has_no_r2() -> None:
     assert law.r2 is None
 
 
-@given(a=st.floats(0.1, 10), b=st.floats(-1, -0.02), share=st.floats(0, 1))
-def test_the_needed_x_is_on_the_law(a: float, b: float, share: float) -> None:
-    law = fit_power_law([10.0, 1000.0], [a * 10**b, a * 1000**b])
+@given(seed=st.integers(0, 1000), points=st.integers(3, 12))
+def test_the_intervals_are_those_of_a_linear_regression(seed: int, points: int) -> None:
+    generator = random.Random(seed)
+    x = [1e-9 * 2**i for i in range(points)]
+    y = [3 * c**-0.08 * math.exp(generator.gauss(0, 0.01)) for c in x]
+    law = fit_power_law(x, y)
     assert law is not None
-    x = 10 * 100**share
-    needs = needed(law, a * x**b)
-    assert needs is not None
-    assert needs.x == pytest.approx(x, rel=1e-6)
-    assert not needs.extrapolated
+    assert law.a_interval is not None
+    assert law.b_interval is not None
+    line = linregress(np.log(x), np.log(y))
+    t = student_t(points - 2)
+    assert law.b_interval == pytest.approx((line.slope - t * line.stderr, line.slope + t * line.stderr), rel=1e-6)
+    ends = [line.intercept - t * line.intercept_stderr, line.intercept + t * line.intercept_stderr]
+    assert np.log(law.a_interval) == pytest.approx(ends, rel=1e-6)
 
 
-def test_beyond_the_points_the_needed_x_is_extrapolated_and_far_beyond_none() -> None:
-    law = fit_power_law([1.0, 10.0], [3.0, 3.0 * 10**-0.1])
+def test_two_points_have_no_intervals() -> None:
+    law = fit_power_law([1.0, 2.0], [3.0, 2.9])
     assert law is not None
-    near, far = needed(law, law.at(20)), needed(law, law.at(10.1 * REACH))
-    assert near is not None
-    assert near.extrapolated
-    assert far is None
+    assert (law.a_interval, law.b_interval) == (None, None)
 
 
-@pytest.mark.parametrize("losses", [[3.0, 3.0], [3.0, 3.1]])
-def test_a_law_that_does_not_fall_reaches_no_lower_loss(losses: list[float]) -> None:
-    law = fit_power_law([1.0, 10.0], losses)
+@pytest.mark.parametrize(
+    ("losses", "is_usable"),
+    [([3.0, 2.9, 2.8], True), ([3.0, 3.0, 3.0], False), ([3.0, 3.1, 3.2], False), ([3.0, 2.6, 2.9], False)],
+)
+def test_a_law_is_usable_if_it_falls_and_explains_most_of_the_variance(losses: list[float], is_usable: bool) -> None:
+    law = fit_power_law([1.0, 2.0, 4.0], losses)
     assert law is not None
-    assert needed(law, 2.9) is None
+    assert law.usable is is_usable
+
+
+def test_students_t_agrees_with_printed_tables() -> None:
+    assert [round(student_t(freedom), 3) for freedom in (1, 2, 4, 10)] == [12.706, 4.303, 2.776, 2.228]
+    assert round(student_t(10, 0.99), 3) == 3.169
+
+
+def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    numerators, denominators = generator.normal(-0.02, 0.005, 4000), generator.normal(-0.08, 0.008, 4000)
+    covered = 0
+    for numerator, denominator in zip(numerators, denominators, strict=True):
+        ends = ratio_interval(float(numerator), 1.96 * 0.005, float(denominator), 1.96 * 0.008)
+        assert ends is not None
+        assert ends[0] <= numerator / denominator <= ends[1]
+        covered += ends[0] <= 0.25 <= ends[1]
+    assert 0.94 < covered / 4000 < 0.96
+
+
+def test_a_denominator_that_may_be_zero_gives_no_interval() -> None:
+    assert ratio_interval(-0.02, 0.001, -0.08, 0.09) is None
+
+
+def test_a_factor_is_clear_if_its_interval_excludes_one() -> None:
+    assert Needed(1.2, (1.1, 1.4), False).is_clear
+    assert Needed(0.8, (0.7, 0.9), False).is_clear
+    assert not Needed(1.2, (0.9, 1.6), False).is_clear
+    assert Needed(1.2, None, False).is_clear

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.config.schema.experiment import Column, Experiment
-from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper
+from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
 from depthlm.report.series import reference_of, series_names
 from depthlm.runs.records import read_run
 from depthlm.sweeps.points import Point
@@ -152,3 +152,18 @@ def test_models_that_a_paper_pairs_by_name_are_compared() -> None:
 def test_without_a_baseline_the_first_row_of_the_task_is_the_reference() -> None:
     gathered = rows(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
     assert reference_of(gathered[1], gathered, Experiment()) is gathered[0]
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    # Student's t of two degrees of freedom is 4.303
+    assert Measured(3.0, 0.1, 3).interval == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=1e-3)
+    assert Measured(3.0, None, 1).interval is None
+
+
+def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
+    numbers = pooled([Measured(3.0, 0.1, 5), Measured(2.9, 0.2, 3), Measured(2.8, None, 1)])
+    assert [number.mean for number in numbers] == [3.0, 2.9, 2.8]
+    assert {number.freedom for number in numbers} == {6}
+    assert numbers[0].deviation == pytest.approx(math.sqrt((4 * 0.01 + 2 * 0.04) / 6))
+    assert numbers[2].interval == pytest.approx(2.447 * math.sqrt(0.02), rel=1e-3)
+    assert pooled([Measured(3.0, None, 1)]) == [Measured(3.0, None, 1)]

@@ -1,11 +1,13 @@
-"""The loss over compute and over parameters, with the fits of each series and what the baseline needs."""
+"""The loss in each view, such as over compute, with the fits of each series and what the baseline needs."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import (
     COLOURS,
@@ -18,115 +20,129 @@ from depthlm.report.figures.style import (
     short,
     subplots,
 )
-from depthlm.report.fits import Needed, PowerLaw
-from depthlm.report.rows import difference, measured
-from depthlm.report.scaling import PARAMETERS, Curve, Saving, Size, baseline_of, paper_fit
-from depthlm.report.series import reference_of, series_of
+from depthlm.report.fits import Needed
+from depthlm.report.scaling import VIEWS, Curve, Saving, baseline_of, gaps
+from depthlm.report.scaling_tables import NEEDS, paper_fit
 from depthlm.report.sweep import Sweep, title_of
 
 
-def draw_scaling(sweep: Sweep, fitted_curves: Sequence[Curve], saved: Sequence[Saving], path: Path) -> list[str] | None:
-    """Draw points and fits on logarithmic axes, and differences against the baseline; None where no point is complete.
+def draw_scaling(
+    sweep: Sweep,
+    fitted_curves: Sequence[Curve],
+    saved: Sequence[Saving],
+    path: Path,
+    views: Mapping[str, Column] = VIEWS,
+) -> list[str] | None:
+    """Draw points and fits on logarithmic axes, a panel per view, and the differences against the baseline.
 
-    Returns the notes on the figure.
+    Returns the notes on the figure; None where no point is complete.
     """
     shown = [curve for curve in fitted_curves if curve.sizes]
     if not shown:
         return None
     styles = looks([mechanism_of(curve.sizes[0].row) for curve in shown])
     baseline = baseline_of(sweep, fitted_curves)
-    apart = [[] if curve is baseline else _differences(sweep, curve) for curve in shown]
-    panels = 3 if any(apart) else 2
-    figure, (axes,) = subplots(panels, 5.7 * panels, 5)
-    for curve, look in zip(shown, styles, strict=True):
-        _draw(axes[0], curve, look, lambda size: size.compute, curve.by_compute)
-        _draw(axes[1], curve, look, lambda size: size.parameters, curve.by_parameters)
-    fitted = any(curve.by_compute or curve.by_parameters for curve in shown)
-    notes = ["Dashed lines: the fits, each over its own points."] if fitted else []
+    apart = {} if baseline is None else {c.series: gaps(sweep, c, baseline) for c in shown if c is not baseline}
+    panels = len(views) + any(apart.values())
+    columns = 2 if panels == 4 else panels
+    figure, axes = subplots(columns, 5.7 * columns, 4.8 * math.ceil(panels / columns), math.ceil(panels / columns))
+    places = dict(zip([*views, "differences"], axes.flat, strict=False))
+    losses, title = [size.loss for curve in shown for size in curve.sizes], title_of(*sweep.first)
+    entry = widest(saved)
+    for view, column in views.items():
+        for curve, look in zip(shown, styles, strict=True):
+            _draw(places[view], curve, look, view)
+        _limit(places[view], losses, column.title, title, counts=view == "parameters")
+        places[view].set_title(f"loss over {column.title.split(' (')[0]}", fontsize="medium")
+        if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
+            _segment(
+                places[view], entry.gap.size.x[view], needs, entry.gap.size.loss, f"{needs.factor:.2f} {NEEDS[view]}"
+            )
+    notes = []
+    if any(law is not None and law.usable for curve in shown for law in curve.laws.values()):
+        notes.append("Dashed lines: the fits with R² of at least 0.9, each over its own points.")
     if sweep.as_printed and any(paper_fit(sweep, curve) for curve in shown):
         notes.append("Dotted lines, where visible: the paper's fits.")
         for curve, look in zip(shown, styles, strict=True):
             if (theirs := paper_fit(sweep, curve)) is not None:
-                x = np.geomspace(curve.sizes[0].compute, curve.sizes[-1].compute, 2)
-                axes[0].plot(x, theirs[0] * x ** theirs[1], ls=":", lw=1.3, color=look.colour)
-    entry = widest(saved)
+                x = np.geomspace(curve.sizes[0].x["compute"], curve.sizes[-1].x["compute"], 2)
+                places["compute"].plot(x, theirs[0] * x ** theirs[1], ls=":", lw=1.3, color=look.colour)
     if baseline is not None and entry is not None:
-        size = entry.size
-        _segment(axes[1], size.parameters, entry.parameters, size.loss, f"{entry.percent:+.1f}% parameters")
-        if entry.multiplier is not None:
-            _segment(axes[0], size.compute, entry.compute, size.loss, f"{entry.multiplier:.2f}x compute")
-        notes.append(f"Black dashed segments: what {baseline.name} needs by its fit for the loss of {size.row.label}.")
-    title = title_of(*sweep.first)
-    losses = [size.loss for curve in shown for size in curve.sizes]
-    _limit(axes[0], losses, "training compute (PFLOP/s-days)", title)
-    _limit(axes[1], losses, "parameters", title)
-    if any(apart):
-        axes[2].set(xscale="log", xlim=axes[1].get_xlim())
-        for points, look in zip(apart, styles, strict=True):
-            if points:
-                axes[2].errorbar(
-                    *zip(*points, strict=True), color=look.colour, marker=look.marker, ms=7, lw=1.3, capsize=3
-                )
-        axes[2].axhline(0, color=COLOURS["vanilla"], lw=1.3)
-        axes[2].set(xlabel="parameters", ylabel=f"{title},\ndifference against the baseline")
-        log_ticks(axes[2].xaxis, axes[2].get_xlim(), counts=True)
-        grid(axes[2])
-        notes.append("The right panel compares runs of the same size and protocol.")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(7, len(shown)))
-    for place, text in zip(axes, ("over compute", "over parameters", "against the baseline"), strict=False):
-        place.set_title(text, fontsize="medium")
+        notes.append(
+            f"Black dashed segments: what {baseline.name} needs by its fit for the loss of {entry.gap.size.row.label}."
+        )
+    if baseline is not None and any(apart.values()):
+        panel = places["differences"]
+        for curve, look in zip(shown, styles, strict=True):
+            _draw_gaps(panel, apart.get(curve.series, []), look)
+        panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
+        panel.set(xscale="log", xlim=places["parameters"].get_xlim())
+        panel.set(xlabel=f"parameters of {baseline.name}", ylabel=f"loss below or above {baseline.name}'s (%)")
+        panel.set_title(f"the same size, against {baseline.name}", fontsize="medium")
+        log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
+        grid(panel)
+        notes.append(f"The last panel compares runs of one size, protocol and seed with {baseline.name}.")
+        if any(gap.log_ratio.interval is not None for of in apart.values() for gap in of):
+            notes.append("Its bars are 95% intervals, from the variance between seeds pooled over the sizes.")
+    handles, labels = places["parameters"].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(shown)))
     save(figure, path, stamp_of(sweep))
     return notes
 
 
 def widest(saved: Sequence[Saving]) -> Saving | None:
     """Return the saving to draw: the greatest at the largest size, among those not extrapolated if there are any."""
-    positive = [entry for entry in saved if entry.percent is not None and entry.percent > 0]
-    inside = [entry for entry in positive if entry.parameters is not None and not entry.parameters.extrapolated]
-    return max(
-        inside or positive, key=lambda entry: (round(np.log2(entry.size.parameters), 1), entry.percent), default=None
-    )
+
+    def clear(entry: Saving) -> Needed | None:
+        needs = entry.needs["parameters"]
+        return needs if needs is not None and needs.is_clear and needs.factor > 1 else None
+
+    positive = [(entry, needs) for entry in saved if (needs := clear(entry)) is not None]
+    inside = [pair for pair in positive if not pair[1].extrapolated]
+
+    def order(pair: tuple[Saving, Needed]) -> tuple[float, float]:
+        return round(math.log2(pair[0].gap.reference.x["parameters"]), 1), pair[1].factor
+
+    return max(inside or positive, key=order)[0] if positive else None
 
 
-def _draw(axes: Any, curve: Curve, look: Look, x_of: Callable[[Size], float], law: PowerLaw | None) -> None:
-    x, y = [x_of(size) for size in curve.sizes], [size.loss for size in curve.sizes]
+def _draw(axes: Any, curve: Curve, look: Look, view: str) -> None:
+    x, y = [size.x[view] for size in curve.sizes], [size.loss for size in curve.sizes]
     axes.plot(x, y, look.marker, color=look.colour, ms=7, mec="white", mew=0.6, label=short(curve.name), zorder=3)
-    if law is not None:
+    law = curve.laws[view]
+    if law is not None and law.usable:
         ends = np.array([law.lowest, law.highest])
         axes.plot(ends, [law.at(end) for end in ends], color=look.colour, ls="--", lw=1.3)
 
 
-def _differences(sweep: Sweep, curve: Curve) -> list[tuple[float, float, float]]:
-    """Return each row's parameters, difference from the baseline's row, and its deviation; nan for missing rows."""
-    points = []
-    for row in sweep.rows:
-        reference = reference_of(row, sweep.rows, sweep.experiment)
-        if series_of(row, sweep.experiment) != curve.series or reference is None or reference is row:
-            continue
-        apart, parameters = difference(row, reference, sweep.first[1]), measured(row, PARAMETERS)
-        if apart is None or parameters is None:
-            points.append((np.nan, np.nan, np.nan))
-        else:
-            points.append((parameters.mean, apart.mean, apart.deviation or 0.0))
-    return points if np.isfinite(points).any() else []
+def _draw_gaps(axes: Any, of: Sequence[Any], look: Look) -> None:
+    if of:
+        axes.errorbar(
+            [gap.reference.x["parameters"] for gap in of],
+            [100 * math.expm1(gap.log_ratio.mean) for gap in of],
+            [100 * (gap.log_ratio.interval or 0) for gap in of],
+            color=look.colour,
+            marker=look.marker,
+            ms=7,
+            lw=1.3,
+            capsize=3,
+        )
 
 
-def _segment(axes: Any, start: float, needs: Needed | None, loss: float, text: str) -> None:
-    if needs is None:
-        return
-    axes.plot([start, needs.x], [loss, loss], color="black", ls="--", lw=1.6, zorder=4)
+def _segment(axes: Any, start: float, needs: Needed, loss: float, text: str) -> None:
+    end = start * needs.factor
+    axes.plot([start, end], [loss, loss], color="black", ls="--", lw=1.6, zorder=4)
     # there is space above and to the right of falling curves
     label = f"{text}, extrapolated" if needs.extrapolated else text
-    axes.annotate(label, (max(start, needs.x), loss), xytext=(3, 9), textcoords="offset points", size=9)
+    axes.annotate(label, (max(start, end), loss), xytext=(3, 9), textcoords="offset points", size=9, ha="center")
 
 
-def _limit(axes: Any, losses: Sequence[float], what: str, title: str) -> None:
+def _limit(axes: Any, losses: Sequence[float], what: str, title: str, counts: bool) -> None:
     """Set logarithmic axes with a margin around the losses, independent of what else is drawn."""
     low, high = min(losses), max(losses)
     room = (high / low) ** 0.08 if high > low else 1.02
     axes.set(xscale="log", yscale="log", xlabel=what, ylabel=title, ylim=(low / room, high * room))
     axes.margins(x=0.08)
-    log_ticks(axes.xaxis, axes.get_xlim(), counts=what == "parameters")
+    log_ticks(axes.xaxis, axes.get_xlim(), counts=counts)
     log_ticks(axes.yaxis, axes.get_ylim())
     grid(axes)

@@ -1,0 +1,94 @@
+"""The committed records of the runs of the study in docs/results: one JSON Lines file per experiment.
+
+A line has the run's directory name, every setting that decides its losses, the numbers of its summary, where it was
+trained, and its training losses in at most BINS means.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from depthlm.config import Config, compose
+from depthlm.config.schema.keys import flatten, on_resume
+from depthlm.files import replace_text
+from depthlm.report.sweep import Sweep, read_sweep
+from depthlm.runs.records import COMPLETE, WAITING, RunRecord
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+ARCHIVE = RESULTS / "runs"
+# the speeds measured by benchmarks/mechanisms.py
+TIMES = Path(__file__).resolve().parents[1] / "results"
+EXPERIMENTS = ("start", "rates", "scaling", "sensitivity_embedding", "sensitivity_rate", "sensitivity_depth")
+BINS = 48
+# names and defaults of other keys, which decide no loss themselves
+IGNORED = ("size.lr", "size.name", "size.sequence_length", "budget.name")
+
+
+def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
+    """Return the lines of an experiment, by the names of their run directories."""
+    path = ARCHIVE / f"{experiment}.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return {line["run"]: line for line in lines}
+
+
+def write_lines(experiment: str, lines: Sequence[dict[str, Any]]) -> None:
+    """Replace the file of an experiment."""
+    ARCHIVE.mkdir(exist_ok=True, parents=True)
+    replace_text(ARCHIVE / f"{experiment}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def decisive_settings(config: Config) -> dict[str, Any]:
+    """Return every setting on which a run's losses depend and that differs from the schema's default."""
+    default = flatten(asdict(Config()))
+    return {
+        name: value
+        for name, value in flatten(asdict(config)).items()
+        if on_resume(name) == "fixed" and name not in IGNORED and value != default.get(name)
+    }
+
+
+def binned(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Return [tokens, mean training loss] of at most BINS groups of logged rows of nearly equal length."""
+    rows = [row for row in rows if row["loss"] is not None]
+    count = min(BINS, len(rows))
+    edges = [round(number * len(rows) / count) for number in range(count + 1)] if rows else []
+    groups = [rows[start:end] for start, end in itertools.pairwise(edges)]
+    return [
+        [group[-1]["tokens"], round(sum(row.get("mean_loss", row["loss"]) for row in group) / len(group), 5)]
+        for group in groups
+    ]
+
+
+def study_sweep(experiment: str, *overrides: str) -> Sweep:
+    """Return the sweep of an experiment of the study, with its committed runs."""
+    lines, times = lines_of(experiment), training_times()
+    return read_sweep(
+        [f"experiment=depthlm/{experiment}", *overrides], read=lambda directory: _record(lines, times, Path(directory))
+    )
+
+
+def training_times() -> dict[tuple[int, int, str], float]:
+    """Return the measured seconds per token of each width, number of layers and mechanism, on an idle machine."""
+    times = {}
+    for path in TIMES.glob("study-nano_*.json"):
+        measured = json.loads(path.read_text())
+        size = compose(measured["shape"], here=False).size
+        vanilla = 1e-6 * measured["presets"]["vanilla"]["microseconds_per_token"]
+        for name, line in measured["presets"].items():
+            times[size.hidden_size, size.num_layers, name] = vanilla * (1 + line["overhead"])
+    return times
+
+
+def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], directory: Path) -> RunRecord:
+    line = lines.get(directory.name)
+    if line is None:
+        return RunRecord(directory, WAITING, [], {}, {}, None)
+    rows = [{"step": number, "tokens": tokens, "loss": loss} for number, (tokens, loss) in enumerate(line["losses"], 1)]
+    settings, summary = line["settings"], line["summary"]
+    of = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
+    if of in times:
+        summary |= {"training_seconds": summary["tokens"] * times[of]}
+    return RunRecord(directory, COMPLETE, rows, summary, {}, None)

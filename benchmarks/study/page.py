@@ -1,0 +1,184 @@
+"""Write the tables and pictures of docs/results from the committed records of its runs.
+
+    python benchmarks/study/page.py
+
+The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs/results/README.md.
+"""
+
+import re
+from collections.abc import Sequence
+
+from archive import EXPERIMENTS, RESULTS, study_sweep
+from pictures import draw_all
+
+from depthlm.config.schema.experiment import Column
+from depthlm.files import replace_text
+from depthlm.report.rows import Measured, Row, difference, measured, pooled
+from depthlm.report.scaling import VIEWS, curves, savings
+from depthlm.report.scaling_tables import NEEDS, fit_table, needed_text
+from depthlm.report.sweep import Sweep
+from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, signed_text
+from depthlm.runs.records import COMPLETE
+
+PAGE = RESULTS / "README.md"
+VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)", metric="training_seconds")}
+
+
+def main() -> None:
+    scaling = study_sweep("scaling")
+    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(scaling)))
+    draw_all(scaling, VIEWS_WITH_TIME, RESULTS)
+    print(f"written to {PAGE}")
+
+
+def with_blocks(text: str, content: dict[str, str]) -> str:
+    """Return the page with the content of each block replaced. Raises KeyError for an unknown block."""
+    pattern = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+    return pattern.sub(lambda found: f"<!-- {found[1]} -->\n\n{content[found[1]]}\n\n<!-- end -->", text)
+
+
+def blocks(scaling: Sweep) -> dict[str, str]:
+    """Return the tables of the page, as Markdown, by the names of their blocks."""
+    tables = {
+        "losses": losses(scaling),
+        "differences": differences(scaling),
+        "fits": fit_table(scaling, curves(scaling)),
+        "needs": needs(scaling),
+        "start": start(),
+        "rates": rates(),
+        "embedding": sensitivity("sensitivity_embedding", "size.embedding_init_std"),
+        "rate": sensitivity("sensitivity_rate", "optimizer.lr"),
+        "depth": sensitivity("sensitivity_depth", "size.num_layers"),
+    }
+    return {"state": state()} | {name: markdown(table) for name, table in tables.items()}
+
+
+def state() -> str:
+    """Return how many runs of each experiment are complete."""
+    counts = []
+    for experiment in EXPERIMENTS:
+        runs = study_sweep(experiment).runs
+        complete = sum(run.state == COMPLETE for run in runs)
+        counts.append(f"{complete} of {len(runs)} (`{experiment}`)")
+    return f"Complete runs: {', '.join(counts)}."
+
+
+def values_of(sweep: Sweep, key: str) -> list[str]:
+    """Return the values of a setting, in the order of the rows."""
+    return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
+
+
+def row_of(sweep: Sweep, **settings: str) -> Row:
+    """Return the row with these settings; `__` in a name stands for a dot."""
+    wanted = {name.replace("__", "."): value for name, value in settings.items()}
+    return next(row for row in sweep.rows if wanted.items() <= row.settings.items())
+
+
+def losses(sweep: Sweep) -> Table:
+    """Return the validation losses: mean ± sample standard deviation over seeds."""
+    column, sizes = sweep.first[1], values_of(sweep, "size")
+    table: list[list[Cell]] = []
+    for model in values_of(sweep, "model"):
+        numbers = [measured(row_of(sweep, model=model, size=size), column) for size in sizes]
+        table.append(cells([model, *(_with_deviation(number) for number in numbers)]))
+    return Table(["validation loss", *sizes], table)
+
+
+def _with_deviation(number: Measured | None) -> str:
+    if number is None:
+        return DASH
+    deviation = "" if number.deviation is None else f" ± {number_text(number.deviation, 3)}"
+    return f"{number_text(number.mean, 3)}{deviation}"
+
+
+def differences(sweep: Sweep) -> Table:
+    """Return the differences against vanilla, paired by seed, with 95% intervals of pooled deviations.
+
+    Bold: those that exclude 0 also with Bonferroni's correction for the number of cells.
+    """
+    sizes, models = values_of(sweep, "size"), values_of(sweep, "model")[1:]
+    level = 1 - 0.05 / (len(sizes) * len(models))
+    pairs = [[(row_of(sweep, model=m, size=s), row_of(sweep, model="vanilla", size=s)) for s in sizes] for m in models]
+    table = [[Cell(model), *paired_cells(sweep, of, level)] for model, of in zip(models, pairs, strict=True)]
+    return Table(["against vanilla", *sizes], table)
+
+
+def paired_cells(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Cell]:
+    """Return the differences of pairs of rows with their intervals, pooled over the pairs."""
+    found = [difference(row, reference, sweep.first[1]) for row, reference in pairs]
+    known = iter(pooled([number for number in found if number is not None]))
+    return [_difference_cell(None if number is None else next(known), level) for number in found]
+
+
+def _difference_cell(number: Measured | None, level: float) -> Cell:
+    if number is None:
+        return Cell(DASH)
+    half, strict = number.interval, number.half_width(level)
+    if half is None:
+        return Cell(signed_text(number.mean, 3))
+    ends = f"[{signed_text(number.mean - half, 3)}, {signed_text(number.mean + half, 3)}]"
+    return Cell(f"{signed_text(number.mean, 3)} {ends}", strict is not None and abs(number.mean) > strict)
+
+
+def needs(sweep: Sweep) -> Table:
+    """Return what vanilla needs for the losses of the others, by parameters, compute and training time."""
+    views = VIEWS_WITH_TIME if all("training_seconds" in run.summary for run in sweep.runs) else VIEWS
+    table = []
+    for entry in savings(sweep, curves(sweep, views)):
+        row = entry.gap.size.row
+        texts = [needed_text(entry.needs[view]) for view in views]
+        table.append(cells([f"{row.settings['model']}, {row.settings['size']}", *texts]))
+    return Table(["vanilla needs", *(NEEDS[view] for view in views)], table)
+
+
+def start() -> Table:
+    """Return vanilla's loss by the start of its weights: the best learning rate of each."""
+    sweep = study_sweep("start")
+    table = []
+    for size in values_of(sweep, "size"):
+        rows = [row for row in sweep.rows if row.settings["size"] == size]
+        for pair in sorted({(r.settings["size.init_std"], r.settings["size.embedding_init_std"]) for r in rows}):
+            own = [r for r in rows if (r.settings["size.init_std"], r.settings["size.embedding_init_std"]) == pair]
+            by_rate = {r.settings["optimizer.lr"]: measured(r, sweep.first[1]) for r in own}
+            known = {rate: number.mean for rate, number in by_rate.items() if number is not None}
+            best = min(known, key=lambda rate: known[rate], default=None)
+            tried = ", ".join(by_rate)
+            loss = None if best is None else known[best]
+            table.append(cells([size, *pair, tried, best or DASH, number_text(loss, 3)]))
+    head = ["size", "init_std", "embedding_init_std", "rates tried", "best rate", "validation loss"]
+    return Table(head, table)
+
+
+def rates() -> Table:
+    """Return the losses of each mechanism at each learning rate: mean ± deviation over seeds; the best in bold."""
+    sweep = study_sweep("rates")
+    tried = values_of(sweep, "optimizer.lr")
+    table = []
+    for model in values_of(sweep, "model"):
+        numbers = [measured(row_of(sweep, model=model, optimizer__lr=rate), sweep.first[1]) for rate in tried]
+        best = min((number.mean for number in numbers if number is not None), default=None)
+        table.append([Cell(model), *(Cell(_with_deviation(n), n is not None and n.mean == best) for n in numbers)])
+    return Table(["validation loss at rate", *tried], table)
+
+
+def sensitivity(experiment: str, key: str) -> Table:
+    """Return, for each value of a setting, vanilla's loss and the differences of the others against it."""
+    sweep = study_sweep(experiment)
+    models, values = values_of(sweep, "model"), values_of(sweep, key)
+    columns = []
+    for model in models[1:]:
+        pairs = [
+            (row_of(sweep, model=model, **{key: value}), row_of(sweep, model="vanilla", **{key: value}))
+            for value in values
+        ]
+        columns.append(paired_cells(sweep, pairs, 1 - 0.05 / (len(values) * len(models[1:]))))
+    baseline = [Cell(_with_deviation(measured(row_of(sweep, model="vanilla", **{key: v}), LOSS))) for v in values]
+    table = [[Cell(value), *line] for value, *line in zip(values, baseline, *columns, strict=True)]
+    return Table([f"`{key}`", "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
+
+
+LOSS = Column(metric="validation_loss")
+
+
+if __name__ == "__main__":
+    main()

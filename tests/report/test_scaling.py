@@ -1,0 +1,128 @@
+"""Scaling laws of made-up sweeps with known laws: fits, savings, their intervals, and why numbers are missing."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from depthlm.report.scaling import curves, gaps, savings
+from depthlm.report.scaling_tables import needed_text
+
+from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
+
+LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
+SIZES = (1, 2, 4, 8)
+
+
+def trained(loss: Callable[[str, float, int], float], seeds: tuple[str, ...] = (), **settings: object):
+    """Return an experiment of two mechanisms at SIZES, trained to loss(mechanism, millions of parameters, seed)."""
+    points = [{"label": label, "model": label, "size.num_layers": list(SIZES)} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=LOSS, figure="scaling", **settings)
+    for number, directory in enumerate(directories(of, seeds=seeds)):
+        size, seed = SIZES[number % 4], number // 8
+        mechanism = "dca" if number % 8 >= 4 else "vanilla"
+        compute = 8.64e19 * size * size
+        write_run(directory, loss(mechanism, size, seed), parameters=1e6 * size, training_flops=compute)
+    return of
+
+
+def exact(mechanism: str, size: float, seed: int) -> float:
+    """dca reaches with N parameters the loss that vanilla reaches with 1.25 N."""
+    return 4 * (size * (1.25 if mechanism == "dca" else 1)) ** -0.1
+
+
+def noisy(mechanism: str, size: float, seed: int) -> float:
+    """The same, with noise that the two mechanisms share for one seed and size, and a little of their own."""
+    shared = np.random.default_rng([seed, int(size)]).normal(0, 0.02)
+    own = np.random.default_rng([seed, int(size), len(mechanism)]).normal(0, 0.002)
+    return exact(mechanism, size, seed) * math.exp(shared + own)
+
+
+@pytest.mark.usefixtures("rendered")
+def test_the_report_has_the_fit_and_the_savings() -> None:
+    text = reported(trained(exact, fits={"vanilla": [1.891, -0.057]}))
+    fit = row(text, "vanilla", 0)
+    assert (fit[0], fit[1][:2], fit[2][:7], *fit[3:]) == ("4", "4 ", "-0.0500", "1.0000", "1.891", "-0.057")
+    assert row(text, "dca", 0)[-2:] == ["–", "–"]
+    assert row(text, "dca 2", 2) == ["2M", "3.650", "1.25", "1.56"]
+    assert row(text, "dca 8", 2) == ["8M", "3.177", "1.25 \\*", "1.56 \\*"]
+    assert "\\*: extrapolated beyond the sizes of vanilla." in text
+    assert "for the loss of dca 4." in text
+    assert "Dotted lines" in text
+    assert "Intervals" not in text
+    assert is_png("scaling.png")
+
+
+@pytest.mark.usefixtures("rendered")
+def test_seeds_give_intervals_that_cover_the_truth() -> None:
+    seeds = ("1", "2", "3")
+    of = trained(noisy, seeds)
+    trained_sweep = sweep(of, seeds=seeds)
+    fitted = curves(trained_sweep)
+    apart = gaps(trained_sweep, fitted[1], fitted[0])
+    assert len(apart) == len(SIZES)
+    for gap in apart:
+        assert gap.log_ratio.interval is not None
+        # pairing removes the noise that the mechanisms share; an interval at 95% may miss the truth, but hardly by far
+        assert 0.001 < gap.log_ratio.interval < 0.006
+        assert abs(gap.log_ratio.mean - math.log(1.25**-0.1)) < 1.5 * gap.log_ratio.interval
+    for entry in savings(trained_sweep, fitted):
+        needs = entry.needs["parameters"]
+        assert needs is not None
+        assert needs.interval is not None
+        assert needs.interval[0] < needs.factor < needs.interval[1]
+        assert needs.interval[0] * 0.99 < 1.25 < needs.interval[1] * 1.01
+        assert needs.is_clear
+    text = reported(of, seeds=seeds)
+    assert "of twenty, one is expected to miss" in text
+    assert row(text, "dca 2", 2)[2].startswith("1.2")
+
+
+def test_no_saving_is_printed_where_the_interval_includes_none() -> None:
+    def same(mechanism: str, size: float, seed: int) -> float:
+        own = np.random.default_rng([seed, int(size), len(mechanism)]).normal(0, 0.01)
+        return exact("vanilla", size, seed) * math.exp(own)
+
+    seeds = ("1", "2", "3")
+    of = trained(same, seeds)
+    trained_sweep = sweep(of, seeds=seeds)
+    saved = savings(trained_sweep, curves(trained_sweep))
+    needs = [entry.needs["compute"] for entry in saved]
+    assert {needed_text(needed) for needed in needs if needed is None or not needed.is_clear} == {"–"}
+    assert "–: the interval includes 1" in reported(of, seeds=seeds)
+
+
+def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed() -> None:
+    losses = {1: 3.0, 2: 3.3, 4: 2.9, 8: 2.95}
+    text = reported(trained(lambda mechanism, size, seed: losses[int(size)] - 0.1 * (mechanism == "dca")))
+    assert "has an R² of 0.16" in text
+    assert "so no saving of compute is given" in text
+    assert "What vanilla needs" not in text
+    assert "Dashed lines" not in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "compute", "note"),
+    [
+        ([], [], "no point is complete"),
+        ([3.0], [1.0], "one point is complete"),
+        ([3.0, 2.9], [1.0, 1.01], "differs only by a factor of 1.01"),
+        ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
+        ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
+    ],
+)
+def test_too_few_points_explain_the_missing_numbers(losses: list[float], compute: list[float], note: str) -> None:
+    points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=LOSS, figure="scaling")
+    vanilla, dca = directories(of)[:2], directories(of)[2:]
+    for directory, loss, flops in zip(vanilla, losses, compute, strict=False):
+        write_run(directory, loss, parameters=1e6 * flops, training_flops=1e15 * flops)
+    if losses:
+        write_run(dca[0], 2.95)
+    text = reported(of)
+    assert note in text
+    if losses != [3.0, 2.9] or compute[-1] < 2:
+        assert "What vanilla needs" not in text
+    assert Path("report/scaling.png").exists() == bool(losses)
