@@ -9,13 +9,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from depthlm.config import Config, compose
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
 from depthlm.report.sweep import Sweep, read_sweep
-from depthlm.runs.records import COMPLETE, WAITING, RunRecord
+from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
@@ -52,14 +53,11 @@ def decisive_settings(config: Config) -> dict[str, Any]:
 
 def binned(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
     """Return [tokens, mean training loss] of at most BINS groups of logged rows of nearly equal length."""
-    rows = [row for row in rows if row["loss"] is not None]
-    count = min(BINS, len(rows))
-    edges = [round(number * len(rows) / count) for number in range(count + 1)] if rows else []
-    groups = [rows[start:end] for start, end in itertools.pairwise(edges)]
-    return [
-        [group[-1]["tokens"], round(sum(row.get("mean_loss", row["loss"]) for row in group) / len(group), 5)]
-        for group in groups
-    ]
+    points = [(row["tokens"], loss) for row in rows if (loss := training_loss(row)) is not None]
+    count = min(BINS, len(points))
+    edges = [round(number * len(points) / count) for number in range(count + 1)] if points else []
+    groups = [points[start:end] for start, end in itertools.pairwise(edges)]
+    return [[group[-1][0], round(fmean(loss for _, loss in group), 5)] for group in groups]
 
 
 def study_sweep(experiment: str, *overrides: str) -> Sweep:

@@ -7,10 +7,11 @@ from typing import Any
 from archive import study_sweep
 
 from depthlm.config.schema.experiment import Column
-from depthlm.report.experiment_report import traces
 from depthlm.report.figures.lines import draw_lines
 from depthlm.report.figures.loss_curves import draw_loss_curves
+from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
+from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, grid, save, subplots
 from depthlm.report.rows import Measured, Row, difference, measured, pooled
 from depthlm.report.scaling import curves, savings
@@ -27,7 +28,7 @@ def draw_all(scaling: Sweep, views: Mapping[str, Column], folder: Path) -> None:
     """Draw the pictures of the page into a folder."""
     _draw_start(folder / "start.png")
     draw_lines(study_sweep("rates"), folder / "rates.png")
-    draw_loss_curves(traces(scaling), folder / "loss_curves.png")
+    draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", stamp_of(scaling))
     fitted = curves(scaling, views)
     draw_scaling(scaling, fitted, savings(scaling, fitted), folder / "scaling.png", views)
     _draw_sensitivity(folder / "sensitivity.png")
@@ -63,7 +64,7 @@ def _draw_start(path: Path) -> None:
         panel.set_title(f"vanilla, {size}, at the best rate tried", fontsize="medium")
         panel.legend(frameon=False, fontsize="small")
         grid(panel)
-    save(figure, path)
+    save(figure, path, stamp_of(sweep))
 
 
 def _draw_sensitivity(path: Path) -> None:

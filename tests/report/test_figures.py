@@ -120,6 +120,23 @@ def test_without_numbers_no_figure_is_drawn_and_an_old_one_is_removed(figure: st
     assert not Path(f"report/{figure}.png").exists()
 
 
+@pytest.mark.usefixtures("rendered")
+def test_the_legend_of_many_lines_fits_into_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = ["vanilla", "depth_attention", "attention_residuals_recency", "attention_residuals", "hyper_connections"]
+    of = experiment(
+        points=[{"model": models, "size.num_layers": [2, 4]}], columns=LOSS, figure="lines", x="size.num_layers"
+    )
+    for directory in directories(of):
+        write_run(directory)
+    figures: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.setdefault(path.stem, figure))
+    reported(of)
+    legend, width = figures["lines"].legends[0], figures["lines"].bbox.width
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= width
+
+
 def test_error_bars_of_lines_are_intervals_over_seeds() -> None:
     of = experiment(
         points=[{"model": "vanilla", "size.num_layers": [2, 4]}], columns=LOSS, figure="lines", x="size.num_layers"

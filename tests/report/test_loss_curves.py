@@ -104,6 +104,15 @@ def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
             ["2 layers, pre", "4 layers, pre", "4 layers, post"],
             ["vanilla", "dca"],
         ),
+        (
+            [
+                {"label": f"{label}, {lr}", "model": label, "optimizer.lr": lr}
+                for lr in ("0.1", "0.2")
+                for label in ("vanilla", "dca")
+            ],
+            ["lr 0.1", "lr 0.2"],
+            ["vanilla", "dca"],
+        ),
         # without a second row of any task, the sizes are the panels: here the configurations have one
         (
             [{"label": f"{n}", "model": "vanilla", "size.num_layers": n} for n in (2, 4)],

@@ -146,8 +146,13 @@ def _legend(figure: Any, panels: Sequence[Any]) -> None:
     names = list(dict.fromkeys(label.removesuffix(PAPER) for label in shown))
     labels = sorted(shown, key=lambda label: (names.index(label.removesuffix(PAPER)), label))
     ours = sum(not label.endswith(PAPER) for label in labels)
-    columns = min(4, max(1, ours, len(labels) - ours))
-    figure.legend([shown[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns)
+    for columns in range(min(4, max(1, ours, len(labels) - ours)), 0, -1):
+        legend = figure.legend(
+            [shown[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns
+        )
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:

@@ -66,10 +66,11 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
 
     Where neither does, it is the label of each group's first row.
     """
-    tasks = [[task(row, sweep.experiment) for row in rows] for rows in groups]
-    names = dict.fromkeys(name for rows in tasks for settings in rows for name in settings)
-    for name in sorted(names, key=lambda name: name != "size"):
-        values = [{settings.get(name) for settings in rows} for rows in tasks]
+    settings = [[row.settings for row in rows] for rows in groups]
+    tasks = [name for row in sweep.rows for name in task(row, sweep.experiment)]
+    others = [name for row in sweep.rows for name in row.settings if name != sweep.experiment.series]
+    for name in sorted(dict.fromkeys([*tasks, *others]), key=lambda name: name != "size"):
+        values = [{of_row.get(name) for of_row in of_group} for of_group in settings]
         texts = [value for of_group in values for value in of_group if value is not None]
         if all(len(of_group) == 1 for of_group in values) and len(set(texts)) == len(groups):
             # the value of a group, `size=nano_48`, says what it is; a number does not
@@ -86,7 +87,7 @@ def _shared_words(rows: Sequence[Row]) -> list[str]:
 
 
 def _without_shared_words(rows: Sequence[Row]) -> list[str]:
-    """Return the labels without the words that all of them share, where the rest is enough to tell them apart."""
+    """Return the labels without the words that all of them share, where the rest still distinguishes them."""
     shared = {word.strip(",") for word in _shared_words(rows)}
     rest = [[word for word in row.label.split() if word.strip(",") not in shared] for row in rows]
     names = [" ".join(words).strip(",") for words in rest]
