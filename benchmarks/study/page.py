@@ -14,8 +14,7 @@ from pictures import draw_all
 from depthlm.config.schema.experiment import Column
 from depthlm.files import replace_text
 from depthlm.report.rows import Measured, Row, difference, measured, pooled
-from depthlm.report.scaling import VIEWS, curves, savings
-from depthlm.report.scaling_tables import NEEDS, fit_table, needed_text
+from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, signed_text
 from depthlm.runs.records import COMPLETE

@@ -14,7 +14,7 @@ from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, grid, save, subplots
 from depthlm.report.rows import Measured, Row, difference, measured, pooled
-from depthlm.report.scaling import curves, savings
+from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 
 SENSITIVITY = {

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from depthlm.config.schema.experiment import Column
-from depthlm.report.rows import FACTS, Measured, Row, difference, measured, paper, paper_difference
-from depthlm.report.series import reference_of, task
+from depthlm.report.rows import FACTS, Measured, Row, difference, measured, paper, paper_difference, pooled
+from depthlm.report.series import reference_of, series_of, task
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
 from depthlm.runs.records import COMPLETE
@@ -41,18 +41,21 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
 
 
 def against_table(sweep: Sweep) -> Table | None:
-    """Return the first column's differences from the baseline's row, ours and the paper's; None for a single row."""
+    """Return the first column's differences from the baseline's row, ours and the paper's; None for a single row.
+
+    Our differences have 95% intervals, with the deviation between seeds pooled over the rows of a series.
+    """
     name, column = sweep.first
     references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
     names = list(dict.fromkeys(reference.label for reference in references if reference is not None))
     if len(sweep.rows) < 2 or not names:
         return None
     one = names[0] if len(names) == 1 else ""
+    differences = _differences(sweep, references)
     rows = []
-    for row, reference in zip(sweep.rows, references, strict=True):
+    for row, reference, ours in zip(sweep.rows, references, differences, strict=True):
         if row is reference:
             continue
-        ours = None if reference is None else difference(row, reference, column)
         theirs = None if reference is None else paper_difference(row, reference, name)
         against = [] if one else [DASH if reference is None else reference.label]
         ours_text = _missing(row, reference) if ours is None else _with_interval(ours, column)
@@ -60,6 +63,22 @@ def against_table(sweep: Sweep) -> Table | None:
         rows.append(cells([row.label, *against, ours_text, *theirs_text]))
     head = ["", *([] if one else ["against"]), "ours", *(["paper"] if _printed(sweep, name) else [])]
     return Table(head, rows, f"{title_of(name, column)}, against {one or 'the baseline of the same task'}")
+
+
+def _differences(sweep: Sweep, references: Sequence[Row | None]) -> list[Measured | None]:
+    """Return our difference of each row from its reference; None where either has no number."""
+    column = sweep.first[1]
+    found = [
+        None if reference is None or reference is row else difference(row, reference, column)
+        for row, reference in zip(sweep.rows, references, strict=True)
+    ]
+    series = [series_of(row, sweep.experiment) for row in sweep.rows]
+    result: list[Measured | None] = [None] * len(found)
+    for name in dict.fromkeys(series):
+        known = [(place, n) for place, (of, n) in enumerate(zip(series, found, strict=True)) if of == name and n]
+        for (place, _), number in zip(known, pooled([number for _, number in known]), strict=True):
+            result[place] = number
+    return result
 
 
 def _missing(row: Row, reference: Row | None) -> str:

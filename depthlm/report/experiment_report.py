@@ -12,8 +12,7 @@ from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.head import head
-from depthlm.report.scaling import curves, savings
-from depthlm.report.scaling_tables import fit_table, remarks, savings_table
+from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, MISSING, Table, markdown, plain
 
@@ -40,7 +39,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         if any(len(row.points) > 1 for row in sweep.rows):
             parts.append(
                 "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the "
-                "same seed."
+                "same seed; their variance is pooled over the rows of a series."
             )
     if sweep.experiment.figure == "scaling":
         parts.append(_scaling(sweep, folder))

@@ -10,7 +10,6 @@ from statistics import mean, stdev
 from depthlm.config.resolve import by_name
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Column
-from depthlm.report.fits import student_t
 from depthlm.runs.records import RunRecord, read_run
 from depthlm.sweeps.points import Point
 
@@ -52,6 +51,13 @@ class Measured:
         if self.deviation is None:
             return None
         return student_t(self.freedom or self.count - 1, level) * self.deviation / math.sqrt(self.count)
+
+
+def student_t(freedom: int, level: float = 0.95) -> float:
+    """Return the two-sided quantile of Student's t distribution, such as 4.303 for two degrees of freedom."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + level) / 2, freedom))
 
 
 def pooled(numbers: Sequence[Measured]) -> list[Measured]:

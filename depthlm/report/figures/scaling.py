@@ -20,9 +20,7 @@ from depthlm.report.figures.style import (
     short,
     subplots,
 )
-from depthlm.report.fits import Needed
-from depthlm.report.scaling import VIEWS, Curve, Saving, baseline_of, gaps
-from depthlm.report.scaling_tables import NEEDS, paper_fit
+from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, gaps, paper_fit
 from depthlm.report.sweep import Sweep, title_of
 
 

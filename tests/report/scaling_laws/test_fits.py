@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import linregress
 
-from depthlm.report.fits import Needed, fit_power_law, ratio_interval, student_t
+from depthlm.report.rows import student_t
+from depthlm.report.scaling_laws.fits import Needed, fit_power_law, ratio_interval
 
 
 def test_the_law_of_attention_residuals_is_recovered() -> None:

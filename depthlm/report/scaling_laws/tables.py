@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from depthlm.counts import count_text
-from depthlm.report.fits import MIN_R2, SPAN, Needed, PowerLaw
-from depthlm.report.scaling import Curve, Saving, baseline_of
+from depthlm.report.scaling_laws.curves import Curve, Saving, baseline_of
+from depthlm.report.scaling_laws.fits import MIN_R2, SPAN, Needed, PowerLaw
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Table, cells, number_text, short_text
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from depthlm.report.scaling import curves, gaps, savings
-from depthlm.report.scaling_tables import needed_text
+from depthlm.report.scaling_laws import curves, gaps, needed_text, savings
 
-from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
+from ..made_up import directories, experiment, is_png, reported, row, sweep, write_run
 
 LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
 SIZES = (1, 2, 4, 8)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from depthlm.report.rows import student_t
+
 # x values that differ by less than this factor do not determine a slope
 SPAN = 1.1
 # a law is not used beyond this factor outside its points
@@ -56,13 +58,6 @@ class Needed:
     def is_clear(self) -> bool:
         """Whether the interval, where there is one, excludes a factor of 1."""
         return self.interval is None or not self.interval[0] <= 1 <= self.interval[1]
-
-
-def student_t(freedom: int, level: float = 0.95) -> float:
-    """Return the two-sided quantile of Student's t distribution, such as 4.303 for two degrees of freedom."""
-    from scipy.stats import t
-
-    return float(t.ppf((1 + level) / 2, freedom))
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
