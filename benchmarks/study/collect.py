@@ -42,15 +42,15 @@ def record(point: Point) -> dict[str, Any] | None:
         "run": run.directory.name,
         "settings": decisive_settings(load_config(run.directory)),
         "summary": {name: run.summary[name] for name in NUMBERS},
-        "environment": {
-            "python": environment["python"],
-            "torch": environment["versions"]["torch"],
-            "device": environment["device"],
-            "commit": environment["git"]["commit"],
-            "changed": environment["git"]["changed"],
-        },
+        "environment": place(environment) | {key: environment["git"][key] for key in ("commit", "changed")},
         "losses": binned(run.rows),
     }
+
+
+def place(environment: dict[str, Any]) -> dict[str, str]:
+    """Return what decides the last digits of a loss: the versions of Python and torch, and the processor."""
+    python, torch = environment["python"], environment["versions"]["torch"]
+    return {"python": python, "torch": torch, "device": environment["device"]}
 
 
 if __name__ == "__main__":

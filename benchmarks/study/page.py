@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from archive import EXPERIMENTS, RESULTS, study_sweep
 from pictures import draw_all
 
+from depthlm.accounting.parameters import count_parameters
+from depthlm.build import build_model
 from depthlm.config.schema.experiment import Column
+from depthlm.config.schema.length import run_steps
 from depthlm.files import replace_text
 from depthlm.report.rows import Measured, Row, difference, measured, pooled
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
@@ -39,6 +42,7 @@ def with_blocks(text: str, content: dict[str, str]) -> str:
 def blocks(scaling: Sweep) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
     tables = {
+        "sizes": sizes(scaling),
         "losses": losses(scaling),
         "differences": differences(scaling),
         "fits": fit_table(scaling, curves(scaling)),
@@ -71,6 +75,34 @@ def row_of(sweep: Sweep, **settings: str) -> Row:
     """Return the row with these settings; `__` in a name stands for a dot."""
     wanted = {name.replace("__", "."): value for name, value in settings.items()}
     return next(row for row in sweep.rows if wanted.items() <= row.settings.items())
+
+
+def sizes(sweep: Sweep) -> Table:
+    """Return the sizes, their parameters and how long they train."""
+    table = []
+    for row, config in zip(sweep.rows, sweep.configs, strict=True):
+        if row.settings["model"] != "vanilla":
+            continue
+        size = config.size
+        counts = count_parameters(build_model(config, "meta"))
+        outside = counts["total"] - counts["embedding"]
+        steps = run_steps(config) or 0
+        tokens = steps * config.training.batch_size * config.training.sequence_length
+        shape = [size.num_layers, size.hidden_size, size.intermediate_size, counts["total"], outside, steps, tokens]
+        rest = [number_text(tokens / outside, 2), f"{config.optimizer.lr:g}"]
+        table.append(cells([size.name, *(f"{number:,}" for number in shape), *rest]))
+    head = [
+        "layers",
+        "D",
+        "MLP",
+        "parameters",
+        "outside the embedding",
+        "steps",
+        "tokens",
+        "tokens per parameter",
+        "rate",
+    ]
+    return Table(["vanilla", *head], table)
 
 
 def losses(sweep: Sweep) -> Table:

@@ -1,0 +1,96 @@
+"""The page of docs/results agrees with the committed records of its runs, and they with the experiments."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from depthlm.config import compose
+from depthlm.distributed.launchers import ranks
+from depthlm.machine import environment
+from depthlm.sweeps.points import sweep_points
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = ROOT / "benchmarks" / "study"
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch):
+    """Import a script of the study, beside which its other scripts lie."""
+    monkeypatch.syspath_prepend(STUDY)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in ("archive", "pictures", "page", "collect"):
+        sys.modules.pop(name, None)
+
+
+def test_the_tables_of_the_page_are_those_of_the_records(study) -> None:
+    page = study("page")
+    text = page.PAGE.read_text()
+    assert page.with_blocks(text, page.blocks(page.study_sweep("scaling"))) == text, (
+        "run `python benchmarks/study/page.py`"
+    )
+
+
+def test_every_number_in_the_prose_is_in_a_table(study) -> None:
+    text = study("page").PAGE.read_text()
+    tables = " ".join(re.findall(r"<!-- \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL))
+    prose = re.sub(r"<!-- \w+ -->\n.*?<!-- end -->", "", text, flags=re.DOTALL)
+    # code and the sources of other numbers, which the prose names itself
+    prose = re.sub(r"```.*?```|`[^`]*`|\(arXiv [^)]*\)|\*printed:[^*]*\*", "", prose, flags=re.DOTALL)
+    numbers = re.findall(r"[-+]?\d+\.\d+", prose)
+    missing = [number for number in numbers if number.lstrip("+-") not in tables]
+    assert not missing
+
+
+def points_of(experiment: str, every: bool) -> list:
+    points = sweep_points([f"experiment=depthlm/{experiment}"])
+    return points if every else [points[0], points[-1]]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_recorded_runs_trained_as_their_experiments_say(study, every: bool) -> None:
+    archive, compared = study("archive"), 0
+    for experiment in archive.EXPERIMENTS:
+        lines = archive.lines_of(experiment)
+        for point in points_of(experiment, every):
+            line = lines.get(Path(point.directory).name)
+            if line is not None:
+                assert line["settings"] == archive.decisive_settings(compose(point.overrides, here=False))
+                compared += 1
+        assert not lines.keys() - {Path(point.directory).name for point in points_of(experiment, True)}
+    assert compared
+
+
+def test_losses_are_binned_into_means_at_the_last_tokens_of_each_group(study) -> None:
+    archive = study("archive")
+    rows = [{"tokens": 10 * step, "loss": 9.0, "mean_loss": float(step)} for step in range(1, 101)]
+    bins = archive.binned(rows)
+    assert len(bins) == archive.BINS
+    assert bins[-1][0] == 1000
+    assert sum(loss for _, loss in bins) / len(bins) == pytest.approx(50.5, abs=0.5)
+    assert archive.binned(rows[:2]) == [[10, 1.0], [20, 2.0]]
+    assert archive.binned([{"tokens": 10, "loss": None, "mean_loss": None}]) == []
+
+
+@pytest.mark.slow
+def test_a_point_repeats_to_the_last_digit(study, tmp_path: Path) -> None:
+    archive = study("archive")
+    (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_60k", "model=vanilla", "seed=1"])
+    line = archive.lines_of("scaling")[Path(point.directory).name]
+    here = study("collect").place(environment.describe(ranks(), "cpu"))
+    if not here.items() <= line["environment"].items():
+        pytest.skip("this machine or its packages differ from those of the recorded run")
+    overrides = [*point.overrides, f"output_dir={tmp_path / 'run'}"]
+    subprocess.run([sys.executable, ROOT / "train.py", *overrides], cwd=ROOT, check=True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["validation_loss"] == line["summary"]["validation_loss"]
+    assert summary["training_loss"] == line["summary"]["training_loss"]
