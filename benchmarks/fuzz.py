@@ -36,7 +36,6 @@ from rich.progress import track
 from safetensors.torch import load_file
 
 import depthlm
-from depthlm.commands.runs import list_runs
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Data
 from depthlm.data import Manifest, Tokenizer, open_corpus, prepare, verify
@@ -47,6 +46,7 @@ from depthlm.inspect.experts import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import lost, newest_checkpoint
 from depthlm.runs.directory import finished
+from depthlm.runs.listing import list_runs
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.records import read_run
 from depthlm.training import train

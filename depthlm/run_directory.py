@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+# how the name of a folder begins that is being removed
+REMOVING = ".removing-"
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether this is the folder of a complete checkpoint: its manifest is written last."""
     return (folder / MANIFEST).exists()
+
+
+def removing(folder: Path) -> Path:
+    """Where a folder is moved before its content is deleted; another path at each call."""
+    return folder.with_name(f"{REMOVING}{folder.name}-{secrets.token_hex(8)}")
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -1,122 +1,135 @@
-"""`depthlm runs [filter ...]`: list the run directories and the progress of each run."""
+"""`depthlm runs [filter ...]`: list the run directories and the progress of each run, compare runs, or remove them."""
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from depthlm.commands.remove_runs import remove_runs
 from depthlm.console import stdout_console
 from depthlm.counts import count_text
 from depthlm.errors import UserError
-from depthlm.files import read_yaml
-from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import read_run
-from depthlm.runs.validation_losses import finite
+from depthlm.runs.filters import value_text
+from depthlm.runs.listing import Listed, list_runs, read_filters
 from depthlm.sweeps.table import STYLES
 
-# folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
-IGNORED = {".slurm", "wandb"}
+COLUMNS = {"directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age"}
+REPORT = "outputs/report"
 
+DESCRIPTION = """\
+List run directories: state, model, size, tokens, losses, age. A run must match every filter:
 
-@dataclass(frozen=True)
-class Listed:
-    """An entry of the list. loss: the last logged training loss. age: seconds since the last write to the directory."""
+  mhc, failed, tiny           a state, model or size, or a part of the directory
+  'outputs/sweep/*'           a pattern for one of these
+  model=mhc size='nano_*'     a value, or a pattern for it; != for the others
+  'optimizer.lr>1e-3'         any key of config.yaml, by =, !=, <, <=, > or >=
+  'loss<3.2' 'tokens>=1M'     a number in summary.json, or the newest in metrics.jsonl
+  'age<2d'                    the time since the last change, with the unit s, m, h or d
 
-    directory: str
-    state: str
-    model: str
-    size: str
-    step: int | None
-    tokens: int | None
-    loss: float | None
-    validation_loss: float | None
-    age: float
+Quote < and > from the shell. A run without a value does not match a comparison of it."""
 
 
 def main(arguments: list[str], program: str) -> None:
-    """List the runs that match every filter, newest last."""
+    """List the runs that match every filter, compare runs, or remove runs."""
+    parsed = _parser(program).parse_intermixed_args(arguments)
+    _check(parsed)
+    if parsed.compare:
+        # drawing takes longer to import than a list takes to print
+        from depthlm.report.command import report_runs
+        from depthlm.report.runs_report import find_runs
+
+        runs = find_runs(parsed.compare, "--compare ")
+        if len(runs) < 2:
+            raise UserError(f"--compare: only one run, {runs[0].directory}; name two or more run directories")
+        report_runs(runs, parsed.to, "--to ")
+        return
+    root = Path(parsed.root)
+    if not root.is_dir():
+        raise UserError(f"--root {root}: no such folder; give the folder that contains the runs")
+    listed = list_runs(root, parsed.filter, parsed.sort)
+    if parsed.prune:
+        remove_runs(root, listed, only_checkpoints=parsed.only_checkpoints, yes=parsed.yes, as_json=parsed.json)
+    elif parsed.json:
+        print(json.dumps([run.fields() for run in listed], indent=1))
+    else:
+        comparisons, _ = read_filters(parsed.filter)
+        show_runs(listed, root, [*(comparison.key for comparison in comparisons), *filter(None, [parsed.sort])])
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description="List run directories: state, model, size, tokens, losses, age."
+        prog=program,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("filter", nargs="*", help="a word, a pattern or a comparison, as above")
+    parser.add_argument("--root", default="outputs", help="folder that contains the runs (default outputs)")
+    parser.add_argument("--sort", metavar="KEY", default="", help="sort by a value (default: by age, newest last)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="RUN",
+        help="instead of a list, compare these run directories: their results, the settings that differ, and their "
+        "loss curves in one picture",
+    )
+    parser.add_argument("--to", metavar="FOLDER", default=None, help=f"folder of the comparison (default {REPORT})")
+    parser.add_argument(
+        "--prune", action="store_true", help="list what removing the matching runs would free; --yes removes them"
     )
     parser.add_argument(
-        "filter",
-        nargs="*",
-        help="part of the directory; or a state, model or size; or a pattern for one of these: mhc, failed, "
-        "'outputs/sweep/*'; a run must match every filter",
+        "--only-checkpoints", action="store_true", help="with --prune: remove only checkpoints/, and keep the results"
     )
-    parser.add_argument("--root", default="outputs", help="folder that contains the runs (default outputs)")
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    parsed = parser.parse_args(arguments)
-    if not Path(parsed.root).is_dir():
-        raise UserError(f"--root {parsed.root}: no such folder; give the folder that contains the runs")
-    runs = list_runs(Path(parsed.root), parsed.filter)
-    if parsed.json:
-        print(json.dumps([asdict(run) for run in runs], indent=1))
-        return
-    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", "age", box=box.SIMPLE)
+    parser.add_argument("--yes", action="store_true", help="with --prune: remove without asking")
+    return parser
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Set the folder of a comparison. Raises UserError for options that do not go together, with every mistake."""
+    errors = []
+    if parsed.compare:
+        given = {"--prune": parsed.prune, "--json": parsed.json, "--sort": parsed.sort, "a filter": parsed.filter}
+        errors = [f"{name} does not go with --compare, which names its runs" for name, has in given.items() if has]
+    elif parsed.to is not None:
+        errors.append("--to is the folder of a comparison; add --compare A B")
+    if not parsed.prune:
+        given = {"--yes": parsed.yes, "--only-checkpoints": parsed.only_checkpoints}
+        errors += [f"{name} only goes with --prune" for name, has in given.items() if has]
+    elif not parsed.filter and not parsed.compare:
+        errors.append("--prune needs a filter, so that no run is removed by mistake; `'*'` stands for every run")
+    if errors:
+        raise UserError("\n".join(errors))
+    parsed.to = parsed.to or REPORT
+
+
+def show_runs(runs: Sequence[Listed], root: Path, keys: Sequence[str] = ()) -> None:
+    """Print the runs as a table. keys: further values to show, which the user has filtered or sorted by."""
+    further = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
+    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)
+    for key in (*map(escape, further), "age"):
+        table.add_column(key)
     for run in runs:
-        table.add_row(*_cells(run))
+        values = [run.values.get(key) for key in further]
+        shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
+        table.add_row(
+            escape(run.directory),
+            f"[{STYLES[run.state]}]{run.state}[/]",
+            escape(run.model),
+            escape(run.size),
+            "" if run.tokens is None else count_text(run.tokens),
+            "" if run.loss is None else f"{run.loss:.4f}",
+            "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
+            *map(escape, ("" if value is None else text for value, text in zip(values, shown, strict=True))),
+            age_text(run.age),
+        )
     console = stdout_console()
     console.print(table)
-    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(parsed.root)}")
-
-
-def list_runs(root: Path, filters: Sequence[str] = ()) -> list[Listed]:
-    """Return the runs below a folder that match all filters, sorted by their last change."""
-    configs = root.rglob(RunDirectory(root).config.name)
-    folders = sorted({file.parent for file in configs if IGNORED.isdisjoint(file.relative_to(root).parts)})
-    runs = [_listed(folder) for folder in folders]
-    return sorted((run for run in runs if all(_matches(run, text) for text in filters)), key=lambda run: -run.age)
-
-
-def _matches(run: Listed, text: str) -> bool:
-    words = (run.directory, run.state, run.model, run.size)
-    return text in run.directory or any(text == word or fnmatch(word, text) for word in words)
-
-
-def _listed(folder: Path) -> Listed:
-    paths = RunDirectory(folder)
-    run, config = read_run(folder), read_yaml(paths.config)
-    newest = max(file.stat().st_mtime for file in (paths.config, paths.metrics, paths.summary) if file.exists())
-    last = run.rows[-1] if run.rows else {}
-    tokens = finite(run.summary.get("tokens", last.get("tokens")))
-    return Listed(
-        directory=str(folder),
-        state=run.state,
-        model=_name(config, "model"),
-        size=_name(config, "size"),
-        step=run.step,
-        tokens=None if tokens is None else int(tokens),
-        loss=run.loss,
-        validation_loss=run.number("validation_loss"),
-        age=max(0.0, time.time() - newest),
-    )
-
-
-def _name(config: dict[str, Any], group: str) -> str:
-    part = config.get(group)
-    return str(part.get("name", "?")) if isinstance(part, dict) else "?"
-
-
-def _cells(run: Listed) -> list[str]:
-    return [
-        escape(run.directory),
-        f"[{STYLES[run.state]}]{run.state}[/]",
-        escape(run.model),
-        escape(run.size),
-        "" if run.tokens is None else count_text(run.tokens),
-        "" if run.loss is None else f"{run.loss:.4f}",
-        "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
-        age_text(run.age),
-    ]
+    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
 
 
 def age_text(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """`python -m depthlm report`: writes report.md and its figures, and prints the main table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from depthlm.config.resolve import run_name
@@ -9,18 +9,21 @@ from depthlm.errors import UserError
 from depthlm.files import replace_text
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.head import state_line, warnings
-from depthlm.report.runs_report import find_runs, runs_report
+from depthlm.report.runs_report import NO_DIFFERENCE, find_runs, runs_report
 from depthlm.report.sweep import read_sweep
 from depthlm.report.tables import Table, show
+from depthlm.runs.records import RunRecord
 
 USAGE = (
     "give experiment=<paper>/<name> with overrides as for train.py -m, or runs=<run directories, separated by commas>; "
     "to=<folder> sets the folder of the report"
 )
 
+RUNS_REPORT = "outputs/report"
+
 
 def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Path:
-    """Write the report for `experiment=...` or `runs=...`, print its main table, and return the path of report.md.
+    """Write the report for `experiment=...` or `runs=...`, print its main tables, and return the path of report.md.
 
     Raises UserError for arguments that name no experiment or run, or where the report cannot be written.
     """
@@ -31,24 +34,40 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     if runs is None and not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
         raise UserError(USAGE)
     if runs is not None:
-        records = find_runs(runs)
-        folder = Path(to or "outputs/report")
-        state, notes = state_line(records), []
-    else:
-        sweep = read_sweep(overrides, config_dir)
-        # reports with other overrides (budget, size, seed) have other folders
-        named = run_name(overrides).replace("base", "")
-        folder = Path(to or "-".join(filter(None, [f"outputs/{sweep.experiment.name}/report", named])))
-        state, notes = state_line(sweep.runs), warnings(sweep)
+        return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT)
+    sweep = read_sweep(overrides, config_dir)
+    # reports with other overrides (budget, size, seed) have other folders
+    named = run_name(overrides).replace("base", "")
+    folder = Path(to or "-".join(filter(None, [f"outputs/{sweep.experiment.name}/report", named])))
+    path, tables = _write(folder, lambda: experiment_report(sweep, folder))
+    _show(path, tables, state_line(sweep.runs), warnings(sweep))
+    return path
+
+
+def report_runs(runs: Sequence[RunRecord], to: str | Path, option: str = "to=") -> Path:
+    """Write the report of these runs to a folder, print their results and the settings in which they differ.
+
+    option: where the user gave the folder, for messages. Returns the path of report.md. Raises UserError if it cannot
+    be written.
+    """
+    folder = Path(to)
+    path, tables = _write(folder, lambda: runs_report(runs, folder), option)
+    # the first table has the results
+    notes = [] if len(tables) > 1 or len(runs) == 1 else [f"{NO_DIFFERENCE}."]
+    _show(path, tables, state_line(list(runs)), notes)
+    return path
+
+
+def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: str = "to=") -> tuple[Path, list[Table]]:
+    """Write a report to a folder; return its path, and its tables for the terminal. Raises UserError."""
     path = folder / "report.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text, tables = runs_report(records, folder) if runs is not None else experiment_report(sweep, folder)
+        text, tables = write()
         replace_text(path, text)
     except OSError as error:
-        raise UserError(f"to={folder}: the report cannot be written there ({error.strerror or error})") from None
-    _show(path, tables, state, notes)
-    return path
+        raise UserError(f"{option}{folder}: the report cannot be written there ({error.strerror or error})") from None
+    return path, tables
 
 
 def _last(arguments: Sequence[str], name: str) -> str | None:

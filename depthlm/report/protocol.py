@@ -3,20 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from depthlm.config.compose import compose
-from depthlm.config.renamed import use_new_names
 from depthlm.config.schema import Config
 from depthlm.config.schema.keys import flatten, in_protocol
 from depthlm.config.schema.length import run_steps
 from depthlm.counts import count_text
-from depthlm.files import read_yaml
 from depthlm.optimizers import arguments
 from depthlm.report.rows import Row
 from depthlm.report.tables import Table, cells
-from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import RunRecord
+from depthlm.runs.records import RunRecord, recorded_settings
 
 
 def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
@@ -78,16 +74,9 @@ def _texts(config: Config) -> dict[str, str]:
     }
 
 
-def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the flattened configuration of a run; {} where it is missing or incomplete."""
-    saved = read_yaml(RunDirectory(directory).config)
-    use_new_names(saved)
-    return flatten(saved)
-
-
 def trained_otherwise(run: RunRecord, config: Config) -> list[str]:
     """Return `key: value in the run, not value in config` for each protocol setting that a run did not train with."""
-    saved, expected = saved_config(run.directory), flatten(asdict(config))
+    saved, expected = recorded_settings(run.directory), flatten(asdict(config))
     return [
         f"{key}: {saved[key]}, not {value}"
         for key, value in expected.items()

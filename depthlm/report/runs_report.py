@@ -14,30 +14,33 @@ from depthlm.report.experiment_report import picture
 from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import LossCurve, Panel
 from depthlm.report.head import first_line, state_line
-from depthlm.report.protocol import saved_config
 from depthlm.report.rows import number
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import FAILED, RunRecord, read_run
+from depthlm.runs.records import FAILED, RunRecord, read_run, recorded_settings
 
 # runs per table of differing settings
 BESIDE = 4
+NO_DIFFERENCE = "No setting that affects the result differs"
 
 
-def find_runs(names: str) -> list[RunRecord]:
-    """Return the runs of `a,b,c`, globs allowed, each once and in order. Raises UserError for a part without runs."""
+def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
+    """Return the runs in these directories, globs allowed, each once and in order.
+
+    option: where the user gave the names, for messages. Raises UserError for a name without runs.
+    """
     by_directory: dict[Path, RunRecord] = {}
     errors = []
-    for text in filter(None, (part.strip() for part in names.split(","))):
+    for text in filter(None, (name.strip() for name in names)):
         is_glob = glob.has_magic(text) and not Path(text).exists()
         paths = sorted(glob.glob(text, recursive=True)) if is_glob else [text]
         runs = [read_run(path) for path in paths if holds_run(Path(path))]
         if not runs:
-            errors.append(f"runs={text}: {_why(text, is_glob)}")
+            errors.append(f"{option}{text}: {_why(text, is_glob)}")
         for run in runs:
             by_directory.setdefault(run.directory.resolve(), run)
     if not errors and not by_directory:
-        errors.append("runs=: name run directories, as in runs=outputs/default/base,outputs/default/model-mhc")
+        errors.append(f"{option}: name run directories, as in runs=outputs/default/base,outputs/default/model-mhc")
     if errors:
         raise UserError("\n".join(errors))
     return list(by_directory.values())
@@ -61,9 +64,11 @@ def _why(text: str, is_glob: bool) -> str:
 
 
 def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Table]]:
-    """Draw the losses into a folder; return the Markdown report and its main table. Raises OSError."""
+    """Draw the losses into a folder. Returns the Markdown report, and the tables of it that the terminal shows: the
+    results, and the settings that differ. Raises OSError.
+    """
     names = short_names([run.directory for run in runs])
-    configs = [saved_config(run.directory) for run in runs]
+    configs = [recorded_settings(run.directory) for run in runs]
     main = summary_table(runs, names)
     parts = ["# Runs", f"{state_line(list(runs))}.", markdown(main)]
     failed = [(name, run) for name, run in zip(names, runs, strict=True) if run.state == FAILED]
@@ -75,12 +80,12 @@ def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Tabl
         parts.append(f"No readable config.yaml: {plain(', '.join(unread))}.")
     read = [(name, config) for name, config in zip(names, configs, strict=True) if config]
     tables = difference_tables([name for name, _ in read], [config for _, config in read])
-    parts += [markdown(table) for table in tables] if tables else ["No setting that affects the result."]
+    parts += [markdown(table) for table in tables] if tables else [f"{NO_DIFFERENCE}."]
     name = "loss_curves.png"
     stamp = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
     drawn = draw_loss_curves(panels_by_size(runs, names, configs), folder / name, stamp)
     parts.append(picture("Loss curves", folder, name, drawn))
-    return "\n\n".join(parts) + "\n", [main]
+    return "\n\n".join(parts) + "\n", [main, *tables]
 
 
 def panels_by_size(runs: Sequence[RunRecord], names: Sequence[str], configs: Sequence[dict[str, Any]]) -> list[Panel]:

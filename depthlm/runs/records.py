@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthlm.config.renamed import use_new_names
+from depthlm.config.schema.keys import flatten
+from depthlm.files import read_yaml
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
 
@@ -84,6 +87,13 @@ def read_run(directory: str | Path) -> RunRecord:
         evaluation = {}
     error = failure.get("error")
     return RunRecord(run.path, state, rows, summary, evaluation, None if error is None else str(error))
+
+
+def recorded_settings(directory: str | Path) -> dict[str, Any]:
+    """Return the settings of a run by their dotted keys; {} where config.yaml is missing or broken."""
+    saved = read_yaml(RunDirectory(Path(directory)).config)
+    use_new_names(saved)
+    return flatten(saved)
 
 
 def read_metrics(

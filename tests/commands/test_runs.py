@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.commands.runs import age_text, list_runs, main
+from depthlm.commands.runs import age_text, main
 from depthlm.errors import UserError
+from depthlm.runs.listing import list_runs
 
 ROW = {"step": 10, "tokens": 5000, "loss": 3.25}
 

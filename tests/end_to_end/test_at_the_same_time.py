@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.commands.runs import list_runs
 from depthlm.report import report
+from depthlm.runs.listing import list_runs
 from depthlm.runs.records import COMPLETE, RUNNING, read_metrics
 
 from ..forks import Forked, Forks

@@ -38,13 +38,13 @@ def test_old_and_new_names_of_a_setting_do_not_differ() -> None:
         model = {"name": "dca", "connection": {"_target_": target.format(module)}}
         write_run(f"outputs/{name}", config={**config, "model": model})
     text = report(["runs=outputs/a,outputs/b", "to=report"]).read_text()
-    assert "No setting that affects the result." in text
+    assert "No setting that affects the result differs." in text
 
 
 def test_a_single_run_and_an_unreadable_configuration() -> None:
     folder = write_run("outputs/a/base")
     text = report([f"runs={folder}", "to=report"]).read_text()
-    assert "No setting that affects the result." in text
+    assert "No setting that affects the result differs." in text
     (folder / "config.yaml").write_text("a: [")
     assert "No readable config.yaml: base." in report([f"runs={folder}", "to=report"]).read_text()
 
@@ -59,7 +59,7 @@ def test_many_runs_are_split_into_several_tables() -> None:
 
 def test_a_run_named_twice_is_reported_once() -> None:
     folder = write_run("outputs/a")
-    assert len(find_runs(f"{folder}, {folder}/,outputs/*")) == 1
+    assert len(find_runs([str(folder), f" {folder}/", "outputs/*"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_path_without_runs_is_an_error(names: str, message: str) -> None:
     write_run("outputs/base")
     Path("outputs/empty").mkdir()
     with pytest.raises(UserError) as caught:
-        find_runs(names)
+        find_runs(names.split(","))
     assert message in str(caught.value)
 
 
