@@ -12,10 +12,8 @@ from rich.table import Table
 from depthlm.console import stdout_console
 from depthlm.counts import bytes_text
 from depthlm.errors import UserError
-from depthlm.runs.listing import Listed, list_runs
+from depthlm.runs.listing import Listed
 from depthlm.runs.removal import Removal, plan_removal, remove
-
-Outcome = tuple[Removal, str | None]
 
 
 def remove_runs(root: Path, runs: Sequence[Listed], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
@@ -23,7 +21,7 @@ def remove_runs(root: Path, runs: Sequence[Listed], *, only_checkpoints: bool, y
 
     Raises UserError if a folder cannot be removed, after the others have been removed.
     """
-    planned = plan_removal(root, runs, list_runs(root), only_checkpoints)
+    planned = plan_removal(root, runs, only_checkpoints)
     wanted = [removal for removal in planned if removal.kept is None]
     if not as_json:
         _show(planned)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from depthlm.run_directory import REMOVING, RunDirectory, removing
-from depthlm.runs.listing import Listed
+from depthlm.runs.listing import Listed, run_folders
 from depthlm.runs.records import is_locked
 
 LEFTOVER = "leftover"
@@ -32,19 +32,19 @@ class Removal:
     kept: str | None = None
 
 
-def plan_removal(root: Path, runs: Sequence[Listed], every: Sequence[Listed], only_checkpoints: bool) -> list[Removal]:
-    """Return what removing these runs would remove, and what earlier removals have left.
+def plan_removal(root: Path, runs: Sequence[Listed], only_checkpoints: bool) -> list[Removal]:
+    """Return what removing these runs below a folder would remove, and what interrupted removals have left there.
 
-    every: all runs below the root. only_checkpoints: keep the runs, and remove their checkpoints.
+    only_checkpoints: keep the runs, and remove their checkpoints.
     """
     planned = []
+    every = run_folders(root)
     for run in runs:
         folder = Path(run.directory)
         path = RunDirectory(folder).checkpoints if only_checkpoints else folder
         if only_checkpoints and not path.exists():
             continue
-        others = [Path(other.directory) for other in every if other is not run]
-        kept = _why_kept(root, run, path, [] if only_checkpoints else others)
+        kept = _why_kept(root, run, path, [] if only_checkpoints else every)
         planned.append(Removal(path, folder, run.state, size_on_disk(path), kept))
     for path in sorted(root.rglob(f"{REMOVING}*")):
         # what is inside another folder is removed, and counted, with that one
@@ -54,9 +54,9 @@ def plan_removal(root: Path, runs: Sequence[Listed], every: Sequence[Listed], on
     return planned
 
 
-def _why_kept(root: Path, run: Listed, path: Path, others: Sequence[Path]) -> str | None:
+def _why_kept(root: Path, run: Listed, path: Path, every: Sequence[Path]) -> str | None:
     folder = Path(run.directory)
-    if "model" not in run.values or "size" not in run.values:
+    if "?" in (run.model, run.size):
         return "its config.yaml is not that of a run"
     if is_locked(RunDirectory(folder).lock):
         return LOCKED
@@ -66,7 +66,7 @@ def _why_kept(root: Path, run: Listed, path: Path, others: Sequence[Path]) -> st
         return "it is the folder given by --root; give the folder above it"
     if not path.resolve().is_relative_to(root.resolve()):
         return "it is outside of --root"
-    inside = [other for other in others if other.is_relative_to(folder)]
+    inside = [other for other in every if other != folder and other.is_relative_to(folder)]
     return f"it contains another run, {inside[0]}" if inside else None
 
 
