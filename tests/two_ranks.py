@@ -74,10 +74,11 @@ def _serve(pipe: Connection) -> None:
 
     from depthlm.distributed.launchers import ranks
     from depthlm.distributed.process_group import start_distributed
-    from depthlm.training import setup, trainer
+    from depthlm.training import setup
+    from depthlm.training.monitoring import results
 
     # as in the tests of training in one process
-    trainer.plot_loss = lambda *_: None
+    results.plot_loss = lambda *_: None
     setup.check_memory = lambda *_: None
     torch.set_num_threads(1)
     start_distributed(ranks())

@@ -34,6 +34,11 @@ class Progress:
         return self.step - len(self.skipped)
 
     @property
+    def tokens_per_second(self) -> float:
+        """The mean speed of the training steps of the whole run."""
+        return self.tokens / self.wall_seconds
+
+    @property
     def mean_loss(self) -> float | None:
         """The mean loss of the updates in the current logging interval, in nats per token; None if there are none."""
         return self.interval_loss / self.interval_updates if self.interval_updates else None

@@ -1,7 +1,6 @@
 """The trainer of one run: reads batches, updates the weights, logs metrics, saves checkpoints and validates."""
 
 import dataclasses
-import json
 import logging
 import math
 from functools import partial
@@ -12,22 +11,21 @@ import torch
 from depthlm.data import loader
 from depthlm.distributed.collectives import on_any_rank
 from depthlm.distributed.signals import STOPPED, StopRequest
-from depthlm.files import replace_text
 from depthlm.machine import environment
 from depthlm.model.initialization import seed_for
 from depthlm.model.observer import UNOBSERVED
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
-from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
-from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
+from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.checkpoint.restoring import rewind_to
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
-from depthlm.training.monitoring.describe import show_summary
-from depthlm.training.monitoring.display import Bar, row_text, validation_text
+from depthlm.training.monitoring.bar import Bar
+from depthlm.training.monitoring.display import row_text, validation_text
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, open_metrics, peak_flops, peak_memory_gib
 from depthlm.training.monitoring.profiling import Profiler
+from depthlm.training.monitoring.results import summary_of, write_results
 from depthlm.training.monitoring.routing import meter_of
 from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
@@ -80,6 +78,7 @@ class Trainer:
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
         self.routing = meter_of(engine, self.paths.experts if self.is_rank_0 else None, progress.step)
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
+        self.data_wait = Stopwatch()
         self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
         self.tracker: Tracker = NoTracker()
         if self.is_rank_0:
@@ -126,15 +125,17 @@ class Trainer:
         progress = self.progress
         self.request.training = True
         self.make_up_validation()
-        with Bar(progress.step, self.plan.last_step, torch.distributed.get_rank()) as bar:
+        rank, tokens = torch.distributed.get_rank(), self.plan.tokens_per_step
+        with Bar(progress.step, self.plan.last_step, rank, tokens, self.mfu) as bar:
             self.stopwatch.start()
             while progress.step < self.plan.last_step:
                 step = self.train_step()
-                bar.step(progress.step)
                 self.handle_nonfinite(step)
                 due = self.agree_on_what_is_due()
                 self.maybe_log(step, due, bar)
                 self.stopwatch.pause()
+                seconds = self.stopwatch.total - progress.wall_seconds
+                bar.step(progress.step, progress.tokens, finite(step.nll / tokens), seconds)
                 progress.wall_seconds = self.stopwatch.total
                 self.maybe_save(due)
                 self.maybe_validate(due)
@@ -161,7 +162,10 @@ class Trainer:
         config, progress, engine = self.config, self.progress, self.engine
         mark = partial(self.activity.mark, step=progress.step + 1)
         mark("reading the batch")
-        batch = next(self.loader).to(self.device, non_blocking=True)
+        self.data_wait.start()
+        batch = next(self.loader)
+        self.data_wait.pause()
+        batch = batch.to(self.device, non_blocking=True)
         lr = learning_rate(config, self.plan, progress.updates)
         engine.set_learning_rate(lr)
         # seeding every step makes random draws depend on the step alone, so resuming needs no generator state
@@ -287,9 +291,8 @@ class Trainer:
         number = self.progress.step
         if not (due.save or due.interval_ends):
             return
-        steps_per_second = (number - self.logged_at) / self.stopwatch.take_lap()
-        self.logged_at = number
-        tokens_per_second = steps_per_second * self.plan.tokens_per_step
+        steps, seconds, self.logged_at = number - self.logged_at, self.stopwatch.take_lap(), number
+        tokens_per_second = steps / seconds * self.plan.tokens_per_step
         # the share of the samples and the epochs of each source of a mixture
         seen = self.batches.seen(number) if len(self.corpus.train) > 1 else {}
         row = {
@@ -301,6 +304,7 @@ class Trainer:
             "grad_norm": finite(self.engine.grad_norm()),
             "tokens_per_second": tokens_per_second,
             "mfu": self.mfu(tokens_per_second),
+            "data_seconds": self.data_wait.take_lap(),
             "peak_memory_gib": peak_memory_gib(self.device),
             **{f"data/{name}/share": share for name, (share, _) in seen.items()},
             **{f"data/{name}/epochs": epochs for name, (_, epochs) in seen.items()},
@@ -308,7 +312,7 @@ class Trainer:
             **(self.routing.metrics() if self.routing is not None else {}),
         }
         bar.row(row)
-        log.info("%s", row_text(row, self.plan.max_steps))
+        log.info("%s", row_text(row, self.plan.max_steps, steps, seconds))
         self.metrics.write(row)
         if self.routing is not None:
             self.routing.write(number)
@@ -368,30 +372,17 @@ class Trainer:
         losses = losses or self.validation_losses()
         self.check_directory()
         if self.is_rank_0:
-            tokens_per_second = progress.tokens / progress.wall_seconds
-            summary = {
-                "parameters": self.cost.parameters,
-                "steps": progress.step,
-                "tokens": progress.tokens,
-                "training_loss": last.get("loss"),
-                "validation_loss": losses.mean,
-                "validation_perplexity": perplexity(losses.mean),
-                **losses.row(),
-                "unigram_entropy": corpus.unigram_entropy,
-                "forward_flops_per_token": self.cost.flops_per_token / 3,
-                "training_flops": self.cost.flops_per_token * progress.tokens,
-                "tokens_per_second": tokens_per_second,
-                "mfu": self.mfu(tokens_per_second),
-                "wall_seconds": progress.wall_seconds,
-                "peak_memory_gib": peak_memory_gib(self.device),
-                "skipped": progress.skipped,
-            }
-            replace_text(self.paths.summary, json.dumps(summary, indent=1) + "\n")
-            try:
-                plot_loss(self.paths.path, corpus.unigram_entropy)
-            except OSError as error:
-                log.warning("the loss curve cannot be drawn (%s)", error)
-            show_summary("This run is complete", self.paths.path, summary, rank=0)
+            summary = summary_of(
+                progress,
+                losses,
+                last,
+                parameters=self.cost.parameters,
+                flops_per_token=self.cost.flops_per_token,
+                unigram_entropy=corpus.unigram_entropy,
+                mfu=self.mfu(progress.tokens_per_second),
+                peak_memory_gib=peak_memory_gib(self.device),
+            )
+            write_results(self.paths.path, summary)
         log_sample(self.config, self.engine, corpus)
         return summary
 

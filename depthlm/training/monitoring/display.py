@@ -1,4 +1,4 @@
-"""Console output of a run: tables, a progress bar on a terminal, plain log lines elsewhere."""
+"""Console output of a run: tables and log lines. `bar.py` draws the progress bar of a terminal."""
 
 import logging
 import sys
@@ -8,7 +8,6 @@ from typing import Any
 
 from rich import box
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from depthlm.console import report_dropped_output, stdout_console
@@ -65,40 +64,6 @@ def show_table(title: str, rows: dict[str, str], rank: int) -> None:
                 handler.emit(log.makeRecord(log.name, logging.INFO, "", 0, "%s: %s", (name, value), None))
 
 
-class Bar:
-    """A progress bar with loss, tokens/s and remaining time; disabled without a terminal."""
-
-    def __init__(self, completed: int, last: int, rank: int) -> None:
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
-            TimeElapsedColumn(),
-            TextColumn("remaining"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=rank != 0 or not console.is_terminal,
-        )
-        self.task = self.progress.add_task("train", total=last, completed=completed, loss="-", speed="-")
-
-    def __enter__(self) -> "Bar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def step(self, step: int) -> None:
-        """Show the number of completed steps."""
-        self.progress.update(self.task, completed=step)
-
-    def row(self, row: dict[str, Any]) -> None:
-        """Show the newest loss and speed."""
-        self.progress.update(self.task, loss=number_text(row["loss"]), speed=f"{row['tokens_per_second']:,.0f}")
-
-
 def number_text(value: float | None) -> str:
     """Format a number with four decimals, or a tiny one as 1.2e-05; None stands for a non-finite number."""
     if value is None:
@@ -115,14 +80,19 @@ def validation_text(losses: ValidationLosses, diagnostics: dict[str, float | Non
     return "  ".join([*parts, *(f"{name} {number_text(value)}" for name, value in diagnostics.items())])
 
 
-def row_text(row: dict[str, Any], last: int) -> str:
-    """Format a row of metrics as one line."""
+def row_text(row: dict[str, Any], last: int, steps: int, seconds: float) -> str:
+    """Format a row of metrics as one line. last: the run's last step.
+
+    steps, seconds: the steps since the previous row, and the time that they took.
+    """
+    mean_loss = "none: no update" if row["mean_loss"] is None else number_text(row["mean_loss"])
     parts = [
         f"step {row['step']}/{last}",
-        f"loss {number_text(row['loss'])}",
+        f"mean loss {mean_loss}",
         f"lr {row['learning_rate']:.2e}",
         f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "skipped",
         f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"{1000 * seconds / steps:,.0f} ms/step ({row['data_seconds'] / seconds:.1%} waiting for data)",
     ]
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
