@@ -1,109 +1,17 @@
-"""`depthlm runs`: the runs that it lists, and the folders that it ignores."""
+"""`depthlm runs`: what it prints, and the options that do not go together."""
 
-import fcntl
 import json
-import os
-import time
 from pathlib import Path
 
 import pytest
 
 from depthlm.commands.runs import age_text, main
 from depthlm.errors import UserError
-from depthlm.runs.listing import list_runs
 
-ROW = {"step": 10, "tokens": 5000, "loss": 3.25}
+from ..pictures import quick_pictures
+from ..runs.made_up import root, write_run
 
-
-def make(
-    root: Path, name: str, *, model: str = "vanilla", size: str = "micro", rows: int = 0, age: float = 0.0, **files: str
-) -> Path:
-    """Create a run directory. files: additional files by name, such as `summary_json` for summary.json."""
-    folder = root / name
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(f"model: {{name: '{model}'}}\nsize: {{name: '{size}'}}\n")
-    if rows:
-        lines = [ROW | {"step": 10 * (number + 1), "tokens": 5000 * (number + 1)} for number in range(rows)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for file, text in files.items():
-        (folder / file.replace("_", ".")).write_text(text)
-    for file in folder.iterdir():
-        os.utime(file, (time.time() - age,) * 2)
-    return folder
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs of every state, with names in the order of their age."""
-    monkeypatch.chdir(tmp_path)
-    root = Path("outputs")
-    summary = json.dumps({"steps": 20, "tokens": 9999, "validation_loss": 2.5})
-    make(root, "default/base", rows=2, age=400_000, summary_json=summary)
-    make(root, "default/broken", model="mhc", rows=1, age=7200, failure_json='{"error": "diverged"}')
-    make(root, "sweep/begun", model="mhc", size="tiny", rows=1, age=90)
-    make(root, "sweep/new", age=5)
-    return root
-
-
-def test_a_run_is_listed_with_its_state_and_newest_numbers(root: Path) -> None:
-    runs = list_runs(root)
-    assert [(run.directory, run.state, run.step, run.tokens, run.loss, run.validation_loss) for run in runs] == [
-        ("outputs/default/base", "complete", 20, 9999, 3.25, 2.5),
-        ("outputs/default/broken", "failed", 10, 5000, 3.25, None),
-        ("outputs/sweep/begun", "stopped", 10, 5000, 3.25, None),
-        ("outputs/sweep/new", "waiting", None, None, None, None),
-    ]
-    assert [run.age for run in runs] == pytest.approx([400_000, 7200, 90, 5], abs=60)
-
-
-def test_a_run_locked_by_another_process_is_running(root: Path) -> None:
-    with (root / "sweep/begun/.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert [run.directory for run in list_runs(root, ["running"])] == ["outputs/sweep/begun"]
-
-
-@pytest.mark.parametrize("half", ['{"step": 20, "lo', '{"step": 20}', "\x00\x00", "{"])
-def test_a_row_that_is_half_written_is_not_counted_yet(root: Path, half: str) -> None:
-    with (root / "sweep/begun/metrics.jsonl").open("a") as file:
-        file.write(half)
-    (run,) = list_runs(root, ["sweep/begun"])
-    assert (run.state, run.step, run.loss) == ("stopped", 10, 3.25)
-
-
-@pytest.mark.parametrize(
-    ("filters", "names"),
-    [
-        (["mhc"], ["default/broken", "sweep/begun"]),
-        (["mhc", "failed"], ["default/broken"]),
-        (["tiny"], ["sweep/begun"]),
-        (["sweep/"], ["sweep/begun", "sweep/new"]),
-        (["outputs/default/*"], ["default/base", "default/broken"]),
-        (["complete"], ["default/base"]),
-        (["m*"], ["default/base", "default/broken", "sweep/begun", "sweep/new"]),
-        (["mh"], []),
-        (["mhc", "complete"], []),
-    ],
-)
-def test_a_run_must_match_every_filter(root: Path, filters: list[str], names: list[str]) -> None:
-    assert [run.directory for run in list_runs(root, filters)] == [f"outputs/{name}" for name in names]
-
-
-def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
-    make(root, "sweep/.slurm/0001/code/conf")
-    make(root, "default/base/wandb/offline-run-1/files")
-    assert len(list_runs(root)) == 4
-    # an ignored name counts only below the root
-    make(Path("wandb/mine"), "base")
-    assert len(list_runs(Path("wandb"))) == 1
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n", b"size: &a {name: b}\nmodel: *a"]
-)
-def test_a_run_with_a_broken_configuration_is_listed(root: Path, content: bytes) -> None:
-    (root / "sweep/new/config.yaml").write_bytes(content)
-    run = list_runs(root)[-1]
-    assert (run.directory, run.model, run.size) == ("outputs/sweep/new", "?", "?")
+__all__ = ["quick_pictures", "root"]
 
 
 def test_json_output_contains_every_field(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +26,7 @@ def test_json_output_contains_every_field(root: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_table_shows_names_without_interpreting_markup(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(root, "odd/[red]name[/]", model="a[/b]")
+    write_run(root, "odd/[red]name[/]", model="a[/b]")
     main([], "depthlm runs")
     printed = capsys.readouterr().out
     assert "outputs/odd/[red]name[/]" in printed
@@ -142,3 +50,54 @@ def test_another_root_can_be_given(root: Path, capsys: pytest.CaptureFixture[str
 )
 def test_an_age_is_shown_in_one_unit(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
+
+
+def test_a_value_that_was_filtered_or_sorted_by_is_a_column(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (root / "default/base/config.yaml").open("a") as file:
+        file.write("optimizer: {lr: 0.001}\ndata: {name: '[b]'}\n")
+    main(["optimizer.lr<1", "loss<9", "--sort", "data"], "depthlm runs")
+    printed = capsys.readouterr().out.splitlines()
+    (head,) = [line for line in printed if "validation" in line]
+    assert head.split() == ["run", "state", "model", "size", "tokens", "loss", "validation", "optimizer.lr", "data",
+                            "age"]  # fmt: skip
+    (line,) = [line for line in printed if "default/base" in line]
+    assert line.split()[7:9] == ["0.001", "[b]"]
+
+
+def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curves(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--compare", "outputs/default/base", "outputs/default/broken", "--to", "to/here"], "depthlm runs")
+    printed = capsys.readouterr().out
+    for line in (["model.name", "vanilla", "mhc"], ["base", "complete", "20"], ["broken", "failed", "10"]):
+        assert any(text.split()[: len(line)] == line for text in printed.splitlines()), printed
+    assert Path("to/here/loss_curves.png").exists()
+    assert "model.name" in Path("to/here/report.md").read_text()
+
+
+def test_runs_with_the_same_configuration_are_said_to_have_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--compare", "outputs/default/base", "outputs/sweep/new"], "depthlm runs")
+    assert "No setting that affects the result differs." in capsys.readouterr().out
+    assert Path("outputs/report/report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "outputs/default/base"], "only one run"),
+        (["--compare", "outputs/default/base", "outputs/default/bsae"], "did you mean `base`"),
+        (["--compare", "a", "b", "--prune"], "--prune does not go with --compare"),
+        (["mhc", "--compare", "a", "b"], "a filter does not go with --compare"),
+        (["--to", "here"], "add --compare"),
+        (["mhc", "--yes"], "--yes only goes with --prune"),
+        (["mhc", "--only-checkpoints"], "--only-checkpoints only goes with --prune"),
+        (["--prune"], "--prune needs a filter"),
+        (["--prune", "--yes", "--only-checkpoints"], "--prune needs a filter"),
+        (["--prune", "--yes", ""], "an empty filter"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_an_error(root: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        main(arguments, "depthlm runs")
+    assert message in str(caught.value)
+    assert len(list(root.rglob("config.yaml"))) == 4

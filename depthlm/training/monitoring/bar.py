@@ -135,7 +135,7 @@ def _fitting(task: Task, console: Console, options: ConsoleOptions, width: int) 
         kept.add(name)
         used += length
     order = ("step", "loss", "tokens", "time", "speed", "mfu", "memory", "elapsed", "remaining")
-    first, *others = [texts[name] for name in order if name in kept and name in texts] or [""]
+    first, *others = [texts[name] for name in order if name in kept and name in texts] or [texts["step"]]
     yield Segment(first[: max(0, width)])
     if (room := min(LONGEST, width - used)) >= SHORTEST:
         yield Segment("  ")

@@ -1,0 +1,162 @@
+"""The runs below a folder: which are listed, with which numbers, and which of them match a filter."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from depthlm.errors import UserError
+from depthlm.runs.listing import list_runs
+
+from .made_up import root, write_run
+
+__all__ = ["root"]
+
+
+def test_a_run_is_listed_with_its_state_and_newest_numbers(root: Path) -> None:
+    runs = list_runs(root)
+    assert [(run.directory, run.state, run.step, run.tokens, run.loss, run.validation_loss) for run in runs] == [
+        ("outputs/default/base", "complete", 20, 9999, 3.25, 2.5),
+        ("outputs/default/broken", "failed", 10, 5000, 3.25, None),
+        ("outputs/sweep/begun", "stopped", 10, 5000, 3.25, None),
+        ("outputs/sweep/new", "waiting", None, None, None, None),
+    ]
+    assert [run.age for run in runs] == pytest.approx([400_000, 7200, 90, 5], abs=60)
+
+
+def test_a_run_locked_by_another_process_is_running(root: Path) -> None:
+    with (root / "sweep/begun/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [run.directory for run in list_runs(root, ["running"])] == ["outputs/sweep/begun"]
+
+
+@pytest.mark.parametrize("half", ['{"step": 20, "lo', '{"step": 20}', "\x00\x00", "{"])
+def test_a_row_that_is_half_written_is_not_counted_yet(root: Path, half: str) -> None:
+    with (root / "sweep/begun/metrics.jsonl").open("a") as file:
+        file.write(half)
+    (run,) = list_runs(root, ["sweep/begun"])
+    assert (run.state, run.step, run.loss) == ("stopped", 10, 3.25)
+
+
+@pytest.mark.parametrize(
+    ("filters", "names"),
+    [
+        (["mhc"], ["default/broken", "sweep/begun"]),
+        (["mhc", "failed"], ["default/broken"]),
+        (["tiny"], ["sweep/begun"]),
+        (["sweep/"], ["sweep/begun", "sweep/new"]),
+        (["outputs/default/*"], ["default/base", "default/broken"]),
+        (["complete"], ["default/base"]),
+        (["m*"], ["default/base", "default/broken", "sweep/begun", "sweep/new"]),
+        (["mh"], []),
+        (["mhc", "complete"], []),
+    ],
+)
+def test_a_run_must_match_every_filter(root: Path, filters: list[str], names: list[str]) -> None:
+    assert [run.directory for run in list_runs(root, filters)] == [f"outputs/{name}" for name in names]
+
+
+def test_folders_that_are_not_runs_are_not_listed(root: Path) -> None:
+    write_run(root, "sweep/.slurm/0001/code/conf")
+    write_run(root, "default/base/wandb/offline-run-1/files")
+    assert len(list_runs(root)) == 4
+    # an ignored name counts only below the root
+    write_run(Path("wandb/mine"), "base")
+    assert len(list_runs(Path("wandb"))) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"- 1", b"model: [", b"\xff\xfe", b"model: mhc\n", b"size: &a {name: b}\nmodel: *a"]
+)
+def test_a_run_with_a_broken_configuration_is_listed(root: Path, content: bytes) -> None:
+    (root / "sweep/new/config.yaml").write_bytes(content)
+    run = list_runs(root)[-1]
+    assert (run.directory, run.model, run.size) == ("outputs/sweep/new", "?", "?")
+
+
+@pytest.mark.parametrize(
+    ("filters", "names"),
+    [
+        (["model=mhc"], ["default/broken", "sweep/begun"]),
+        (["model!=mhc"], ["default/base", "sweep/new"]),
+        (["size=t*", "state=stopped"], ["sweep/begun"]),
+        (["optimizer.lr=1e-3"], ["default/base"]),
+        (["optimizer.lr>1e-3"], ["default/broken"]),
+        (["optimizer.lr<=0.002"], ["default/base", "default/broken"]),
+        (["data=stdlib"], ["default/base"]),
+        (["data.name=std*"], ["default/base"]),
+        (["loss<3.3", "tokens>=5K"], ["default/base", "default/broken", "sweep/begun"]),
+        (["tokens>5K"], ["default/base"]),
+        (["validation_loss<=2.5"], ["default/base"]),
+        (["grad_norm>1"], ["default/broken"]),
+        (["step>10"], ["default/base"]),
+        (["age<2m"], ["sweep/begun", "sweep/new"]),
+        (["age>1d", "default"], ["default/base"]),
+        (["seed=1"], ["default/base"]),
+        (["deterministic=false"], ["default/base"]),
+        (["init_from=null"], ["default/base"]),
+    ],
+)
+def test_a_comparison_selects_runs_by_any_value(root: Path, filters: list[str], names: list[str]) -> None:
+    with (root / "default/base/config.yaml").open("a") as file:
+        file.write("optimizer: {lr: 0.001}\ndata: {name: stdlib}\nseed: 1\ndeterministic: false\ninit_from: null\n")
+    with (root / "default/broken/config.yaml").open("a") as file:
+        file.write("optimizer: {lr: 0.002}\n")
+    with (root / "default/broken/metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "tokens": 5000, "loss": 3.25, "grad_norm": 1.5}\n')
+    for name, age in (("base", 400_000), ("broken", 7200)):
+        for path in (root / "default" / name).iterdir():
+            os.utime(path, (time.time() - age,) * 2)
+    assert [run.directory for run in list_runs(root, filters)] == [f"outputs/{name}" for name in names]
+
+
+def test_a_newest_loss_that_is_not_finite_matches_no_bound(root: Path) -> None:
+    with (root / "default/broken/metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "tokens": 5500, "loss": null}\n')
+    assert [run.directory for run in list_runs(root, ["loss<9", "mhc"])] == ["outputs/sweep/begun"]
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (["optimzer.lr=1"], "did you mean `optimizer.lr`?"),
+        (["lr>1"], "did you mean `optimizer.lr`?"),
+        (["validaton_loss<3"], "did you mean `validation_loss`?"),
+        (["age<2"], "s, m, h or d"),
+        (["loss<low"], "needs a number"),
+        ([""], "an empty filter"),
+    ],
+)
+def test_a_filter_that_cannot_be_right_is_an_error(root: Path, filters: list[str], message: str) -> None:
+    with (root / "default/base/config.yaml").open("a") as file:
+        file.write("optimizer: {lr: 0.001}\n")
+    with pytest.raises(UserError) as caught:
+        list_runs(root, filters)
+    assert message in str(caught.value)
+
+
+def test_all_mistakes_in_filters_are_reported_at_once(root: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)age<2:.*loss<x:"):
+        list_runs(root, ["age<2", "loss<x"])
+
+
+def test_a_key_is_no_mistake_where_there_is_no_run_to_have_it(tmp_path: Path) -> None:
+    assert list_runs(tmp_path, ["optimizer.lr>1"], "mean_loss") == []
+
+
+def test_runs_are_sorted_by_a_value_and_those_without_it_are_last(root: Path) -> None:
+    assert [run.directory for run in list_runs(root, sort="tokens")] == [
+        "outputs/default/broken", "outputs/sweep/begun", "outputs/default/base", "outputs/sweep/new",
+    ]  # fmt: skip
+    assert [run.model for run in list_runs(root, sort="model")] == ["mhc", "mhc", "vanilla", "vanilla"]
+    with pytest.raises(UserError, match="did you mean `tokens`"):
+        list_runs(root, sort="token")
+
+
+def test_links_to_folders_and_folders_that_are_being_removed_are_not_listed(root: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "elsewhere", "linked")
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    write_run(root, "sweep/.removing-old-0123456789abcdef")
+    assert len(list_runs(root)) == 4
