@@ -1,5 +1,6 @@
 """The training loop: which rows it logs, and settings that must not change the curve."""
 
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 
 import depthlm
+from depthlm.data import Batches
 from depthlm.model import Decoder
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.setup import build_model, free_earlier_run
+
+from .run_files import curve
 
 
 def test_rows_are_logged_every_log_every_steps_and_at_the_first_last_and_saved_steps(
@@ -43,6 +47,32 @@ def test_a_row_has_the_mean_loss_of_the_updates_since_the_last_interval(
     assert ends == [1, 4, 8, 10, 11]
     means = [fmean(each[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
     assert [row["mean_loss"] for row in rows] == pytest.approx(means, rel=1e-9)
+
+
+def test_a_row_has_the_time_for_which_the_batches_since_the_last_row_were_waited_for(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("training.max_steps=7", "training.log_every=3", "training.validate_every=4")
+    assert train(depthlm.compose(small_run(*settings, name="quick"))) == 0
+    read, waited = Batches.__getitem__, []
+
+    def slow(batches: Batches, step: int) -> Any:
+        start = time.perf_counter()
+        time.sleep(0.02 * (step + 1))
+        batch = read(batches, step)
+        waited.append(time.perf_counter() - start)
+        return batch
+
+    monkeypatch.setattr(Batches, "__getitem__", slow)
+    assert train(depthlm.compose(small_run(*settings, name="slow"))) == 0
+    rows = list(read_metrics(tmp_path / "slow/metrics.jsonl"))
+    ends = [row["step"] for row in rows]
+    assert ends == [1, 3, 4, 6, 7]
+    expected = [sum(waited[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    assert [row["data_seconds"] for row in rows] == pytest.approx(expected, rel=0.1, abs=0.02)
+    # it is only measured
+    assert curve(tmp_path / "slow") == curve(tmp_path / "quick")
+    assert "waiting for data" in (tmp_path / "slow/train.log").read_text()
 
 
 @pytest.mark.parametrize("setting", ["training.activation_checkpointing=true", "training.micro_batch_size=2"])

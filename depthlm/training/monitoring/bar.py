@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.segment import ControlType, Segment
 
 from depthlm.counts import count_text
-from depthlm.training.monitoring.display import console, number_text
+from depthlm.training.monitoring.display import console, number_text, step_time_text
 
 # the weight of all earlier steps in the exponential means: the loss over about 50 steps, the time over about 10
 LOSS_DECAY, TIME_DECAY = 0.98, 0.9
@@ -77,7 +77,7 @@ class Bar:
 
     def _parts(self, tokens: int) -> dict[str, str]:
         seconds = self.seconds.value or 0.0
-        parts = {"tokens": f"{count_text(tokens)} tokens", "time": f"{1000 * seconds:,.0f} ms/step"}
+        parts = {"tokens": f"{count_text(tokens)} tokens", "time": step_time_text(seconds)}
         if self.loss.value is not None:
             parts["loss"] = f"loss {number_text(self.loss.value)}"
         if seconds > 0:

@@ -71,6 +71,11 @@ def number_text(value: float | None) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.1e}"
 
 
+def step_time_text(seconds: float) -> str:
+    """Format the time of a step: 0.25 as `250 ms/step`, 0.0025 as `2.5 ms/step`."""
+    return f"{1000 * seconds:,.{0 if seconds >= 0.01 else 1}f} ms/step"
+
+
 def validation_text(losses: ValidationLosses, diagnostics: dict[str, float | None]) -> str:
     """Format the results of a validation as one line: losses with their perplexities, and the diagnostics."""
     parts = [
@@ -92,7 +97,7 @@ def row_text(row: dict[str, Any], last: int, steps: int, seconds: float) -> str:
         f"lr {row['learning_rate']:.2e}",
         f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] is not None else "skipped",
         f"{row['tokens_per_second']:,.0f} tokens/s",
-        f"{1000 * seconds / steps:,.0f} ms/step ({row['data_seconds'] / seconds:.1%} waiting for data)",
+        f"{step_time_text(seconds / steps)} ({row['data_seconds'] / seconds:.1%} waiting for data)",
     ]
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
