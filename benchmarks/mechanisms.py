@@ -75,8 +75,7 @@ def contender(name: str, overrides: list[str], device: torch.device) -> tuple[St
     config = depthlm.compose([*overrides, f"model={preset}", *own])
     plan = make_plan(config, ranks())
     model = depthlm.build_model(config, device)
-    if config.training.activation_checkpointing:
-        model.checkpoint_activations()
+    model.checkpoint_activations(config.training.activation_checkpointing)
     if compiles(config, device):
         compile_sublayers(model)
     engine = build_engine(config, plan, model)

@@ -118,8 +118,7 @@ def estimate(config: Any, micro_batch_size: int, precision: str) -> dict[str, fl
     model = build_model(config, "meta")
     if precision == "bf16":
         model.to(torch.bfloat16)
-    if config.training.activation_checkpointing:
-        model.checkpoint_activations()
+    model.checkpoint_activations(config.training.activation_checkpointing)
     model.end_of_text = 0 if config.data.document_mask else None
     autocast = torch.bfloat16 if precision == "autocast" else None
     traced = trace(model, "cuda", micro_batch_size, config.training.sequence_length, autocast)

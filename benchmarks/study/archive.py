@@ -1,7 +1,7 @@
 """The committed records of the runs of the study in docs/results: one JSON Lines file per experiment.
 
-A line has the run's directory name, every setting that decides its losses, the numbers of its summary, where it was
-trained, and its training losses in at most BINS means.
+A line has the run's directory name, every setting that decides its losses, the numbers of its summary, and where it was
+trained; those of CURVES also have their training losses, in at most BINS means.
 """
 
 import itertools
@@ -23,6 +23,8 @@ ARCHIVE = RESULTS / "runs"
 # the speeds measured by benchmarks/mechanisms.py
 TIMES = Path(__file__).resolve().parents[1] / "results"
 EXPERIMENTS = ("start", "rates", "scaling", "sensitivity_embedding", "sensitivity_rate", "sensitivity_depth")
+# experiments whose loss curves are drawn
+CURVES = ("scaling",)
 BINS = 48
 # names and defaults of other keys, which decide no loss themselves
 IGNORED = ("size.lr", "size.name", "size.sequence_length", "budget.name")
@@ -84,7 +86,8 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], dir
     line = lines.get(directory.name)
     if line is None:
         return RunRecord(directory, WAITING, [], {}, {}, None)
-    rows = [{"step": number, "tokens": tokens, "loss": loss} for number, (tokens, loss) in enumerate(line["losses"], 1)]
+    losses = enumerate(line.get("losses", []), 1)
+    rows = [{"step": number, "tokens": tokens, "loss": loss} for number, (tokens, loss) in losses]
     settings, summary = line["settings"], line["summary"]
     of = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
     if of in times:

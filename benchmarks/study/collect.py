@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from archive import EXPERIMENTS, binned, decisive_settings, lines_of, write_lines
+from archive import CURVES, EXPERIMENTS, binned, decisive_settings, lines_of, write_lines
 
 from depthlm.config.saved import load_config
 from depthlm.run_directory import RunDirectory
@@ -27,22 +27,25 @@ def main() -> None:
         for point in points:
             name = Path(point.directory).name
             if name not in lines and (line := record(point)) is not None:
-                lines[name] = line
+                lines[name] = line if experiment in CURVES else {k: v for k, v in line.items() if k != "losses"}
         write_lines(experiment, [lines[name] for point in points if (name := Path(point.directory).name) in lines])
         print(f"{experiment}: {len(lines)} of {len(points)} runs")
 
 
 def record(point: Point) -> dict[str, Any] | None:
-    """Return the line of a run, or None if it is not complete."""
+    """Return the line of a run, or None if it is not complete, or if its code was not that of a commit."""
     run = read_run(point.directory)
     if run.state != COMPLETE:
         return None
     environment = json.loads(RunDirectory(run.directory).environment.read_text())
+    if environment["git"] is None or environment["git"]["changed"]:
+        print(f"{run.directory}: not recorded, since the code had changes that were not committed")
+        return None
     return {
         "run": run.directory.name,
         "settings": decisive_settings(load_config(run.directory)),
         "summary": {name: run.summary[name] for name in NUMBERS},
-        "environment": place(environment) | {key: environment["git"][key] for key in ("commit", "changed")},
+        "environment": place(environment) | {"commit": environment["git"]["commit"]},
         "losses": binned(run.rows),
     }
 

@@ -29,8 +29,14 @@ VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)",
 def main() -> None:
     scaling = study_sweep("scaling")
     replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(scaling)))
-    draw_all(scaling, VIEWS_WITH_TIME, RESULTS)
+    draw_all(scaling, views_of(scaling), RESULTS)
     print(f"written to {PAGE}")
+
+
+def views_of(scaling: Sweep) -> dict[str, Column]:
+    """Return the views of the scaling laws: also by time, if the time of every complete run was measured."""
+    complete = [run for run in scaling.runs if run.state == COMPLETE]
+    return VIEWS_WITH_TIME if all("training_seconds" in run.summary for run in complete) else VIEWS
 
 
 def with_blocks(text: str, content: dict[str, str]) -> str:
@@ -136,28 +142,40 @@ def differences(sweep: Sweep) -> Table:
 
 def paired_cells(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Cell]:
     """Return the differences of pairs of rows with their intervals, pooled over the pairs."""
-    found = [difference(row, reference, sweep.first[1]) for row, reference in pairs]
+    found = [paired(row, reference, sweep.first[1]) for row, reference in pairs]
     known = iter(pooled([number for number in found if number is not None]))
-    return [_difference_cell(None if number is None else next(known), level) for number in found]
+    planned = [len(row.points) for row, _ in pairs]
+    return [
+        _difference_cell(None if number is None else next(known), level, seeds)
+        for number, seeds in zip(found, planned, strict=True)
+    ]
 
 
-def _difference_cell(number: Measured | None, level: float) -> Cell:
+def paired(row: Row, reference: Row, column: Column) -> Measured | None:
+    """Return the difference of two rows over their common seeds; None without any."""
+    number = difference(row, reference, column)
+    return number if number is not None and number.count else None
+
+
+def _difference_cell(number: Measured | None, level: float, planned: int) -> Cell:
     if number is None:
         return Cell(DASH)
+    partly = f" ({number.count} of {planned} seeds)" if number.count < planned else ""
     half, strict = number.interval, number.half_width(level)
     if half is None:
-        return Cell(signed_text(number.mean, 3))
+        return Cell(f"{signed_text(number.mean, 3)}{partly}")
     ends = f"[{signed_text(number.mean - half, 3)}, {signed_text(number.mean + half, 3)}]"
-    return Cell(f"{signed_text(number.mean, 3)} {ends}", strict is not None and abs(number.mean) > strict)
+    return Cell(f"{signed_text(number.mean, 3)} {ends}{partly}", strict is not None and abs(number.mean) > strict)
 
 
 def needs(sweep: Sweep) -> Table:
     """Return what vanilla needs for the losses of the others, by parameters, compute and training time."""
-    views = VIEWS_WITH_TIME if all("training_seconds" in run.summary for run in sweep.runs) else VIEWS
+    views = views_of(sweep)
     table = []
     for entry in savings(sweep, curves(sweep, views)):
         row = entry.gap.size.row
-        texts = [needed_text(entry.needs[view]) for view in views]
+        # one seed says nothing
+        texts = [needed_text(n if n is not None and n.interval is not None else None) for n in entry.needs.values()]
         table.append(cells([f"{row.settings['model']}, {row.settings['size']}", *texts]))
     return Table(["vanilla needs", *(NEEDS[view] for view in views)], table)
 
@@ -196,19 +214,14 @@ def sensitivity(experiment: str, key: str) -> Table:
     """Return, for each value of a setting, vanilla's loss and the differences of the others against it."""
     sweep = study_sweep(experiment)
     models, values = values_of(sweep, "model"), values_of(sweep, key)
-    columns = []
-    for model in models[1:]:
-        pairs = [
-            (row_of(sweep, model=model, **{key: value}), row_of(sweep, model="vanilla", **{key: value}))
-            for value in values
-        ]
-        columns.append(paired_cells(sweep, pairs, 1 - 0.05 / (len(values) * len(models[1:]))))
-    baseline = [Cell(_with_deviation(measured(row_of(sweep, model="vanilla", **{key: v}), LOSS))) for v in values]
-    table = [[Cell(value), *line] for value, *line in zip(values, baseline, *columns, strict=True)]
+    level = 1 - 0.05 / (len(values) * len(models[1:]))
+    table = []
+    for value in values:
+        vanilla, *others = (row_of(sweep, model=model, **{key: value}) for model in models)
+        # the variance differs between settings
+        cells_of_value = paired_cells(sweep, [(row, vanilla) for row in others], level)
+        table.append([Cell(value), Cell(_with_deviation(measured(vanilla, sweep.first[1]))), *cells_of_value])
     return Table([f"`{key}`", "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
-
-
-LOSS = Column(metric="validation_loss")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from depthlm.report.figures.style import COLOURS, grid, save, subplots
 from depthlm.report.rows import Measured, Row, difference, measured, pooled
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
+from depthlm.runs.records import COMPLETE
 
+PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
 SENSITIVITY = {
     "sensitivity_embedding": ("size.embedding_init_std", "standard deviation of the embedding at the start"),
     "sensitivity_rate": ("optimizer.lr", "peak learning rate"),
@@ -26,6 +28,9 @@ SENSITIVITY = {
 
 def draw_all(scaling: Sweep, views: Mapping[str, Column], folder: Path) -> None:
     """Draw the pictures of the page into a folder."""
+    for name in PICTURES:
+        # the picture of other records must not stay
+        (folder / name).unlink(missing_ok=True)
     _draw_start(folder / "start.png")
     draw_lines(study_sweep("rates"), folder / "rates.png")
     draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", stamp_of(scaling))
@@ -52,7 +57,7 @@ def _draw_start(path: Path) -> None:
                 tried = [row for row in own if row.settings["size.embedding_init_std"] == start]
                 if (loss := best_of(tried, sweep.first[1])) is not None:
                     points.append((float(start), loss))
-            if len(points) > 1:
+            if points:
                 groups.setdefault(size, {})[std] = sorted(points)
     if not groups:
         return
@@ -69,43 +74,37 @@ def _draw_start(path: Path) -> None:
 
 def _draw_sensitivity(path: Path) -> None:
     """Draw the differences against vanilla over each setting that the study varies."""
-    figure, axes = subplots(len(SENSITIVITY), 15, 4.4)
+    sweeps = {experiment: study_sweep(experiment) for experiment in SENSITIVITY}
+    if not any(run.state == COMPLETE for sweep in sweeps.values() for run in sweep.runs):
+        return
+    figure, axes = subplots(len(SENSITIVITY), 15, 4.4, sharey=True)
     for panel, (experiment, (key, title)) in zip(axes[0], SENSITIVITY.items(), strict=True):
-        sweep = study_sweep(experiment)
+        sweep = sweeps[experiment]
         values = list(dict.fromkeys(row.settings[key] for row in sweep.rows))
-        for model in dict.fromkeys(row.settings["model"] for row in sweep.rows):
-            if model != "vanilla":
-                _draw_differences(panel, _differences(sweep, model, key, values), values, model)
+        for place, value in enumerate(values):
+            for number, (model, gap) in enumerate(_differences(sweep, key, value).items()):
+                _draw_difference(panel, place + 0.06 * number, gap, model)
+        panel.set_xlim(-0.4, len(values) - 0.6)
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), [f"{float(value):g}" for value in values])
-        panel.set_title(f"{sweep.configs[0].size.name}: {sweep.experiment.title.lower()}", fontsize="medium")
+        panel.set_title(f"{sweep.experiment.title.lower()}\n{stamp_of(sweep)}", fontsize="medium")
         grid(panel)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels) or 1)
-    save(figure, path)
+    handles = {label: h for panel in axes[0] for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
+    save(figure, path, "differences of runs with one seed; error bars: 95% intervals")
 
 
-def _differences(sweep: Sweep, model: str, key: str, values: Sequence[str]) -> list[tuple[int, Measured]]:
-    found = []
-    for place, value in enumerate(values):
-        rows = {row.settings["model"]: row for row in sweep.rows if row.settings[key] == value}
-        number = difference(rows[model], rows["vanilla"], sweep.first[1])
-        if number is not None:
-            found.append((place, number))
-    numbers = pooled([number for _, number in found])
-    return [(place, number) for (place, _), number in zip(found, numbers, strict=True)]
+def _differences(sweep: Sweep, key: str, value: str) -> dict[str, Measured]:
+    """Return the differences of each mechanism against vanilla at one value of a setting, with pooled deviations."""
+    rows = {row.settings["model"]: row for row in sweep.rows if row.settings[key] == value}
+    found = {model: difference(row, rows["vanilla"], sweep.first[1]) for model, row in rows.items()}
+    known = {model: n for model, n in found.items() if n is not None and n.count and model != "vanilla"}
+    return dict(zip(known, pooled(list(known.values())), strict=True))
 
 
-def _draw_differences(panel: Any, points: Sequence[tuple[int, Measured]], values: Sequence[str], model: str) -> None:
-    if points:
-        panel.errorbar(
-            [place for place, _ in points],
-            [number.mean for _, number in points],
-            [number.interval or 0 for _, number in points],
-            color=COLOURS[model],
-            marker="o",
-            capsize=3,
-            label=model,
-        )
-    panel.set_xlim(-0.4, len(values) - 0.6)
+def _draw_difference(panel: Any, place: float, number: Measured, model: str) -> None:
+    shown = panel.get_legend_handles_labels()[1]
+    label = None if model in shown else model
+    style = {"color": COLOURS[model], "marker": "o", "ls": "", "capsize": 3, "label": label}
+    panel.errorbar([place], [number.mean], [number.interval or 0], **style)

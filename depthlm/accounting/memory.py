@@ -68,7 +68,12 @@ class MemoryEstimator:
         self.traces: dict[tuple, Trace] = {}
 
     def estimate(
-        self, stage: int, ranks: int, micro_batch_size: int, accumulation: int = 1, checkpointing: bool | None = None
+        self,
+        stage: int,
+        ranks: int,
+        micro_batch_size: int,
+        accumulation: int = 1,
+        checkpointing: bool | int | str | None = None,
     ) -> Memory:
         """Return the memory of `states` and of one micro-batch.
 
@@ -121,8 +126,8 @@ class MemoryEstimator:
         flat += self._waste(flat)
         return Memory(weights, gradients, optimizer, flat, bucket, self.process, offloaded)
 
-    def _waste(self, activations: float, checkpointing: bool = False) -> float:
-        share, most = CPU_WASTE[checkpointing]
+    def _waste(self, activations: float, checkpointing: bool | int | str = False) -> float:
+        share, most = CPU_WASTE[bool(checkpointing)]
         return min(share * activations, most) if self.device == "cpu" else 0.0
 
     @cached_property
@@ -164,7 +169,7 @@ class MemoryEstimator:
                 f"{self.config.optimizer._target_} cannot make a step without values: {error}"
             ) from error
 
-    def _trace(self, stage: int, micro_batch_size: int, checkpointing: bool, accumulating: bool) -> Trace:
+    def _trace(self, stage: int, micro_batch_size: int, checkpointing: bool | int | str, accumulating: bool) -> Trace:
         if self.line is not None and micro_batch_size not in self.line:
             (x0, x1), how = self.line, (checkpointing, accumulating)
             ends = self._trace(stage, x0, *how), self._trace(stage, x1, *how)
@@ -177,8 +182,7 @@ class MemoryEstimator:
             model = own_decoder(self.config) if stage < 3 else build_model(self.config, "meta")
             if half_weights:
                 model.to(precision)
-            if checkpointing:
-                model.checkpoint_activations()
+            model.checkpoint_activations(checkpointing)
             if stage == 3:
                 model.read_alone()
             # any token will do, because it does not affect shapes

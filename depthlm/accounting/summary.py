@@ -17,6 +17,7 @@ from depthlm.accounting.flops import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
 from depthlm.accounting.overhead import Overhead, overhead
 from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.recomputation import CHOICES, recomputed_flops
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
 from depthlm.console import stdout_console
@@ -41,7 +42,12 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     flops = flops_per_token(model, training.sequence_length)
     steps = run_steps(config)
     micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
-    memory, largest_sizes = memory_per_gpu(config, gpus, micro_batch_size)
+    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
+    try:
+        memory, largest_sizes = memory_per_gpu(config, estimator, gpus, micro_batch_size)
+        choices = {how: by_choice(config, estimator, gpus, micro_batch_size, how) for how in CHOICES}
+    except UntracedError as error:
+        raise UserError(str(error)) from None
     return {
         "model": config.model.name,
         "backbone": config.backbone.name,
@@ -58,33 +64,48 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "micro_batch_size": micro_batch_size,
         "memory_per_gpu": memory,
         "largest_micro_batch_size": largest_sizes,
+        "activation_checkpointing": {
+            str(how).lower(): cost
+            | {"recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length))}
+            for how, cost in choices.items()
+        },
     }
 
 
 def memory_per_gpu(
-    config: Config, gpus: int, micro_batch_size: int
+    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int
 ) -> tuple[dict[str, float], dict[str, dict[str, int | None]]]:
     """Return the memory of each GPU and the largest micro-batch, for every ZeRO stage.
 
     The memory is in bytes. The largest micro-batch is in sequences, by memory size of the GPU, and None if not even one
     sequence fits.
     """
-    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
     share = max(1, config.training.batch_size // gpus)
 
     def total(stage: int, size: int) -> float:
         return estimator.estimate(stage, gpus, size, max(1, share // size)).total
 
-    try:
-        memory = {f"zero{stage}": total(stage, micro_batch_size) for stage in range(4)}
-    except UntracedError as error:
-        raise UserError(str(error)) from None
+    memory = {f"zero{stage}": total(stage, micro_batch_size) for stage in range(4)}
     sizes = range(1, 2**16)
     most = {
         f"zero{stage}": {f"{gb}GB": largest(sizes, gb * 1e9, partial(total, stage)) for gb in GPUS}
         for stage in range(4)
     }
     return memory, most
+
+
+def by_choice(
+    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int, how: bool | int | str
+) -> dict[str, Any]:
+    """Return the memory in bytes and the largest micro-batch with a kind of activation checkpointing, at the configured
+    ZeRO stage."""
+    share = max(1, config.training.batch_size // gpus)
+
+    def total(size: int) -> float:
+        return estimator.estimate(config.deepspeed.stage, gpus, size, max(1, share // size), how).total
+
+    most = {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
+    return {"memory": total(micro_batch_size), "largest_micro_batch_size": most}
 
 
 def print_summary(config: Config, gpus: int, as_json: bool) -> None:
@@ -121,12 +142,26 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     console.print(f"memory per GPU: {setting}")
     table = Table(box=box.SIMPLE)
     table.add_column("")
-    for column in ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS)):
+    columns = ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS))
+    for column in columns:
         table.add_column(column, justify="right")
     for name, size in summary["memory_per_gpu"].items():
-        most = (str(n or "none") for n in summary["largest_micro_batch_size"][name].values())
-        table.add_row(name, f"{size / 2**30:.2f} GiB", *most)
+        table.add_row(name, f"{size / 2**30:.2f} GiB", *_sizes(summary["largest_micro_batch_size"][name]))
     console.print(table)
+    console.print(f"by training.activation_checkpointing, at ZeRO {config.deepspeed.stage}")
+    table = Table(box=box.SIMPLE)
+    table.add_column("")
+    for column in (*columns, "FLOPs computed again"):
+        table.add_column(column, justify="right")
+    for how, cost in summary["activation_checkpointing"].items():
+        again = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
+        sizes = _sizes(cost["largest_micro_batch_size"])
+        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{again:+.1%}" if again else "none")
+    console.print(table)
+
+
+def _sizes(most: dict[str, int | None]) -> list[str]:
+    return [str(size or "none") for size in most.values()]
 
 
 def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:

@@ -4,13 +4,11 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from depthlm.kernels.backend import fused, using
 from depthlm.model.attention.mixers import build_mixers, open_depth
@@ -22,6 +20,7 @@ from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layer import Layer, Regions, Sublayers
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.observer import UNOBSERVED, Observer
+from depthlm.model.recomputation import recomputed
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
 
@@ -52,7 +51,7 @@ class Decoder(nn.Module):
 
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
-    activation_checkpointing: whether the backward pass recomputes each layer (arXiv 1604.06174).
+    activation_checkpointing: what the backward pass recomputes (`depthlm.model.recomputation`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.kernels.backend`).
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
@@ -68,7 +67,8 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.size, self.backbone, self.loops = size, backbone, loops
-        self.activation_checkpointing = self.is_compiled = False
+        self.activation_checkpointing: bool | int | str = False
+        self.is_compiled = False
         self.kernels = "auto"
         self.end_of_text: int | None = None
         self.head_and_loss: Callable[[Decoder, Tensor, Tensor, bool], Loss] = head_and_loss
@@ -149,13 +149,11 @@ class Decoder(nn.Module):
         stream = self.connections[0].open(embedding_btd)
         depth, routings = open_depth([layer.attention for layer in self.layers]), []
         for position in range(self.loops * self.size.num_layers):
-            layer: Callable = self.layers[position % self.size.num_layers]
+            layer = recomputed(
+                self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
+            )
             connections = self.connections[2 * position], self.connections[2 * position + 1]
             past = AttentionContext(documents, cache, position)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                layer = partial(
-                    checkpoint, layer, use_reentrant=False, context_fn=partial(_recomputation, self.kernels)
-                )
             stream, depth, routing = layer(stream, depth, connections, rope, past, observer)
             routings += [routing] if routing is not None else []
         if cache is not None:
@@ -167,13 +165,14 @@ class Decoder(nn.Module):
         """Return the mixtures of experts, in the order of layers."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
 
-    def checkpoint_activations(self) -> None:
-        """Recompute each layer in the backward pass (arXiv 1604.06174), and call `read_alone`.
+    def checkpoint_activations(self, how: bool | int | str = True) -> None:
+        """Recompute activations in the backward pass (`depthlm.model.recomputation`), and call `read_alone`.
 
-        Values that are read ahead would otherwise be stored between all layers.
+        Values that are read ahead would otherwise be stored between all layers. how: False: nothing is done.
         """
-        self.activation_checkpointing = True
-        self.read_alone()
+        self.activation_checkpointing = how
+        if how:
+            self.read_alone()
 
     def read_alone(self) -> None:
         """Make every connection read with its own parameters only, as required where parameters are sharded."""
@@ -198,11 +197,6 @@ class Decoder(nn.Module):
     def make_cache(self, max_length: int = 256) -> KVCache:
         """Return an empty cache for this decoder, with an initial capacity of max_length tokens."""
         return KVCache(self.loops * self.size.num_layers, max_length)
-
-
-def _recomputation(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a layer's forward pass and of its recomputation, which runs outside `Decoder.hidden`."""
-    return nullcontext(), using(kernels)
 
 
 def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor, fused: bool) -> Loss:

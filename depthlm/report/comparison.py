@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from depthlm.config.schema.experiment import Column
-from depthlm.report.rows import FACTS, Measured, Row, difference, measured, paper, paper_difference, pooled
-from depthlm.report.series import reference_of, series_of, task
+from depthlm.report.rows import FACTS, Measured, Row, measured, paper, paper_difference
+from depthlm.report.series import differences, reference_of, task
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
 from depthlm.runs.records import COMPLETE
@@ -48,12 +48,12 @@ def against_table(sweep: Sweep) -> Table | None:
     name, column = sweep.first
     references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
     names = list(dict.fromkeys(reference.label for reference in references if reference is not None))
-    if len(sweep.rows) < 2 or not names:
+    if not names or all(row is reference for row, reference in zip(sweep.rows, references, strict=True)):
         return None
     one = names[0] if len(names) == 1 else ""
-    differences = _differences(sweep, references)
     rows = []
-    for row, reference, ours in zip(sweep.rows, references, differences, strict=True):
+    found = differences(sweep.rows, sweep.experiment, column)
+    for row, reference, ours in zip(sweep.rows, references, found, strict=True):
         if row is reference:
             continue
         theirs = None if reference is None else paper_difference(row, reference, name)
@@ -63,22 +63,6 @@ def against_table(sweep: Sweep) -> Table | None:
         rows.append(cells([row.label, *against, ours_text, *theirs_text]))
     head = ["", *([] if one else ["against"]), "ours", *(["paper"] if _printed(sweep, name) else [])]
     return Table(head, rows, f"{title_of(name, column)}, against {one or 'the baseline of the same task'}")
-
-
-def _differences(sweep: Sweep, references: Sequence[Row | None]) -> list[Measured | None]:
-    """Return our difference of each row from its reference; None where either has no number."""
-    column = sweep.first[1]
-    found = [
-        None if reference is None or reference is row else difference(row, reference, column)
-        for row, reference in zip(sweep.rows, references, strict=True)
-    ]
-    series = [series_of(row, sweep.experiment) for row in sweep.rows]
-    result: list[Measured | None] = [None] * len(found)
-    for name in dict.fromkeys(series):
-        known = [(place, n) for place, (of, n) in enumerate(zip(series, found, strict=True)) if of == name and n]
-        for (place, _), number in zip(known, pooled([number for _, number in known]), strict=True):
-            result[place] = number
-    return result
 
 
 def _missing(row: Row, reference: Row | None) -> str:
@@ -196,7 +180,11 @@ def _with_deviation(value: Measured, column: Column) -> str:
 def _with_interval(value: Measured, column: Column) -> str:
     """Return a difference with the bounds of its 95% interval, as in `-0.0500 [-0.0712, -0.0288]`."""
     shown = signed_text(value.mean, column.digits)
-    if value.interval is None or column.metric in FACTS:
+    if column.metric in FACTS:
+        return shown
+    if value.count == 0:
+        return f"{shown} (other seeds)"
+    if value.interval is None:
         return shown
     low, high = (signed_text(value.mean + side * value.interval, column.digits) for side in (-1, 1))
     return f"{shown} [{low}, {high}]"

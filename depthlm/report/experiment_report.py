@@ -36,7 +36,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     against = against_table(sweep)
     if against is not None:
         parts.append(markdown(against))
-        if any(len(row.points) > 1 for row in sweep.rows):
+        if any("[" in cell.text for row in against.rows for cell in row[1:]):
             parts.append(
                 "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the "
                 "same seed; their variance is pooled over the rows of a series."

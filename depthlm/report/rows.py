@@ -33,7 +33,8 @@ class Row:
 class Measured:
     """A number over seeds: mean, sample standard deviation (None for one seed), number of seeds.
 
-    freedom: degrees of freedom of the deviation; None: one less than the seeds.
+    A difference of runs without a common seed has a count of 0. freedom: degrees of freedom of the deviation; None: one
+    less than the seeds.
     """
 
     mean: float
@@ -63,14 +64,15 @@ def student_t(freedom: int, level: float = 0.95) -> float:
 def pooled(numbers: Sequence[Measured]) -> list[Measured]:
     """Return the numbers with the deviation of all of them, since a few seeds alone hardly determine it.
 
-    Assumes that the variance between seeds is the same for all. Numbers of one seed get the deviation of the others.
+    Assumes that the variance between seeds is the same for all. Numbers of one seed get the deviation of the others;
+    differences without a common seed stay as they are.
     """
     known = [(number.count - 1, number.deviation) for number in numbers if number.deviation is not None]
     freedom = sum(seeds for seeds, _ in known)
     if not freedom:
         return list(numbers)
     deviation = math.sqrt(sum(seeds * own**2 for seeds, own in known) / freedom)
-    return [replace(number, deviation=deviation, freedom=freedom) for number in numbers]
+    return [replace(number, deviation=deviation, freedom=freedom) if number.count else number for number in numbers]
 
 
 def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:
@@ -130,7 +132,7 @@ def measured(row: Row, column: Column) -> Measured | None:
 
 
 def difference(row: Row, reference: Row, column: Column, scale: Callable[[float], float] = float) -> Measured | None:
-    """Return row minus reference over their common seeds; without any, of the means, without a deviation.
+    """Return row minus reference over their common seeds; without any, of the means, with a count of 0.
 
     scale: applied to each number first, such as math.log for the log of their ratio.
     """
@@ -138,7 +140,7 @@ def difference(row: Row, reference: Row, column: Column, scale: Callable[[float]
     paired = [scale(ours[seed]) - scale(theirs[seed]) for seed in ours if seed in theirs]
     if paired or not ours or not theirs:
         return _over_seeds(paired)
-    return Measured(scale(mean(ours.values())) - scale(mean(theirs.values())), None, 1)
+    return Measured(scale(mean(ours.values())) - scale(mean(theirs.values())), None, 0)
 
 
 def _over_seeds(values: list[float]) -> Measured | None:

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from depthlm.config.schema.experiment import Experiment
-from depthlm.report.rows import Row
+from depthlm.config.schema.experiment import Column, Experiment
+from depthlm.report.rows import Measured, Row, difference, pooled
 
 # settings that define the task: rows that differ in them are not compared
 TASK = ("size", "data", "training", "backbone", "budget")
@@ -47,6 +47,24 @@ def reference_of(row: Row, rows: Sequence[Row], experiment: Experiment) -> Row |
 
     best = max(baselines, key=likeness)
     return best if any(likeness(best)[:2]) else None
+
+
+def differences(rows: Sequence[Row], experiment: Experiment, column: Column) -> list[Measured | None]:
+    """Return the difference of each row from its reference, with the deviation pooled over the rows of a series.
+
+    None for a reference itself, and where either has no number.
+    """
+    found: list[Measured | None] = []
+    for row in rows:
+        reference = reference_of(row, rows, experiment)
+        found.append(None if reference is None or reference is row else difference(row, reference, column))
+    series = [series_of(row, experiment) for row in rows]
+    result: list[Measured | None] = [None] * len(found)
+    for name in dict.fromkeys(series):
+        known = [(place, n) for place, (of, n) in enumerate(zip(series, found, strict=True)) if of == name and n]
+        for (place, _), number in zip(known, pooled([number for _, number in known]), strict=True):
+            result[place] = number
+    return result
 
 
 def _numbered(label: str) -> set[str]:

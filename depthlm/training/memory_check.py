@@ -74,17 +74,23 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
     for stage in range(sharding.stage, highest + 1):
         if estimator.states(stage, world).total > available:
             continue
-        for checkpointing in (False, True) if not training.activation_checkpointing else (True,):
+        given = training.activation_checkpointing
+        # compiled sublayers cannot be recomputed selectively
+        choices = (
+            given,
+            *(how for how in ("selective", True) if not (how == "selective" and training.compile is True)),
+        )
+        for checkpointing in choices if not given else dict.fromkeys((given, True)):
 
-            def total(size: int, stage: int = stage, checkpointing: bool = checkpointing) -> float:
+            def total(size: int, stage: int = stage, checkpointing: bool | int | str = checkpointing) -> float:
                 return estimator.estimate(stage, world, size, share // size, checkpointing).total
 
             size = largest(sizes, available, total)
             if size is None:
                 continue
             overrides = [f"deepspeed=zero{stage}"] if stage > sharding.stage else []
-            if checkpointing and not training.activation_checkpointing:
-                overrides.append("training.activation_checkpointing=true")
+            if checkpointing != given:
+                overrides.append(f"training.activation_checkpointing={str(checkpointing).lower()}")
             if size < configured:
                 overrides.append(f"training.micro_batch_size={size}")
             yield f"{' '.join(overrides)} ({gib_text(total(size))})"

@@ -27,6 +27,7 @@ from depthlm.kernels.backend import missing
 from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
+from depthlm.model.recomputation import SELECTIVE
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, undo_sharding
 from depthlm.training.memory_check import check_memory
@@ -140,8 +141,7 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     config, plan, corpus = setup.config, setup.plan, setup.corpus
     # the accounting needs shapes, which a sharded model does not have
     model = build_model(config, "meta")
-    if config.training.activation_checkpointing:
-        model.checkpoint_activations()
+    model.checkpoint_activations(config.training.activation_checkpointing)
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
     cost = Cost(count_parameters(model)["total"], flops_per_token(model, plan.sequence_length).training)
     if compiles(config, setup.device):
@@ -163,7 +163,8 @@ def compiles(config: Config, device: torch.device) -> bool:
     """Return whether torch.compile compiles the sublayers."""
     if config.training.compile != "auto":
         return config.training.compile is True
-    if device.type != "cuda" or config.deepspeed.stage == 3:
+    # what is stored in a compiled sublayer is not decided operator by operator
+    if device.type != "cuda" or config.deepspeed.stage == 3 or config.training.activation_checkpointing == SELECTIVE:
         return False
     if lack := missing(device.type):
         log.warning("training.compile=auto: the sublayers are not compiled: %s", lack)

@@ -127,9 +127,13 @@ def test_every_preset_is_traced_for_a_gpu_and_saves_no_more_than_on_a_cpu(name):
 
 
 def test_activation_checkpointing_reduces_activations():
-    one = estimator("size=tiny", "precision=fp32", device="cpu")
-    plain, checkpointed = (one.estimate(0, 1, 16, checkpointing=on) for on in (False, True))
-    assert checkpointed.activations < 0.6 * plain.activations
+    one = estimator("size=tiny", "precision=fp32", "size.num_layers=12", device="cuda")
+    none, selective, every_second, every = (
+        one.estimate(0, 1, 64, checkpointing=how).activations for how in (False, "selective", 2, True)
+    )
+    assert every < 0.6 * none
+    assert every < selective < 0.9 * none
+    assert every < every_second < 0.9 * none
 
 
 def test_interpolation_between_two_micro_batches_is_accurate():
@@ -172,7 +176,8 @@ sys.exit(train(depthlm.compose(sys.argv[1:])))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "precision", "checkpointing"), [("vanilla", "fp32", "false"), ("mhc", "fp32", "true")]
+    ("name", "precision", "checkpointing"),
+    [("vanilla", "fp32", "false"), ("mhc", "fp32", "true"), ("vanilla", "fp32", "selective"), ("dca", "fp32", "3")],
 )
 def test_the_estimate_is_close_to_the_memory_of_a_step_on_a_cpu(name, precision, checkpointing, tmp_path):
     text = tmp_path / "text"

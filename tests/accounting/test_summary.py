@@ -50,6 +50,23 @@ def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> 
             assert too_large > 0.99 * float(gb.removesuffix("GB")) * 1e9
 
 
+def test_what_activation_checkpointing_saves_and_computes_again() -> None:
+    config = depthlm.compose(["size=360m", "size.num_layers=4", "training.batch_size=64"], here=False)
+    summary = summarize(config, 8)
+    costs = summary["activation_checkpointing"]
+    assert list(costs) == ["false", "selective", "2", "true"]
+    assert costs["false"]["memory"] == summary["memory_per_gpu"]["zero0"]
+    sizes = {how: cost["largest_micro_batch_size"]["80GB"] for how, cost in costs.items()}
+    assert sizes["false"] < sizes["selective"] < sizes["true"]
+    assert sizes["false"] < sizes["2"] < sizes["true"]
+    again = {how: cost["recomputed_flops_per_token"] for how, cost in costs.items()}
+    # vanilla adds nothing to the matrix products and the attention, which are stored
+    assert (again["false"], again["selective"]) == (0, 0)
+    head = 2 * config.size.hidden_size * config.size.vocab_size
+    assert again["true"] == summary["forward_flops_per_token"] - head
+    assert again["2"] == again["true"] / 2
+
+
 def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UserError, match="vanilla cannot be traced"):

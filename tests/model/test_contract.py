@@ -71,10 +71,11 @@ def test_packed_documents_equal_single_documents_also_with_a_cache(model: Decode
     torch.testing.assert_close(torch.cat(pieces, dim=1), alone, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("how", [True, "selective"])
 @pytest.mark.parametrize(("preset", "backbone"), CASES)
-def test_recomputation_changes_nothing(model: Decoder) -> None:
+def test_recomputation_changes_nothing(model: Decoder, how: bool | str) -> None:
     other = copy.deepcopy(model)
-    other.activation_checkpointing = True
+    other.activation_checkpointing = how
     for one, two in zip(results(model), results(other), strict=True):
         assert torch.equal(one, two)
 

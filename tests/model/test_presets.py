@@ -211,11 +211,12 @@ def test_depth_parameters_without_weight_decay(build: Any, preset: str) -> None:
             assert value == 0.1, name
 
 
+@pytest.mark.parametrize("how", [True, 3, "selective"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_activation_checkpointing_changes_nothing(build: Any, preset: str) -> None:
+def test_activation_checkpointing_changes_nothing(build: Any, preset: str, how: bool | int | str) -> None:
     model = build(f"model={preset}")
     other = copy.deepcopy(model)
-    other.activation_checkpointing = True
+    other.activation_checkpointing = how
     assert_same(model, other, 0)
 
 

@@ -78,7 +78,7 @@ def test_without_a_common_seed_the_means_are_compared() -> None:
     write_run(home("a"), 3.0)
     write_run(home("b"), 2.5)
     base, other = rows(point("A", "a", model="a", seed="1"), point("B", "b", model="b", seed="2"))
-    assert difference(other, base, LOSS) == Measured(-0.5, None, 1)
+    assert difference(other, base, LOSS) == Measured(-0.5, None, 0)
 
 
 def test_our_numbers_are_in_the_papers_unit() -> None:
@@ -167,3 +167,9 @@ def test_pooling_weights_variances_by_their_degrees_of_freedom() -> None:
     assert numbers[0].deviation == pytest.approx(math.sqrt((4 * 0.01 + 2 * 0.04) / 6))
     assert numbers[2].interval == pytest.approx(2.447 * math.sqrt(0.02), rel=1e-3)
     assert pooled([Measured(3.0, None, 1)]) == [Measured(3.0, None, 1)]
+
+
+def test_a_difference_without_a_common_seed_gets_no_interval() -> None:
+    numbers = pooled([Measured(-0.1, 0.01, 3), Measured(-0.5, None, 0)])
+    assert numbers[0].interval is not None
+    assert numbers[1] == Measured(-0.5, None, 0)

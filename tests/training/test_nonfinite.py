@@ -134,6 +134,17 @@ def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(
     assert bad_batches(run)[0]["outcome"] == "skipped with all steps since step 5"
 
 
+def test_the_mean_loss_after_a_rewind_has_no_update_that_was_undone(
+    small_run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    for name, every in (("each", 1), ("intervals", 4)):
+        assert train_spoiled(small_run(*REWIND, f"training.log_every={every}", name=name), {7: "gradient"}) == 0
+    each = {row["step"]: row["loss"] for row in read_metrics(tmp_path / "each/metrics.jsonl")}
+    rows = {row["step"]: row["mean_loss"] for row in read_metrics(tmp_path / "intervals/metrics.jsonl")}
+    # the update of step 6 was undone
+    assert rows[8] == pytest.approx(each[8], rel=1e-9)
+
+
 @pytest.mark.parametrize("stage", ["zero0", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_rewound_run_that_is_stopped_or_killed_equals_an_uninterrupted_one(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str

@@ -172,8 +172,11 @@ class Training:
     sequence_length: int = key(512, "tokens per sequence", minimum=1)
     gradient_clipping: float = key(1.0, "maximum norm of the whole gradient; 0: no clipping", minimum=0)
     z_loss: float = key(0.0, "weight of mean(logsumexp(logits)^2) in the loss", minimum=0)
-    activation_checkpointing: bool = key(
-        False, "recompute each layer in the backward pass instead of storing it", on_resume="logged"
+    activation_checkpointing: Any = key(
+        False,
+        "what the backward pass recomputes instead of storing it. true: each layer; n: every n-th layer; selective: "
+        "each layer, except matrix products and attention, which are stored",
+        on_resume="logged",
     )
     compile: Union[bool, str] = key(
         "auto",

@@ -64,6 +64,7 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_length(config),
         *_check_optimizer(config, given),
         *_check_checkpoints(config),
+        *_check_recomputation(config),
         *_check_sharding(config),
         *_check_spread(config, launchers.ranks().world_size if here else None),
         *_check_data(config),
@@ -237,6 +238,23 @@ def _check_checkpoints(config: Config) -> list[str]:
         return [
             f"training.keep_every={keep_every}: regular checkpoints are those of training.checkpoint_every={every}; "
             f"allowed: multiples of {every}"
+        ]
+    return []
+
+
+def _check_recomputation(config: Config) -> list[str]:
+    how = config.training.activation_checkpointing
+    is_known = how in (True, False, "selective") if type(how) in (bool, str) else type(how) is int and how > 0
+    if not is_known:
+        return [
+            f"training.activation_checkpointing={how}: must be true, false, selective, or a number n above 1, which "
+            "recomputes every n-th layer"
+        ]
+    if how == "selective" and config.training.compile is True:
+        return [
+            "training.activation_checkpointing=selective with training.compile=true: compiled sublayers already store "
+            "their matrix products and recompute the rest; allowed: activation_checkpointing=false, true or n, or "
+            "training.compile=auto, which then does not compile"
         ]
     return []
 

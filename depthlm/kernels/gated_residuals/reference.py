@@ -52,7 +52,10 @@ class WeightedReads(torch.autograd.Function):
         with no_autocast(weights_sn):
             for part in chunks(out_spd.shape[1], d, out_spd):
                 out_scd = (weights @ _rows(sources_pd, part, dtype)).view(reads, -1, d)
-                out_spd[:, part] = out_scd if start is None else out_scd.add_(start[:, part])
+                if start is None:
+                    out_spd[:, part] = out_scd
+                else:
+                    torch.add(out_scd, start[:, part], out=out_spd[:, part])
         return out_spd.view(reads, *sources[0].shape)
 
     @staticmethod

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import colour_of, grid, mechanism_of, save, short, subplots
-from depthlm.report.rows import difference, paper_difference
-from depthlm.report.series import reference_of
+from depthlm.report.rows import paper_difference
+from depthlm.report.series import differences, reference_of
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import signed_text
 
@@ -21,10 +21,10 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
 
     name, column = sweep.first
     entries = []
-    for row in sweep.rows:
+    for row, ours in zip(sweep.rows, differences(sweep.rows, sweep.experiment, column), strict=True):
         reference = reference_of(row, sweep.rows, sweep.experiment)
         if reference is not None and reference is not row:
-            entries.append((row, difference(row, reference, column), paper_difference(row, reference, name), reference))
+            entries.append((row, ours, paper_difference(row, reference, name), reference))
     if not any(ours is not None or theirs is not None for _, ours, theirs, _ in entries):
         return None
     both = any(theirs is not None for _, _, theirs, _ in entries)

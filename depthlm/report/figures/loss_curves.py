@@ -17,6 +17,8 @@ from depthlm.runs.validation_losses import finite
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose
 # losses may exceed the y axis, so that differences at the end can be seen.
 SMOOTHED, START = 0.04, 0.3
+# the fewest logged steps of a run that is smoothed
+SMOOTHABLE = 24
 # with more curves in a panel, only one of each mechanism is named
 MOST_NAMED = 24
 ACROSS = 3
@@ -46,7 +48,7 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[st
 
 def _notes(panels: Sequence[Panel]) -> list[str]:
     curves = [curve for panel in panels for curve in panel.curves]
-    notes = [f"Training losses, as a running mean over {SMOOTHED:.0%} of a run's logged steps."]
+    notes = [f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."]
     if any(len(curve.runs) > 1 for curve in curves):
         notes.append("Thin lines: single seeds; thick lines: the mean over the complete ones.")
     if any(run.state != COMPLETE and _has_losses(run) for curve in curves for run in curve.runs):
@@ -71,7 +73,8 @@ def read(run: RunRecord) -> tuple[Any, Any]:
 
 def smooth(loss: Any) -> Any:
     """Return the centred mean over a share SMOOTHED of the rows, over fewer at the ends; gaps remain gaps."""
-    width = int(SMOOTHED * len(loss)) // 2
+    # at least one neighbour on each side, except in the shortest runs
+    width = max(int(SMOOTHED * len(loss)) // 2, int(len(loss) >= SMOOTHABLE))
     if width == 0:
         return loss
     valid = np.isfinite(loss)

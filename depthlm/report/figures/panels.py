@@ -73,7 +73,7 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
         values = [{of_row.get(name) for of_row in of_group} for of_group in settings]
         texts = [value for of_group in values for value in of_group if value is not None]
         if all(len(of_group) == 1 for of_group in values) and len(set(texts)) == len(groups):
-            # the value of a group, `size=nano_48`, says what it is; a number does not
+            # the value of a group, `size=tiny`, says what it is; a number does not
             return texts if "." not in name else [f"{axis_title(name)} {text}" for text in texts]
     titles = [" ".join(_shared_words(rows)).strip(",") for rows in groups]
     clear = len(set(titles)) == len(titles) and all(any(letter.isalpha() for letter in title) for title in titles)

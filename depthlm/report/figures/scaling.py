@@ -20,8 +20,11 @@ from depthlm.report.figures.style import (
     short,
     subplots,
 )
-from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, gaps, paper_fit
+from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Gap, Needed, Saving, baseline_of, gaps, paper_fit
 from depthlm.report.sweep import Sweep, title_of
+
+# the smallest factor that is drawn as a segment, which is then longer than a marker
+VISIBLE = 1.1
 
 
 def draw_scaling(
@@ -49,7 +52,8 @@ def draw_scaling(
     entry = widest(saved)
     for view, column in views.items():
         for curve, look in zip(shown, styles, strict=True):
-            _draw(places[view], curve, look, view)
+            # the baseline's few points must not lie below those of all others
+            _draw(places[view], curve, look, view, 4 if curve is baseline else 3)
         _limit(places[view], losses, column.title, title, counts=view == "parameters")
         places[view].set_title(f"loss over {column.title.split(' (')[0]}", fontsize="medium")
         if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
@@ -67,12 +71,13 @@ def draw_scaling(
                 places["compute"].plot(x, theirs[0] * x ** theirs[1], ls=":", lw=1.3, color=look.colour)
     if baseline is not None and entry is not None:
         notes.append(
-            f"Black dashed segments: what {baseline.name} needs by its fit for the loss of {entry.gap.size.row.label}."
+            f"Black dashed segments: what {baseline.name} needs, by the slope of its fit, for the loss of "
+            f"{entry.gap.size.row.label}."
         )
     if baseline is not None and any(apart.values()):
         panel = places["differences"]
-        for curve, look in zip(shown, styles, strict=True):
-            _draw_gaps(panel, apart.get(curve.series, []), look)
+        for number, (curve, look) in enumerate(zip(shown, styles, strict=True)):
+            _draw_gaps(panel, apart.get(curve.series, []), look, 1 + 0.015 * (number - len(shown) / 2))
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
         panel.set(xscale="log", xlim=places["parameters"].get_xlim())
         panel.set(xlabel=f"parameters of {baseline.name}", ylabel=f"loss below or above {baseline.name}'s (%)")
@@ -93,7 +98,7 @@ def widest(saved: Sequence[Saving]) -> Saving | None:
 
     def clear(entry: Saving) -> Needed | None:
         needs = entry.needs["parameters"]
-        return needs if needs is not None and needs.is_clear and needs.factor > 1 else None
+        return needs if needs is not None and needs.is_clear and needs.factor > VISIBLE else None
 
     positive = [(entry, needs) for entry in saved if (needs := clear(entry)) is not None]
     inside = [pair for pair in positive if not pair[1].extrapolated]
@@ -104,21 +109,26 @@ def widest(saved: Sequence[Saving]) -> Saving | None:
     return max(inside or positive, key=order)[0] if positive else None
 
 
-def _draw(axes: Any, curve: Curve, look: Look, view: str) -> None:
+def _draw(axes: Any, curve: Curve, look: Look, view: str, order: float) -> None:
     x, y = [size.x[view] for size in curve.sizes], [size.loss for size in curve.sizes]
-    axes.plot(x, y, look.marker, color=look.colour, ms=7, mec="white", mew=0.6, label=short(curve.name), zorder=3)
+    axes.plot(x, y, look.marker, color=look.colour, ms=7, mec="white", mew=0.6, label=short(curve.name), zorder=order)
     law = curve.laws[view]
     if law is not None and law.usable:
         ends = np.array([law.lowest, law.highest])
         axes.plot(ends, [law.at(end) for end in ends], color=look.colour, ls="--", lw=1.3)
 
 
-def _draw_gaps(axes: Any, of: Sequence[Any], look: Look) -> None:
+def _draw_gaps(axes: Any, of: Sequence[Gap], look: Look, shift: float) -> None:
+    """Draw a series. shift: a factor of the parameters, so that the error bars of several series lie side by side."""
     if of:
+        means, lows, highs = (
+            [100 * math.expm1(gap.log_ratio.mean + side * (gap.log_ratio.interval or 0)) for gap in of]
+            for side in (0, -1, 1)
+        )
         axes.errorbar(
-            [gap.reference.x["parameters"] for gap in of],
-            [100 * math.expm1(gap.log_ratio.mean) for gap in of],
-            [100 * (gap.log_ratio.interval or 0) for gap in of],
+            [shift * gap.reference.x["parameters"] for gap in of],
+            means,
+            np.abs([[mean - end for mean, end in zip(means, ends, strict=True)] for ends in (lows, highs)]),
             color=look.colour,
             marker=look.marker,
             ms=7,

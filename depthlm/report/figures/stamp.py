@@ -7,10 +7,12 @@ from depthlm.runs.records import COMPLETE
 def stamp_of(sweep: Sweep, beside_paper: bool = False) -> str:
     """Return the budget and the number of seeds, as in `budget smoke, 3 seeds`.
 
-    beside_paper: whether the figure also has the paper's numbers; if ours are not comparable with them, it says so.
+    Without a smaller budget, an experiment that has no paper's numbers has no budget either. beside_paper: whether the
+    figure also has the paper's numbers; if ours are not comparable with them, it says so.
     """
     budgets = " and ".join(dict.fromkeys(config.budget.name for config in sweep.configs))
-    ours = f"budget {budgets}, {_seeds(sweep)}"
+    has_paper = bool(sweep.experiment.fits) or any(row.paper for row in sweep.rows)
+    ours = f"budget {budgets}, {_seeds(sweep)}" if has_paper or budgets != "paper" else _seeds(sweep)
     if not beside_paper or sweep.as_printed:
         return ours
     changed = " with a changed protocol" if sweep.changed else ""

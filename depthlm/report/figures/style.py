@@ -133,7 +133,8 @@ def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> N
         decimals = max(len(f"{tick:.4g}".partition(".")[2]) for tick in ticks)
         axis.set_major_locator(FixedLocator(ticks))
     else:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high / low < 300 else (1,)))
+        factor = high / low
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if factor < 20 else (1, 3) if factor < 300 else (1,)))
 
     def text(value: float, _: object) -> str:
         return count_text(value) if counts else f"{value:.{decimals}f}" if decimals else f"{value:g}"
@@ -144,5 +145,5 @@ def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> N
 
 def short(text: str, width: int = 44) -> str:
     """Return text for a legend or a title, truncated where it is long, with dollar signs escaped."""
-    text = " ".join(text.split()).replace("$", r"\$")
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+    text = " ".join(text.split())
+    return (text if len(text) <= width else f"{text[: width - 1]}…").replace("$", r"\$")

@@ -91,7 +91,8 @@ def gaps(sweep: Sweep, curve: Curve, baseline: Curve) -> list[Gap]:
         if reference is None:
             continue
         log_ratio = difference(size.row, reference.row, sweep.first[1], math.log)
-        if log_ratio is not None:
+        # without a common seed, it would mostly show the difference between the seeds
+        if log_ratio is not None and log_ratio.count:
             pairs.append((size, reference, log_ratio))
     log_ratios = pooled([log_ratio for *_, log_ratio in pairs])
     return [Gap(size, reference, log_ratio) for (size, reference, _), log_ratio in zip(pairs, log_ratios, strict=True)]
@@ -120,7 +121,7 @@ def _needed(law: PowerLaw | None, gap: Gap, view: str) -> Needed | None:
         return None
     from_reference = gap.log_ratio.mean / law.b
     reference, own = gap.reference.x[view], gap.size.x[view]
-    x = reference * math.exp(min(from_reference, 700.0))
+    x = reference * _exp(from_reference)
     if not law.lowest / REACH <= x <= law.highest * REACH:
         return None
     interval = None
@@ -129,7 +130,11 @@ def _needed(law: PowerLaw | None, gap: Gap, view: str) -> Needed | None:
         ends = ratio_interval(gap.log_ratio.mean, half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
         if ends is None:
             return None
-        interval = reference / own * math.exp(min(ends[0], 700.0)), reference / own * math.exp(min(ends[1], 700.0))
+        interval = reference / own * _exp(ends[0]), reference / own * _exp(ends[1])
     # a value at the edge does not count as outside
     extrapolated = not law.lowest * (1 - 1e-9) <= x <= law.highest * (1 + 1e-9)
     return Needed(x / own, interval, extrapolated)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

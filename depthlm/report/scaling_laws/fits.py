@@ -35,8 +35,9 @@ class PowerLaw:
 
     @property
     def usable(self) -> bool:
-        """Whether y falls with x, and the law explains at least a share MIN_R2 of the variance."""
-        return self.b < 0 and self.r2 is not None and self.r2 >= MIN_R2
+        """Whether y surely falls with x, and the law explains at least a share MIN_R2 of the variance of its points."""
+        falls = self.b_interval is not None and self.b_interval[1] < 0
+        return falls and self.r2 is not None and self.r2 >= MIN_R2
 
     def at(self, x: float) -> float:
         """Return y at x."""
@@ -86,8 +87,10 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
 def ratio_interval(
     numerator: float, half_width: float, denominator: float, denominator_half_width: float
 ) -> tuple[float, float] | None:
-    """Return the confidence interval of a ratio from those of its two independent terms, by Fieller's theorem.
+    """Return the confidence interval of a ratio from those of its two terms, which are taken as independent.
 
+    It is Fieller's, with the half widths of the terms instead of their standard errors, so that they may have different
+    degrees of freedom.
     None where the denominator's interval contains 0, so that the ratio may have any value.
     """
     quadratic = denominator**2 - denominator_half_width**2

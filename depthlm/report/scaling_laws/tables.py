@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from depthlm.counts import count_text
 from depthlm.report.scaling_laws.curves import Curve, Saving, baseline_of
-from depthlm.report.scaling_laws.fits import MIN_R2, SPAN, Needed, PowerLaw
+from depthlm.report.scaling_laws.fits import MIN_R2, REACH, SPAN, Needed, PowerLaw
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Table, cells, number_text, short_text
 
@@ -64,8 +64,12 @@ def needed_text(needs: Needed | None) -> str:
     """Return a factor with its interval and a mark where it is extrapolated; a dash where the interval includes 1."""
     if needs is None or not needs.is_clear:
         return DASH
-    ends = "" if needs.interval is None else f" [{', '.join(number_text(end, 2) for end in needs.interval)}]"
+    ends = "" if needs.interval is None else f" [{', '.join(_end_text(end) for end in needs.interval)}]"
     return f"{number_text(needs.factor, 2)}{ends}{' *' if needs.extrapolated else ''}"
+
+
+def _end_text(end: float) -> str:
+    return number_text(end, 2) if end <= REACH else f"over {REACH:g}"
 
 
 def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> list[str]:
@@ -78,10 +82,11 @@ def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> l
     for view, law in baseline.laws.items():
         if law is not None and law.b >= 0:
             lines.append(f"The loss of {baseline.name} does not fall with its {view}, so no saving of {view} is given.")
-        elif law is not None and not law.usable:
+        elif law is not None and law.points > 2 and not law.usable:
             lines.append(
-                f"The fit of {baseline.name} over its {view} has an R² of {number_text(law.r2, 2)}, below {MIN_R2:g}, "
-                f"so no saving of {view} is given."
+                f"The fit of {baseline.name} over its {view} has an R² of {number_text(law.r2, 2)} and an exponent in "
+                f"[{_b_text(law).partition('[')[2]}; a saving needs an R² of {MIN_R2:g} and an interval below 0, so no "
+                f"saving of {view} is given."
             )
         elif law is None and saved:
             lines.append(f"{baseline.name} has no fit over its {view}, so no saving of {view} is given.")
@@ -93,6 +98,8 @@ def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> l
             f"series, and of the slope of {baseline.name}. They hold for each number alone: of twenty, one is expected "
             "to miss."
         )
+    if any(needed.interval is None for needed in shown):
+        lines.append("Factors without an interval are of one seed: how far chance goes is unknown.")
     if any(needed.extrapolated and needed.is_clear for needed in shown):
         lines.append(f"*: extrapolated beyond the sizes of {baseline.name}.")
     if any(needed is None or not needed.is_clear for needed in needs):

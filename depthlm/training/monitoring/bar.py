@@ -115,7 +115,7 @@ class _Line:
 
 
 def _control(codes: str) -> Segment:
-    # only Windows' old console reads the last argument, which Rich has no names for here
+    # Rich neither counts nor cuts the codes of a segment that has the last argument, which nothing else reads
     return Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])
 
 

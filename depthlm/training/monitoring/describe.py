@@ -77,7 +77,9 @@ def memory_text(config: Config, memory: Memory | None) -> str:
     """Describe the memory estimate of a rank and the settings it holds for."""
     if memory is None:
         return "none: the decoder or the optimizer cannot be traced"
-    checkpointing = ", activation checkpointing" if config.training.activation_checkpointing else ""
+    how = config.training.activation_checkpointing
+    kinds = {False: "", True: ", activation checkpointing", "selective": ", selective activation checkpointing"}
+    checkpointing = kinds.get(how, f", activation checkpointing of every {how} layers")
     experts = config.deepspeed.experts
     spread = f", experts spread over {experts} ranks" if experts > 1 else ""
     offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from depthlm.report.scaling_laws import curves, gaps, needed_text, savings
+from depthlm.report.scaling_laws import Needed, curves, gaps, needed_text, savings
 
 from ..made_up import directories, experiment, is_png, reported, row, sweep, write_run
 
@@ -77,6 +77,24 @@ def test_seeds_give_intervals_that_cover_the_truth() -> None:
     text = reported(of, seeds=seeds)
     assert "of twenty, one is expected to miss" in text
     assert row(text, "dca 2", 2)[2].startswith("1.2")
+
+
+def test_without_a_common_seed_there_is_no_gap() -> None:
+    of = trained(noisy, ("1", "2", "3"))
+    whole = sweep(of, seeds=("1", "2", "3"))
+    vanilla, dca = whole.rows[3], whole.rows[7]
+    for one, kept in ((vanilla, "1"), (dca, "2")):
+        for run, seed in zip(one.runs, one.seeds, strict=True):
+            if seed != kept:
+                (run.directory / "summary.json").unlink()
+    partial = sweep(of, seeds=("1", "2", "3"))
+    fitted = curves(partial)
+    assert [gap.size.row.label for gap in gaps(partial, fitted[1], fitted[0])] == ["dca 1", "dca 2", "dca 4"]
+    assert "(other seeds)" in reported(of, seeds=("1", "2", "3"))
+
+
+def test_an_interval_that_hardly_ends_is_not_printed_in_digits() -> None:
+    assert needed_text(Needed(3.0, (1.5, 3e9), False)) == "3.00 [1.50, over 10]"
 
 
 def test_no_saving_is_printed_where_the_interval_includes_none() -> None:

@@ -91,10 +91,19 @@ def test_two_points_have_no_intervals() -> None:
 
 @pytest.mark.parametrize(
     ("losses", "is_usable"),
-    [([3.0, 2.9, 2.8], True), ([3.0, 3.0, 3.0], False), ([3.0, 3.1, 3.2], False), ([3.0, 2.6, 2.9], False)],
+    [
+        ([3.0, 2.9, 2.8], True),
+        ([3.0, 3.0, 3.0], False),
+        ([3.0, 3.1, 3.2], False),
+        ([3.0, 2.6, 2.9], False),
+        # two points are on any law
+        ([3.0, 2.9], False),
+        # an R² of 0.97 over three points, but an exponent that may be 0
+        ([3.0, 2.85, 2.8], False),
+    ],
 )
-def test_a_law_is_usable_if_it_falls_and_explains_most_of_the_variance(losses: list[float], is_usable: bool) -> None:
-    law = fit_power_law([1.0, 2.0, 4.0], losses)
+def test_a_law_is_usable_if_it_surely_falls_and_explains_the_variance(losses: list[float], is_usable: bool) -> None:
+    law = fit_power_law([1.0, 2.0, 4.0][: len(losses)], losses)
     assert law is not None
     assert law.usable is is_usable
 

@@ -157,6 +157,17 @@ def test_a_fork_continues_from_the_state_with_other_settings(small_run: Override
     assert not (tmp_path / "shorter").exists()
 
 
+def test_the_first_mean_loss_of_a_fork_has_its_own_updates_only(small_run: Overrides, tmp_path: Path) -> None:
+    shared = ("training.max_steps=8", "training.checkpoint_every=100", "training.log_every=4")
+    assert train(depthlm.compose(small_run(*shared, "training.stop_after=6", name="source"))) == 0
+    from_6 = f"fork_from={tmp_path}/source/checkpoints/step-00000006"
+    for name, every in (("fork", 4), ("each", 1)):
+        assert train(depthlm.compose(small_run(*shared, from_6, f"training.log_every={every}", name=name))) == 0
+    rows, each = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("fork", "each"))
+    assert [row["step"] for row in each] == [7, 8]
+    assert rows[-1]["mean_loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2, rel=1e-9)
+
+
 @pytest.mark.slow
 def test_a_forks_optimizer_uses_the_settings_of_the_fork(small_run: Overrides, tmp_path: Path) -> None:
     assert train(depthlm.compose(small_run("training.max_steps=2", name="source"))) == 0
