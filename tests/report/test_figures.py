@@ -150,7 +150,10 @@ def test_error_bars_of_lines_are_intervals_over_seeds() -> None:
 
 
 def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable() -> None:
-    of = experiment(points=[{"model": ["vanilla", "dca"]}])
+    own = experiment(points=[{"model": ["vanilla", "dca"]}])
+    assert stamp_of(sweep(own)) == "no complete run"
+    assert stamp_of(sweep(own, "smoke")) == "budget smoke, no complete run"
+    of = experiment(points=[{"model": ["vanilla", "dca"], "paper": {"loss": 3.0}}], columns=LOSS)
     for budget in ("paper", "smoke"):
         assert stamp_of(sweep(of, budget)) == f"budget {budget}, no complete run"
         write_run(directories(of, budget)[0])
