@@ -85,9 +85,12 @@ def results(kind: str, kernels: str, arguments: dict[str, Any], dtype: torch.dty
 def assert_same(kind: str, arguments: dict[str, Any], tolerance: float = 1e-5) -> list[Tensor]:
     """Compare the results of Triton with those of PyTorch in float64, and return the former."""
     found, expected = results(kind, "triton", arguments), results(kind, "torch", arguments, torch.float64)
+    largest = max(y.abs().max().item() for y in expected)
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
-        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * y.abs().max().item())
+        # a small gradient may be the difference of terms as large as the other results
+        scale = max(y.abs().max().item(), 0.1 * largest)
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance * scale)
     return found
 
 
