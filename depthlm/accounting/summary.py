@@ -43,9 +43,10 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
     steps = run_steps(config)
     micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
     estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
+    per_gpu = partial(memory_per_gpu, config, estimator, gpus, micro_batch_size)
     try:
-        memory, largest_sizes = memory_per_gpu(config, estimator, gpus, micro_batch_size)
-        choices = {how: by_choice(config, estimator, gpus, micro_batch_size, how) for how in CHOICES}
+        stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in range(4)}
+        choices = {how: per_gpu(config.deepspeed.stage, how) for how in CHOICES}
     except UntracedError as error:
         raise UserError(str(error)) from None
     return {
@@ -62,50 +63,33 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "gpus": gpus,
         "precision": config.precision.name,
         "micro_batch_size": micro_batch_size,
-        "memory_per_gpu": memory,
-        "largest_micro_batch_size": largest_sizes,
+        "memory_per_gpu": {name: memory for name, (memory, _) in stages.items()},
+        "largest_micro_batch_size": {name: most for name, (_, most) in stages.items()},
         "activation_checkpointing": {
-            str(how).lower(): cost
-            | {"recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length))}
-            for how, cost in choices.items()
+            str(how).lower(): {
+                "memory": memory,
+                "largest_micro_batch_size": most,
+                "recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length)),
+            }
+            for how, (memory, most) in choices.items()
         },
     }
 
 
 def memory_per_gpu(
-    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int
-) -> tuple[dict[str, float], dict[str, dict[str, int | None]]]:
-    """Return the memory of each GPU and the largest micro-batch, for every ZeRO stage.
+    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int, stage: int, how: bool | int | str
+) -> tuple[float, dict[str, int | None]]:
+    """Return the bytes that a micro-batch needs on each GPU, and the largest micro-batch by memory size of the GPU.
 
-    The memory is in bytes. The largest micro-batch is in sequences, by memory size of the GPU, and None if not even one
-    sequence fits.
+    stage: of ZeRO. how: a value of training.activation_checkpointing. The largest micro-batch is in sequences, and None
+    if not even one sequence fits. Raises UntracedError.
     """
     share = max(1, config.training.batch_size // gpus)
 
-    def total(stage: int, size: int) -> float:
-        return estimator.estimate(stage, gpus, size, max(1, share // size)).total
-
-    memory = {f"zero{stage}": total(stage, micro_batch_size) for stage in range(4)}
-    sizes = range(1, 2**16)
-    most = {
-        f"zero{stage}": {f"{gb}GB": largest(sizes, gb * 1e9, partial(total, stage)) for gb in GPUS}
-        for stage in range(4)
-    }
-    return memory, most
-
-
-def by_choice(
-    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int, how: bool | int | str
-) -> dict[str, Any]:
-    """Return the memory in bytes and the largest micro-batch with a kind of activation checkpointing, at the configured
-    ZeRO stage."""
-    share = max(1, config.training.batch_size // gpus)
-
     def total(size: int) -> float:
-        return estimator.estimate(config.deepspeed.stage, gpus, size, max(1, share // size), how).total
+        return estimator.estimate(stage, gpus, size, max(1, share // size), how).total
 
-    most = {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
-    return {"memory": total(micro_batch_size), "largest_micro_batch_size": most}
+    return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
 
 def print_summary(config: Config, gpus: int, as_json: bool) -> None:

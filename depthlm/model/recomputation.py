@@ -21,11 +21,10 @@ def recomputed(layer: Callable, position: int, how: bool | int | str, kernels: s
     """
     if not how or not torch.is_grad_enabled():
         return layer
-    if how == SELECTIVE:
-        return partial(checkpoint, layer, use_reentrant=False, context_fn=partial(_selective, kernels))
-    if position % how:  # type: ignore[operator]
+    if how != SELECTIVE and position % int(how):
         return layer
-    return partial(checkpoint, layer, use_reentrant=False, context_fn=partial(_contexts, kernels))
+    contexts = _selective if how == SELECTIVE else _contexts
+    return partial(checkpoint, layer, use_reentrant=False, context_fn=partial(contexts, kernels))
 
 
 def _contexts(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:

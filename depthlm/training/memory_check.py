@@ -11,6 +11,7 @@ from depthlm.counts import gib_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.machine.memory import process_bytes
+from depthlm.model.recomputation import SELECTIVE
 from depthlm.optimizers import needs_matrices
 
 log = logging.getLogger("depthlm")
@@ -71,16 +72,13 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
     highest = 2 if training.compile is True or sharding.experts > 1 else 3
     if world == 1 or needs_matrices(config.optimizer):
         highest = sharding.stage
+    given = training.activation_checkpointing
+    # compiled sublayers cannot be recomputed selectively
+    choices = dict.fromkeys([given, True] if given or training.compile is True else [False, SELECTIVE, True])
     for stage in range(sharding.stage, highest + 1):
         if estimator.states(stage, world).total > available:
             continue
-        given = training.activation_checkpointing
-        # compiled sublayers cannot be recomputed selectively
-        choices = (
-            given,
-            *(how for how in ("selective", True) if not (how == "selective" and training.compile is True)),
-        )
-        for checkpointing in choices if not given else dict.fromkeys((given, True)):
+        for checkpointing in choices:
 
             def total(size: int, stage: int = stage, checkpointing: bool | int | str = checkpointing) -> float:
                 return estimator.estimate(stage, world, size, share // size, checkpointing).total
