@@ -15,6 +15,7 @@ from typing import Any
 from depthlm.config import Config, compose
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
+from depthlm.report.rows import Measured, Row, difference, pooled
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
 
@@ -93,3 +94,14 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], dir
     if of in times:
         summary |= {"training_seconds": summary["tokens"] * times[of]}
     return RunRecord(directory, COMPLETE, rows, summary, {}, None)
+
+
+def values_of(sweep: Sweep, key: str) -> list[str]:
+    """Return the values of a setting, in the order of the rows."""
+    return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
+
+
+def paired_differences(sweep: Sweep, pairs: Sequence[tuple[Row, Row]]) -> list[Measured | None]:
+    """Return the difference of each pair of rows over their common seeds, with pooled deviations; None without any."""
+    found = [difference(row, reference, sweep.first[1]) for row, reference in pairs]
+    return pooled([number if number is not None and number.count else None for number in found])

@@ -8,7 +8,7 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 import re
 from collections.abc import Sequence
 
-from archive import EXPERIMENTS, RESULTS, study_sweep
+from archive import EXPERIMENTS, RESULTS, paired_differences, study_sweep, values_of
 from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
@@ -16,7 +16,7 @@ from depthlm.build import build_model
 from depthlm.config.schema.experiment import Column
 from depthlm.config.schema.length import run_steps
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, difference, measured, pooled
+from depthlm.report.rows import Measured, Row, measured
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, signed_text
@@ -70,11 +70,6 @@ def state() -> str:
         complete = sum(run.state == COMPLETE for run in runs)
         counts.append(f"{complete} of {len(runs)} (`{experiment}`)")
     return f"Complete runs: {', '.join(counts)}."
-
-
-def values_of(sweep: Sweep, key: str) -> list[str]:
-    """Return the values of a setting, in the order of the rows."""
-    return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
 
 
 def row_of(sweep: Sweep, **settings: str) -> Row:
@@ -142,19 +137,8 @@ def differences(sweep: Sweep) -> Table:
 
 def paired_cells(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Cell]:
     """Return the differences of pairs of rows with their intervals, pooled over the pairs."""
-    found = [paired(row, reference, sweep.first[1]) for row, reference in pairs]
-    known = iter(pooled([number for number in found if number is not None]))
-    planned = [len(row.points) for row, _ in pairs]
-    return [
-        _difference_cell(None if number is None else next(known), level, seeds)
-        for number, seeds in zip(found, planned, strict=True)
-    ]
-
-
-def paired(row: Row, reference: Row, column: Column) -> Measured | None:
-    """Return the difference of two rows over their common seeds; None without any."""
-    number = difference(row, reference, column)
-    return number if number is not None and number.count else None
+    numbers = paired_differences(sweep, pairs)
+    return [_difference_cell(n, level, len(row.points)) for n, (row, _) in zip(numbers, pairs, strict=True)]
 
 
 def _difference_cell(number: Measured | None, level: float, planned: int) -> Cell:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from archive import study_sweep
+from archive import paired_differences, study_sweep, values_of
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.lines import draw_lines
@@ -13,7 +13,7 @@ from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, grid, save, subplots
-from depthlm.report.rows import Measured, Row, difference, measured, pooled
+from depthlm.report.rows import Measured, Row, measured
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import COMPLETE
@@ -48,7 +48,7 @@ def _draw_start(path: Path) -> None:
     """Draw vanilla's loss over the start of the embedding, a line per start of the matrices, a panel per size."""
     sweep = study_sweep("start")
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for size in dict.fromkeys(row.settings["size"] for row in sweep.rows):
+    for size in values_of(sweep, "size"):
         rows = [row for row in sweep.rows if row.settings["size"] == size]
         for std in dict.fromkeys(row.settings["size.init_std"] for row in rows):
             own = [row for row in rows if row.settings["size.init_std"] == std]
@@ -80,7 +80,7 @@ def _draw_sensitivity(path: Path) -> None:
     figure, axes = subplots(len(SENSITIVITY), 15, 4.4, sharey=True)
     for panel, (experiment, (key, title)) in zip(axes[0], SENSITIVITY.items(), strict=True):
         sweep = sweeps[experiment]
-        values = list(dict.fromkeys(row.settings[key] for row in sweep.rows))
+        values = values_of(sweep, key)
         for place, value in enumerate(values):
             for number, (model, gap) in enumerate(_differences(sweep, key, value).items()):
                 _draw_difference(panel, place + 0.06 * number, gap, model)
@@ -98,9 +98,9 @@ def _draw_sensitivity(path: Path) -> None:
 def _differences(sweep: Sweep, key: str, value: str) -> dict[str, Measured]:
     """Return the differences of each mechanism against vanilla at one value of a setting, with pooled deviations."""
     rows = {row.settings["model"]: row for row in sweep.rows if row.settings[key] == value}
-    found = {model: difference(row, rows["vanilla"], sweep.first[1]) for model, row in rows.items()}
-    known = {model: n for model, n in found.items() if n is not None and n.count and model != "vanilla"}
-    return dict(zip(known, pooled(list(known.values())), strict=True))
+    vanilla = rows.pop("vanilla")
+    numbers = paired_differences(sweep, [(row, vanilla) for row in rows.values()])
+    return {model: number for model, number in zip(rows, numbers, strict=True) if number is not None}
 
 
 def _draw_difference(panel: Any, place: float, number: Measured, model: str) -> None:

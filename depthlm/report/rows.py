@@ -61,18 +61,18 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     return float(t.ppf((1 + level) / 2, freedom))
 
 
-def pooled(numbers: Sequence[Measured]) -> list[Measured]:
+def pooled(numbers: Sequence[Measured | None]) -> list[Measured | None]:
     """Return the numbers with the deviation of all of them, since a few seeds alone hardly determine it.
 
     Assumes that the variance between seeds is the same for all. Numbers of one seed get the deviation of the others;
-    differences without a common seed stay as they are.
+    differences without a common seed, and missing numbers, stay as they are.
     """
-    known = [(number.count - 1, number.deviation) for number in numbers if number.deviation is not None]
+    known = [(n.count - 1, n.deviation) for n in numbers if n is not None and n.deviation is not None]
     freedom = sum(seeds for seeds, _ in known)
     if not freedom:
         return list(numbers)
     deviation = math.sqrt(sum(seeds * own**2 for seeds, own in known) / freedom)
-    return [replace(number, deviation=deviation, freedom=freedom) if number.count else number for number in numbers]
+    return [replace(n, deviation=deviation, freedom=freedom) if n is not None and n.count else n for n in numbers]
 
 
 def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:

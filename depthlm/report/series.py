@@ -61,8 +61,8 @@ def differences(rows: Sequence[Row], experiment: Experiment, column: Column) -> 
     series = [series_of(row, experiment) for row in rows]
     result: list[Measured | None] = [None] * len(found)
     for name in dict.fromkeys(series):
-        known = [(place, n) for place, (of, n) in enumerate(zip(series, found, strict=True)) if of == name and n]
-        for (place, _), number in zip(known, pooled([number for _, number in known]), strict=True):
+        places = [place for place, of in enumerate(series) if of == name]
+        for place, number in zip(places, pooled([found[place] for place in places]), strict=True):
             result[place] = number
     return result
 

@@ -84,18 +84,19 @@ def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
 
 def gaps(sweep: Sweep, curve: Curve, baseline: Curve) -> list[Gap]:
     """Return the gap of each size of a series to the baseline's row of the same task, with pooled deviations."""
-    pairs: list[tuple[Size, Size, Measured]] = []
+    pairs = []
     for size in curve.sizes:
         row = reference_of(size.row, sweep.rows, sweep.experiment)
         reference = next((of for of in baseline.sizes if of.row is row), None)
-        if reference is None:
-            continue
-        log_ratio = difference(size.row, reference.row, sweep.first[1], math.log)
-        # without a common seed, it would mostly show the difference between the seeds
-        if log_ratio is not None and log_ratio.count:
-            pairs.append((size, reference, log_ratio))
-    log_ratios = pooled([log_ratio for *_, log_ratio in pairs])
-    return [Gap(size, reference, log_ratio) for (size, reference, _), log_ratio in zip(pairs, log_ratios, strict=True)]
+        if reference is not None:
+            pairs.append((size, reference))
+    log_ratios = pooled([difference(size.row, other.row, sweep.first[1], math.log) for size, other in pairs])
+    # without a common seed, a ratio would mostly show the difference between the seeds
+    return [
+        Gap(size, reference, log_ratio)
+        for (size, reference), log_ratio in zip(pairs, log_ratios, strict=True)
+        if log_ratio is not None and log_ratio.count
+    ]
 
 
 def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
