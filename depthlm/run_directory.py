@@ -127,6 +127,11 @@ class RunDirectory:
         return self.path / "wandb"
 
     @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
     def lock(self) -> Path:
         """The file that the one process that trains this run holds locked."""
         return self.path / ".lock"

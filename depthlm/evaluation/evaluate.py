@@ -1,7 +1,7 @@
 """The command `python -m depthlm evaluate`: write the losses or accuracies of a run to evaluation.json and W&B."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,7 +19,7 @@ from depthlm.files import replace_text
 from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import DEVICES, usable_device
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.trackers import start_tracker
+from depthlm.runs.trackers import start_trackers
 
 
 @dataclass
@@ -105,9 +105,12 @@ def _record(directory: Path, config: Config, manifest: dict[str, Any], results: 
         replace_text(path, json.dumps(recorded, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error}); the results are above") from None
-    if config.tracker.name != "none" and manifest.get("wandb_id"):
-        tracker = start_tracker(config.tracker, directory, directory.name, asdict(config), manifest["wandb_id"])
-        tracker.close(recorded)
+    # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now
+    wandb = config.tracker.wandb and manifest.get("wandb_id") is not None
+    trackers = start_trackers(
+        replace(config.tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.get("wandb_id")
+    )
+    trackers.close(recorded)
     stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
     return recorded
 

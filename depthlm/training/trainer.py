@@ -16,7 +16,7 @@ from depthlm.model.initialization import seed_for
 from depthlm.model.observer import UNOBSERVED
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
-from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
+from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.checkpoint.restoring import rewind_to
 from depthlm.training.checkpoint.saving import Saver
@@ -80,10 +80,12 @@ class Trainer:
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
         self.data_wait = Stopwatch()
         self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
-        self.tracker: Tracker = NoTracker()
+        self.trackers = Trackers([])
         if self.is_rank_0:
             settings, path = dataclasses.asdict(self.config), self.paths.path
-            self.tracker = start_tracker(self.config.tracker, path, path.name, settings, progress.wandb_id)
+            self.trackers = start_trackers(
+                self.config.tracker, path, settings, progress.wandb_id, resumed_at=progress.step
+            )
         workers, pinned = self.config.data.num_workers, self.device.type == "cuda"
         self.loader = iter(
             loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
@@ -108,7 +110,7 @@ class Trainer:
                 self.saver.finish()
             raise
         finally:
-            self.tracker.close(summary)
+            self.trackers.close(summary)
             # otherwise its hooks on the weights keep it in memory during the next point of a sweep
             self.engine.destroy()
         if stopped:
@@ -140,7 +142,7 @@ class Trainer:
                 self.maybe_save(due)
                 self.maybe_validate(due)
                 if self.metrics.last.get("step") == progress.step:
-                    self.tracker.write(self.metrics.last)
+                    self.trackers.write(self.metrics.last)
                 if self.profiler is not None:
                     self.profiler.step(last=due.last)
                 if due.stop:
@@ -155,7 +157,7 @@ class Trainer:
         step, row = self.progress.step, self.metrics.last
         if row.get("step") == step and self.validation_due(step) and not ValidationLosses.of_row(row):
             self.validate()
-            self.tracker.write(self.metrics.last)
+            self.trackers.write(self.metrics.last)
 
     def train_step(self) -> Step:
         """Train on the next batch, and count it."""
@@ -260,6 +262,7 @@ class Trainer:
         if self.is_rank_0:
             numbers = {"loss": finite(loss), "grad_norm": finite(self.engine.grad_norm())}
             self.bad_batches.write({"step": step, "outcome": outcome, "reason": reason, **numbers, "samples": windows})
+            self.trackers.alert("bad batch", f"{outcome}: {reason}", step)
             if outcome != "ends the run":
                 log.warning("%s", line)
         return line
@@ -334,7 +337,7 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Save a checkpoint of the last step. last: no other checkpoint of this process follows."""
-        self.progress.wandb_id, self.progress.row = self.tracker.id, self.metrics.last
+        self.progress.wandb_id, self.progress.row = self.trackers.id, self.metrics.last
         self.activity.mark("saving", self.progress.step)
         self.saver.save(dataclasses.asdict(self.progress), last=last)
 

@@ -286,14 +286,23 @@ class Precision:
 
 @dataclass
 class Tracker:
-    """The service that records curves, in addition to metrics.jsonl."""
+    """The services that record a run, in addition to metrics.jsonl."""
 
-    name: str = key("wandb", "tracking service", choices=("wandb", "none"))
+    wandb: bool = key(False, "record with Weights & Biases")
+    tensorboard: bool = key(False, "write TensorBoard's event files to the run directory")
+    trackio: bool = key(False, "record with Trackio")
     mode: str = key(
-        "auto", "auto: online if there is an API key, otherwise offline", choices=("auto", "online", "offline")
+        "auto", "W&B; auto: online if there is an API key, otherwise offline", choices=("auto", "online", "offline")
     )
-    project: str = key("depthlm", "W&B project")
+    project: str = key("depthlm", "project of W&B and Trackio")
     entity: Optional[str] = key(None, "W&B team or user; null: the default of the API key")
+    group: Optional[str] = key(None, "group of the run in W&B and Trackio; null: the name of its experiment")
+    tags: list[str] = key([], "W&B tags, besides the mechanism, the size and the data")
+    artifacts: str = key(
+        "none", "W&B artifacts; last: weights and loss curve of the complete run, all: also each checkpoint's weights",
+        choices=("none", "last", "all"),
+    )  # fmt: skip
+    space: Optional[str] = key(None, "Hugging Face Space that shows Trackio's runs; null: only this machine")
 
 
 @dataclass
