@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,9 @@ def architecture(model: Decoder, config: Config) -> str:
         "vocabulary": f"{size.vocab_size:,}",
         "backbone": config.backbone.name,
     }
+    if {*config.backbone.mixers} != {"attention"}:
+        layers = Counter(config.backbone.mixers_of(size.num_layers))
+        rows["mixers"] = ", ".join(f"{name} in {count} layers" for name, count in layers.items())
     if "activated" in counts:
         experts = f"{size.num_experts} of width {size.expert_size:,}, {size.experts_per_token} per token"
         rows |= {"experts": experts, "activated parameters": f"{counts['activated']:,} per token"}
@@ -185,7 +189,8 @@ def losses(config: Config, results: Results, has_curve: bool) -> str:
         notes.append(f"Validation: {sets}, after step {results.measured_at:,}.")
     if results.training is not None:
         rows.append(["training", number(results.training), number(perplexity(results.training)), number(None)])
-        notes.append("Training: mean over the last logging interval.")
+        of = "mean over the last logging interval" if results.is_mean else "of the last logged batch"
+        notes.append(f"Training: {of}.")
     if not rows:
         return ""
     head = ["", "loss (nats per token)", "perplexity", "bits per byte"]

@@ -15,8 +15,8 @@ class Results(NamedTuple):
 
     step: of the checkpoint. is_complete: whether the run ended with it. validation: of this step, or the newest before
     it. measured_at: the step of the validation; None without one. is_evaluation: whether `evaluate` measured it, which
-    reads whole validation sets. bits_per_byte: by validation set, from `evaluate`. training: mean loss of the last
-    logging interval.
+    reads whole validation sets. bits_per_byte: by validation set, from `evaluate`. training: the last logged loss; the
+    mean over its logging interval if is_mean, which older versions did not record.
     """
 
     step: int
@@ -26,20 +26,21 @@ class Results(NamedTuple):
     is_evaluation: bool
     bits_per_byte: Mapping[str, float | None]
     training: float | None
+    is_mean: bool
 
 
 def results_at(record: RunRecord, step: int) -> Results:
     """Return what a run recorded about the weights after a step."""
     is_complete = record.summary.get("steps") == step
     logged = [row for row in record.rows if row["step"] <= step]
-    training = training_loss(logged[-1]) if logged else None
+    training, is_mean = (training_loss(logged[-1]), "mean_loss" in logged[-1]) if logged else (None, False)
     evaluated = ValidationLosses.of_row(record.evaluation if is_complete else {})
     if evaluated:
         bits = {name: finite(record.evaluation.get(f"validation/{name}/bits_per_byte")) for name in evaluated.by_set}
-        return Results(step, is_complete, evaluated, step, True, bits, training)
+        return Results(step, is_complete, evaluated, step, True, bits, training, is_mean)
     measured = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), None)
     at = None if measured is None else measured["step"]
-    return Results(step, is_complete, ValidationLosses.of_row(measured or {}), at, False, {}, training)
+    return Results(step, is_complete, ValidationLosses.of_row(measured or {}), at, False, {}, training, is_mean)
 
 
 def environment_of(run: Path) -> dict[str, Any]:
