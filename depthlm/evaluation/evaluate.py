@@ -1,6 +1,5 @@
 """The command `python -m depthlm evaluate`: write the losses or accuracies of a run to evaluation.json and W&B."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -13,9 +12,9 @@ from depthlm.config import Config
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
+from depthlm.evaluation.results import add_results
 from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
 from depthlm.fields import key
-from depthlm.files import replace_text
 from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import DEVICES, usable_device
 from depthlm.run_directory import RunDirectory
@@ -29,7 +28,8 @@ class Evaluate:
     run: str = key(doc="run directory; its newest valid checkpoint is evaluated")
     tasks: Optional[list[str]] = key(
         None,
-        "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, or YAML files of tasks; null: losses",
+        "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, python_words (needs no download), or YAML "
+        "files of tasks; null: losses",
     )
     shots: Optional[list[int]] = key(
         None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
@@ -96,13 +96,7 @@ def _record(directory: Path, config: Config, manifest: dict[str, Any], results: 
     """Add results to evaluation.json and to the run's W&B summary. Results of another checkpoint are dropped."""
     path = RunDirectory(directory).evaluation
     try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
-        before = {}
-    kept = before if isinstance(before, dict) and before.get("step") == manifest["step"] else {}
-    recorded = {"step": manifest["step"]} | kept | results
-    try:
-        replace_text(path, json.dumps(recorded, indent=1) + "\n")
+        recorded = add_results(path, manifest["step"], results)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error}); the results are above") from None
     # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now

@@ -34,13 +34,14 @@ def results_at(record: RunRecord, step: int) -> Results:
     is_complete = record.summary.get("steps") == step
     logged = [row for row in record.rows if row["step"] <= step]
     training, is_mean = (training_loss(logged[-1]), "mean_loss" in logged[-1]) if logged else (None, False)
-    evaluated = ValidationLosses.of_row(record.evaluation if is_complete else {})
-    if evaluated:
-        bits = {name: finite(record.evaluation.get(f"validation/{name}/bits_per_byte")) for name in evaluated.by_set}
-        return Results(step, is_complete, evaluated, step, True, bits, training, is_mean)
     measured = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), None)
-    at = None if measured is None else measured["step"]
-    return Results(step, is_complete, ValidationLosses.of_row(measured or {}), at, False, {}, training, is_mean)
+    validation, at = ValidationLosses.of_row(measured or {}), None if measured is None else measured["step"]
+    evaluated = ValidationLosses.of_row(record.evaluation if is_complete else {})
+    # `evaluate` may have measured other sets only
+    if not evaluated or not validation.by_set.keys() <= evaluated.by_set.keys():
+        return Results(step, is_complete, validation, at, False, {}, training, is_mean)
+    bits = {name: finite(record.evaluation.get(f"validation/{name}/bits_per_byte")) for name in evaluated.by_set}
+    return Results(step, is_complete, evaluated, step, True, bits, training, is_mean)
 
 
 def environment_of(run: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from depthlm.config.schema.deepspeed import DeepSpeed
+from depthlm.config.schema.evaluation import Evaluation
 from depthlm.config.schema.experiment import Budget, Experiment
 from depthlm.fields import key, section
 from depthlm.kernels import CHOICES
@@ -367,6 +368,7 @@ class Config:
     training: Training = section(Training)
     deepspeed: DeepSpeed = section(DeepSpeed)
     precision: Precision = section(Precision, protocol=False)
+    evaluation: Evaluation = section(Evaluation, on_resume="free")
     tracker: Tracker = section(Tracker, on_resume="free")
     budget: Budget = section(Budget)
     experiment: Experiment = section(Experiment, on_resume="free")

@@ -56,6 +56,7 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_length(config),
         *_check_optimizer(config, given),
         *_check_checkpoints(config),
+        *_check_evaluation(config),
         *_check_recomputation(config),
         *_check_sharding(config),
         *_check_spread(config, launchers.ranks().world_size if here else None),
@@ -216,6 +217,27 @@ def _check_checkpoints(config: Config) -> list[str]:
             f"allowed: multiples of {every}"
         ]
     return []
+
+
+def _check_evaluation(config: Config) -> list[str]:
+    asked, every = config.evaluation, config.training.checkpoint_every
+    given = [name for name in ("tasks", "sets") if getattr(asked, name)]
+    if asked.every is None:
+        return [f"evaluation.{name}: no step is evaluated; give evaluation.every={every}" for name in given[:1]]
+    errors = []
+    if asked.every % every:
+        errors.append(
+            f"evaluation.every={asked.every}: evaluated are the checkpoints of training.checkpoint_every={every}; "
+            f"allowed: multiples of {every}"
+        )
+    if not given:
+        errors.append(f"evaluation.every={asked.every}: nothing to evaluate; give evaluation.tasks or evaluation.sets")
+    for name in ("shots", "limit"):
+        if getattr(asked, name) is not None and not asked.tasks:
+            errors.append(f"evaluation.{name}: has an effect only with evaluation.tasks; give tasks, or leave it out")
+    if min(asked.shots or [0]) < 0:
+        errors.append(f"evaluation.shots={asked.shots}: must be at least 0")
+    return errors
 
 
 def _check_recomputation(config: Config) -> list[str]:
