@@ -18,6 +18,7 @@ from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import spread_states
 from depthlm.training.engine.interface import Engine, copy_to_cpu
+from depthlm.training.engine.matrices import split_matrices
 from depthlm.training.engine.reduction import Reducer
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
@@ -50,6 +51,8 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if config.deepspeed.experts > 1 and config.deepspeed.stage > 0:
         spread_states.name_parts(engine, model)
+    if config.deepspeed.stage > 0:
+        split_matrices(optimizer, engine.optimizer, engine.device)
     return DeepSpeedEngine(engine, model, reducer_of(config, plan, engine, model))
 
 
