@@ -45,7 +45,7 @@ def arguments(config: "OptimizerConfig") -> dict[str, Any]:
 
 
 def averages_weights(config: "OptimizerConfig") -> bool:
-    """Return whether the weights to evaluate are averages, which `eval()` of the optimizer sets and `train()` undoes."""
+    """Return whether averages of the weights are evaluated, which `eval()` of the optimizer sets, `train()` undoes."""
     return hasattr(optimizer_class(config), "eval")
 
 

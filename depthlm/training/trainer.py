@@ -352,8 +352,9 @@ class Trainer:
 
     def validate(self) -> None:
         """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
-        losses = self.validation_losses()
-        diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
+        with self.engine.evaluated():
+            losses = self.validation_losses()
+            diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
         self.check_directory()
         self.metrics.amend(losses.row() | diagnostics)
         log.info("%s", validation_text(losses, diagnostics))
@@ -369,7 +370,9 @@ class Trainer:
         """
         progress, corpus, last, summary = self.progress, self.corpus, self.metrics.last, None
         losses = ValidationLosses.of_row(last) if last.get("step") == self.plan.max_steps else None
-        losses = losses or self.validation_losses()
+        if not losses:
+            with self.engine.evaluated():
+                losses = self.validation_losses()
         self.check_directory()
         if self.is_rank_0:
             summary = summary_of(
@@ -383,7 +386,8 @@ class Trainer:
                 peak_memory_gib=peak_memory_gib(self.device),
             )
             write_results(self.paths.path, summary)
-        log_sample(self.config, self.engine, corpus)
+        with self.engine.evaluated():
+            log_sample(self.config, self.engine, corpus)
         return summary
 
 

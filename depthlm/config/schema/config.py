@@ -134,7 +134,7 @@ class Optimizer:
     ns_steps: Optional[int] = key(None, "Newton-Schulz iterations of Muon; null: the default of the class", minimum=1)
     needs_matrices: bool = key(
         False,
-        "whether the class computes with whole matrices; it then needs ZeRO 0, since ZeRO 1 and above give it flat parts",
+        "whether the class computes with whole matrices; if so, it needs ZeRO 0, since ZeRO 1 to 3 give it flat parts",
     )
     settings: dict[str, Any] = key({}, "arguments of the class; they take precedence over the keys above")
 

@@ -35,8 +35,8 @@ class Matrix(NamedTuple):
 class Exchange:
     """Sends the elements of each matrix to one rank, orthogonalizes it there, and sends the results back.
 
-    Elements are sent in the dtype in which the matrices are orthogonalized, bf16. A matrix that lies on one rank stays there. The
-    others are assigned so that the ranks compute about equally long. All ranks compute the same assignment.
+    Elements are sent in bf16, the dtype in which matrices are orthogonalized. A matrix that lies on one rank stays
+    there. The others are assigned so that the ranks compute about equally long. All ranks compute the same assignment.
     """
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
