@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 
 # keys of the group `optimizer` that the class receives if it has an argument of that name
 SHARED = ("betas", "eps", "momentum", "ns_steps")
+# the value of a setting that receives the number of steps of the run
+RUN_STEPS = "run_steps"
 # the kinds of parameters that Muon optimizes, and the constants of torch.optim.Muon
 MATRICES = ("matrix", "experts")
 COEFFICIENTS, SMALLEST_NORM, DTYPE = (3.4445, -4.7750, 2.0315), 1e-7, torch.bfloat16
 
 
-def build_optimizer(model: nn.Module, config: "OptimizerConfig") -> torch.optim.Optimizer:
-    """Return the optimizer of a model's parameters. Raises UserError if its class refuses the settings."""
-    return _optimizer(optimizer_groups(model, config.weight_decay), config)
+def build_optimizer(model: nn.Module, config: "OptimizerConfig", run_steps: int = 1) -> torch.optim.Optimizer:
+    """Return the optimizer of a model's parameters. Raises UserError if its class refuses the settings.
+
+    run_steps: the steps of the run, for settings that are RUN_STEPS.
+    """
+    return _optimizer(optimizer_groups(model, config.weight_decay), config, run_steps)
 
 
 def optimizer_class(config: "OptimizerConfig") -> type[torch.optim.Optimizer]:
@@ -36,12 +41,13 @@ def optimizer_class(config: "OptimizerConfig") -> type[torch.optim.Optimizer]:
     return getattr(importlib.import_module(module), name)
 
 
-def arguments(config: "OptimizerConfig") -> dict[str, Any]:
+def arguments(config: "OptimizerConfig", run_steps: int = 1) -> dict[str, Any]:
     """Return the arguments of the class, besides the parameter groups."""
     values = {name: getattr(config, name) for name in SHARED} | {"betas": tuple(config.betas)}
     accepted = inspect.signature(optimizer_class(config)).parameters
     shared = {name: value for name, value in values.items() if name in accepted and value is not None}
-    return {"lr": config.lr, **shared, **config.settings}
+    settings = {name: run_steps if value == RUN_STEPS else value for name, value in config.settings.items()}
+    return {"lr": config.lr, **shared, **settings}
 
 
 def averages_weights(config: "OptimizerConfig") -> bool:
@@ -87,11 +93,11 @@ def state_bytes(model: nn.Module, config: "OptimizerConfig") -> int:
     return sum(count * tensor.numel() * tensor.element_size() for count, tensor in tensors)
 
 
-def _optimizer(groups: list[dict[str, Any]], config: "OptimizerConfig") -> torch.optim.Optimizer:
+def _optimizer(groups: list[dict[str, Any]], config: "OptimizerConfig", run_steps: int = 1) -> torch.optim.Optimizer:
     for group in groups:
         group["lr"] = config.lr * group["lr_scale"]
     try:
-        return optimizer_class(config)(groups, **arguments(config))
+        return optimizer_class(config)(groups, **arguments(config, run_steps))
     except (ValueError, TypeError) as error:
         keys = {entry.name for entry in fields(config)}
         lines = [

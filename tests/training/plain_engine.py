@@ -34,7 +34,7 @@ class PlainEngine:
 
     def __init__(self, config: Config, plan: Plan, model: Decoder) -> None:
         self.model, self.accumulation, self.max_norm = model, plan.accumulation, config.training.gradient_clipping
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
         self.micro_batches, self.norm, self.applied = 0, None, True
 
     def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:

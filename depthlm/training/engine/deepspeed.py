@@ -43,7 +43,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     import deepspeed
 
     configure_deepspeed(config)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
     mark_experts(model, optimizer)
     if config.deepspeed.stage == 0:
         guard_step(optimizer, config.training.gradient_clipping)
