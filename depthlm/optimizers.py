@@ -155,7 +155,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-            update = parameter.grad.lerp(momentum, group["momentum"])
+            update = parameter.grad.lerp(momentum, group["momentum"]).to(DTYPE)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             if parameter in self.split:
                 parts = self.split[parameter].orthogonalized(update, group["ns_steps"])
@@ -179,19 +179,19 @@ class SplitMatrices(Protocol):
     """The matrices of a flat partition, of which other ranks may have parts."""
 
     def orthogonalized(self, update: Tensor, steps: int) -> Iterable[Orthogonalized]:
-        """Return the orthogonalized matrices of a flat update, as far as this rank has them; collective."""
+        """Return the orthogonalized matrices of a flat update in DTYPE, as far as this rank has them; collective."""
         ...
 
 
 def orthogonalized(stack_emn: Tensor, steps: int) -> Tensor:
-    """Return the matrices of a stack [e, m, n] with singular values of about 1, in DTYPE.
+    """Return the matrices of a stack [e, m, n] with singular values of about 1.
 
     Newton-Schulz iterations as in torch.optim.Muon, of all matrices at once and of each by itself.
     """
     a, b, c = COEFFICIENTS
     tall = stack_emn.shape[1] > stack_emn.shape[2]
     # the smaller of the two Gram matrices
-    x_ers = stack_emn.to(DTYPE).mT if tall else stack_emn.to(DTYPE)
+    x_ers = stack_emn.mT if tall else stack_emn
     x_ers = x_ers / x_ers.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(steps):
         gram_err = x_ers @ x_ers.mT

@@ -87,7 +87,11 @@ def test_averages_are_exported_and_validations_leave_no_trace(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path
 ) -> None:
     for name, every in (("often", 1), ("once", 100)):
-        more = (f"training.validate_every={every}", f"training.checkpoint_every={every}")
+        more = (
+            f"training.validate_every={every}",
+            f"training.checkpoint_every={every}",
+            "training.validation_tokens=4K",
+        )
         run(small_run, two_ranks, 1, 0, "schedule_free", *more, name=name)
     assert curve(tmp_path / "often") == curve(tmp_path / "once")
     # the average of the iterates z, by the definition: y = (1 - beta) z + beta x

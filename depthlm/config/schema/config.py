@@ -135,6 +135,7 @@ class Optimizer:
     needs_matrices: bool = key(
         False,
         "whether the class computes with whole matrices; if so, it needs ZeRO 0, since ZeRO 1 to 3 give it flat parts",
+        on_resume="free",
     )
     settings: dict[str, Any] = key({}, "arguments of the class; they take precedence over the keys above")
 

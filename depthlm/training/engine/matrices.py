@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm import optimizers
 from depthlm.model.experts import spread_of
 from depthlm.model.parameters import shape_of
 from depthlm.optimizers import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
@@ -53,7 +52,7 @@ class Exchange:
         here, there = list(itertools.chain(*self.here)), list(itertools.chain(*self.there))
         sizes = [sum(f.length for _, f in fragments) for fragments in self.here]
         other_sizes = [sum(f.length for f in fragments) for fragments in self.there]
-        flat = update.to(self.device, optimizers.DTYPE)
+        flat = update.to(self.device)
         arrived = self._send(joined([flat[f.offset : f.offset + f.length] for _, f in here], flat), sizes, other_sizes)
         parts = dict(zip(there, arrived.split([f.length for f in there]), strict=True))
         for shape, group in itertools.groupby(self.matrices, lambda matrix: matrix.shape):
