@@ -77,8 +77,8 @@ def test_a_run_with_muon_resumes_bit_for_bit_and_on_other_ranks(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: int, precision: str
 ) -> None:
     # at ZeRO 3, DeepSpeed never sets what follows shards of odd sizes, which mhc has
-    given = ("model=attention_residuals", "backbone=qwen3_moe", "optimizer=muon", f"deepspeed=zero{stage}", f"precision={precision}",
-             "training.max_steps=6")  # fmt: skip
+    given = ("model=attention_residuals", "backbone=qwen3_moe", "optimizer=muon", f"deepspeed=zero{stage}",
+             f"precision={precision}", "training.max_steps=6")  # fmt: skip
     train_and_resume(two_ranks, small_run, given, (3, 6))
     two, resumed, moved = (tmp_path / name for name in ("two", "resumed", "moved"))
     assert curve(two) == curve(resumed)
