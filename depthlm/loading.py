@@ -46,12 +46,17 @@ def load_checkpoint(
         )
         raise UserError(f"{directory}: no checkpoint in it; {remedy}")
     path, manifest = checkpoint
-    model = build_model(config, "meta").to_empty(device=device)
-    weights = load_file(path / WEIGHTS, device=str(device))
-    model.load_state_dict(weights)
+    model = with_weights(config, path, device)
     if model.kernels == "triton":
         # a requirement of training should not restrict where the model is used
         model.kernels = "auto"
     if config.data.document_mask:
         model.end_of_text = Tokenizer.load(directory).end_of_text
-    return model.eval(), config, manifest
+    return model, config, manifest
+
+
+def with_weights(config: Config, checkpoint: Path, device: str | torch.device) -> Decoder:
+    """Return the decoder of a configuration in evaluation mode, with the weights of a checkpoint's folder."""
+    model = build_model(config, "meta").to_empty(device=device)
+    model.load_state_dict(load_file(checkpoint / WEIGHTS, device=str(device)))
+    return model.eval()

@@ -117,9 +117,19 @@ class RunDirectory:
         return self.path / "inspect"
 
     @property
+    def export(self) -> Path:
+        """The folder for transformers that `export` writes, unless it is given another."""
+        return self.path / "export"
+
+    @property
     def wandb(self) -> Path:
         """The folder that W&B writes."""
         return self.path / "wandb"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
 
     @property
     def lock(self) -> Path:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, override_text
+from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf, override_text
 from depthlm.config.schema.keys import Key, keys
 from depthlm.config.validate.errors import nearest
 from depthlm.config.validate.explain import option_file
@@ -161,15 +161,3 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
         choices = f" ({', '.join(key.choices)})" if key.choices else ""
         table.add_row(key.name, escape(default), escape(key.metadata["doc"] + choices))
     return table
-
-
-def comment(file: Path) -> list[str]:
-    """Return the lines of the comment at the top of a configuration file."""
-    words = []
-    for line in file.read_text().splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("#"):
-            break
-        words.append(line.removeprefix("#").strip())
-    return words

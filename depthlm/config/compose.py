@@ -16,9 +16,10 @@ from depthlm.config.resolve import resolve
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
 from depthlm.config.schema.sources import type_sources
-from depthlm.config.validate.checks import check_fields, check_starts, check_together
+from depthlm.config.validate.checks import check_fields, check_together
 from depthlm.config.validate.errors import ConfigError
 from depthlm.config.validate.explain import explain_overrides, is_odd
+from depthlm.config.validate.machine import check_starts
 from depthlm.locations import CONF
 
 

@@ -1,4 +1,4 @@
-"""Names of older versions that are still accepted: of keys, of modules of mechanisms, and of optimizers."""
+"""Names of older versions that are still accepted: of keys, modules of mechanisms, optimizers and trackers."""
 
 import copy
 from typing import Any
@@ -13,7 +13,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def use_new_names(saved: dict[str, Any]) -> None:
-    """Rename, in place, the keys, modules and optimizer in the saved configuration of an older version."""
+    """Rename, in place, the keys, modules, optimizer and tracker in the saved configuration of an older version."""
     for old, new in KEYS.items():
         section, old_name, new_name = _section(saved, old), old.rpartition(".")[2], new.rpartition(".")[2]
         if old_name in section:
@@ -27,6 +27,9 @@ def use_new_names(saved: dict[str, Any]) -> None:
     optimizer = _section(saved, "optimizer._target_")
     if "_target_" not in optimizer:
         optimizer.update(copy.deepcopy(OPTIMIZERS.get(str(optimizer.get("name")), {})))
+    tracker = _section(saved, "tracker.name")
+    if "name" in tracker:
+        tracker["wandb"] = tracker.pop("name") == "wandb"
 
 
 def _section(saved: Any, name: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def composed(overrides: Sequence[str], config_dir: str | None) -> tuple[Config, 
 def wandb(config: Config) -> Item:
     """Check whether W&B receives metrics during training."""
     tracker = config.tracker
-    if tracker.name == "none" or os.environ.get("WANDB_MODE") == "disabled":
+    if not tracker.wandb or os.environ.get("WANDB_MODE") == "disabled":
         return Item("W&B", "not used; metrics.jsonl is always written")
     offline = tracker.mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
     if offline or not has_key():

@@ -20,6 +20,7 @@ EXTRAS = {
     "evaluation": "lm-eval",
     "kimi": "fla-core",
     "optimizers": "pytorch-optimizer",
+    "trackers": "trackio",
     "tune": "hydra-optuna-sweeper",
 }
 

@@ -1,7 +1,6 @@
 """The command `python -m depthlm evaluate`: write the losses or accuracies of a run to evaluation.json and W&B."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,13 +12,13 @@ from depthlm.config import Config
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
+from depthlm.evaluation.results import add_results
 from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
 from depthlm.fields import key
-from depthlm.files import replace_text
 from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import DEVICES, usable_device
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.trackers import start_tracker
+from depthlm.runs.trackers import start_trackers
 
 
 @dataclass
@@ -29,7 +28,8 @@ class Evaluate:
     run: str = key(doc="run directory; its newest valid checkpoint is evaluated")
     tasks: Optional[list[str]] = key(
         None,
-        "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, or YAML files of tasks; null: losses",
+        "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, python_words (needs no download), or YAML "
+        "files of tasks; null: losses",
     )
     shots: Optional[list[int]] = key(
         None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
@@ -96,18 +96,15 @@ def _record(directory: Path, config: Config, manifest: dict[str, Any], results: 
     """Add results to evaluation.json and to the run's W&B summary. Results of another checkpoint are dropped."""
     path = RunDirectory(directory).evaluation
     try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
-        before = {}
-    kept = before if isinstance(before, dict) and before.get("step") == manifest["step"] else {}
-    recorded = {"step": manifest["step"]} | kept | results
-    try:
-        replace_text(path, json.dumps(recorded, indent=1) + "\n")
+        recorded = add_results(path, manifest["step"], results)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error}); the results are above") from None
-    if config.tracker.name != "none" and manifest.get("wandb_id"):
-        tracker = start_tracker(config.tracker, directory, directory.name, asdict(config), manifest["wandb_id"])
-        tracker.close(recorded)
+    # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now
+    wandb = config.tracker.wandb and manifest.get("wandb_id") is not None
+    trackers = start_trackers(
+        replace(config.tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.get("wandb_id")
+    )
+    trackers.close(recorded)
     stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
     return recorded
 

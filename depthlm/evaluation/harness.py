@@ -2,15 +2,19 @@
 
 import contextlib
 import logging
+import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from depthlm.config import Config
 from depthlm.config.validate.errors import nearest
 from depthlm.errors import UserError
-from depthlm.evaluation.tasks import SUITES, Suite
+from depthlm.evaluation.tasks import SHIPPED, SUITES, Suite
 from depthlm.locations import install_command
 from depthlm.model import Decoder
 
@@ -20,6 +24,58 @@ WITHOUT_HUB = """Without access to the hub, do one of the following:
     above; copy the folder to this machine, and add datasets=<folder>
   - copy the hub's cache from such a machine, and point HF_HOME at it
   - give your own task on local files: tasks=<file>.yaml"""
+# of the examples before a question, and of sampled answers; the default of the harness
+SEED = 1234
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task with a number of examples before each question.
+
+    task: its name in the harness. name: its name in evaluation.json. metric: the only one that is reported; None: all.
+    """
+
+    task: str
+    name: str
+    metric: str | None
+    shots: int
+
+    @property
+    def key(self) -> str:
+        """The key of its result in evaluation.json if it has one metric, else the beginning of the keys."""
+        return f"{_prefix(self.shots)}/{self.name}"
+
+    def is_in(self, results: dict[str, Any]) -> bool:
+        """Return whether results have those of this job."""
+        return self.key in results or any(name.startswith(f"{self.key}/") for name in results)
+
+
+def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
+    """Return the jobs of `paper`, `moda`, or tasks and YAML files of tasks. Raises UserError for a file without a task.
+
+    shots: null: those of the suite, or 0.
+    """
+    suite = _suite(names)
+    if suite is not None:
+        counts = shots or suite.shots
+        return [Job(task, name, metric, n) for n in counts for name, (task, metric) in suite.tasks.items()]
+    tasks = [_task_of(Path(name)) if _is_file(name) else name for name in names]
+    return [Job(task, task, None, n) for n in shots or [0] for task in tasks]
+
+
+def averages(names: Sequence[str], results: dict[str, Any]) -> dict[str, float]:
+    """Return the average of a suite at each number of shots of which the results have all tasks; {} without a suite."""
+    suite = _suite(names)
+    if suite is None:
+        return {}
+    prefixes = dict.fromkeys(key.partition("/")[0] for key in results if "_shot/" in key)
+    complete = {
+        prefix: [results[f"{prefix}/{name}"] for name in suite.tasks]
+        for prefix in prefixes
+        if all(f"{prefix}/{name}" in results for name in suite.tasks)
+    }
+    return {f"{prefix}/average": sum(values) / len(values) for prefix, values in complete.items()}
 
 
 def run_tasks(
@@ -40,50 +96,76 @@ def run_tasks(
     limit: number of questions per task. datasets: a folder with the datasets, each under its name on the hub.
     Raises UserError for unknown tasks and for tasks whose dataset cannot be loaded.
     """
+    jobs, manager = jobs_of(names, shots), task_manager(names)
+    lm = language_model(model, config, run, batch_size, precision)
+    results: dict[str, float] = {}
+    # `datasets` prefers a folder of the dataset's name in the working directory to the hub
+    with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext():
+        check_datasets(manager, jobs)
+        for job in jobs:
+            results |= run_job(lm, job, manager, limit)
+    return results | averages(names, results)
+
+
+def task_manager(names: Sequence[str]) -> Any:
+    """Return the harness's tasks, among them these. Raises UserError if lm-eval or a task does not exist."""
     try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError(f"tasks=: lm-eval is not installed; {install_command('evaluation')}") from None
-    from depthlm.hugging_face import as_causal_lm, as_tokenizer
-
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    suite, asked = _suite(names)
-    files = [Path(name).resolve() for name in names if _is_file(name)]
+    files = [Path(name).resolve() for name in names if _is_file(name)] + [SHIPPED[n] for n in names if n in SHIPPED]
     # the harness's own tasks are thousands of files, so they are only read if needed
     needs_defaults = len(files) < len(names)
     manager = TaskManager(include_path=sorted({file.parent for file in files}), include_defaults=needs_defaults)
-    if tags := [task for task in asked if task in manager.all_tags]:
+    tasks = dict.fromkeys(job.task for job in jobs_of(names, None))
+    if tags := [task for task in tasks if task in manager.all_tags]:
         raise UserError(f"tasks={tags[0]}: this is a tag of several tasks; give the names of the tasks")
-    if unknown := [task for task in asked if task not in manager.all_tasks]:
-        raise UserError(f"tasks={unknown[0]}: no task of the harness{nearest(unknown[0], manager.all_tasks)}")
-    lm = HFLM(
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        known = [*manager.all_tasks, *SHIPPED, *SUITES]
+        raise UserError(f"tasks={unknown[0]}: no task of the harness{nearest(unknown[0], known)}")
+    return manager
+
+
+def language_model(model: Decoder, config: Config, run: Path, batch_size: int, precision: str) -> Any:
+    """Return a decoder as the harness's language model. precision: fp32, or the dtype of its autocast."""
+    from lm_eval.models.huggingface import HFLM
+
+    from depthlm.hugging_face import as_causal_lm, as_tokenizer
+
+    return HFLM(
         pretrained=as_causal_lm(model, config),
         tokenizer=as_tokenizer(run),
         batch_size=batch_size,
-        mixed_precision_dtype="bfloat16" if precision == "bf16" else None,
+        mixed_precision_dtype=AUTOCAST.get(precision),
         # truncates a prompt that is longer than the context on the left
         truncation=True,
     )
-    accuracies: dict[str, float] = {}
-    # `datasets` prefers a folder of the dataset's name in the working directory to the hub
-    with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext():
-        _check_datasets(manager, asked)
-        for count in shots or (suite.shots if suite else [0]):
-            outputs = {
-                task: simple_evaluate(
-                    lm, tasks=[task], num_fewshot=count, limit=limit, task_manager=manager, bootstrap_iters=0
-                )
-                for task in asked
-            }
-            scores = {task: _metrics(output, task) for task, output in outputs.items()}
-            accuracies |= _named(f"{WORDS.get(count, str(count))}_shot", suite, scores)
-    return accuracies
 
 
-def _check_datasets(manager: Any, tasks: Sequence[str]) -> None:
+def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, float]:
+    """Return the results of a job by their names in evaluation.json. lm: a language model of the harness."""
+    # simple_evaluate would list the installed packages of this machine, which takes seconds for each job
+    from lm_eval.evaluator import evaluate
+
+    loaded = manager.load([job.task])
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") != 0:
+            # a task that forbids examples says 0
+            task.set_config(key="num_fewshot", value=job.shots)
+        task.set_fewshot_seed(seed=SEED)
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    output = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0)
+    metrics = _metrics(output, job.task)
+    if job.metric is not None:
+        return {job.key: metrics[job.metric]}
+    return {f"{job.key}/{metric}": value for metric, value in metrics.items()}
+
+
+def check_datasets(manager: Any, jobs: Sequence[Job]) -> None:
     """Raise a UserError that lists every task whose dataset cannot be loaded, before any task is run."""
+    tasks = list(dict.fromkeys(job.task for job in jobs))
     missing = []
     for task in tasks:
         try:
@@ -95,14 +177,16 @@ def _check_datasets(manager: Any, tasks: Sequence[str]) -> None:
         raise UserError("\n".join([head, *missing, WITHOUT_HUB]))
 
 
-def _suite(names: Sequence[str]) -> tuple[Suite | None, list[str]]:
-    """Return the requested suite, if any, and the harness's names of all tasks."""
+def _prefix(shots: int) -> str:
+    return f"{WORDS.get(shots, str(shots))}_shot"
+
+
+def _suite(names: Sequence[str]) -> Suite | None:
+    """Return the requested suite, if any. Raises UserError if there is something beside it."""
     suites = [name for name in names if name in SUITES]
     if suites and len(names) > 1:
         raise UserError(f"tasks={','.join(names)}: give {suites[0]} alone, or a list of tasks")
-    if suites:
-        return SUITES[suites[0]], [task for task, _ in SUITES[suites[0]].tasks.values()]
-    return None, [_task_of(Path(name)) if _is_file(name) else name for name in names]
+    return SUITES[suites[0]] if suites else None
 
 
 def _is_file(name: str) -> bool:
@@ -131,12 +215,3 @@ def _metrics(output: Any, task: str) -> dict[str, float]:
     if not metrics:
         raise UserError(f"tasks={task}: this group has no score of its own; give the names of its tasks")
     return metrics
-
-
-def _named(prefix: str, suite: Suite | None, scores: dict[str, dict[str, float]]) -> dict[str, float]:
-    if suite is None:
-        return {f"{prefix}/{task}/{metric}": value for task, own in scores.items() for metric, value in own.items()}
-    chosen = {name: scores[task][metric] for name, (task, metric) in suite.tasks.items()}
-    return {f"{prefix}/{name}": value for name, value in chosen.items()} | {
-        f"{prefix}/average": sum(chosen.values()) / len(chosen)
-    }

@@ -29,9 +29,17 @@ class TotalLoss(NamedTuple):
         return self.nats / math.log(2) / text_bytes
 
 
-@torch.no_grad()
 def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:
     """Return the negative log-likelihood of batches (inputs [b, T], targets [b, T]), summed over ranks in float64."""
+    total = local_loss(model, batches, device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return TotalLoss(float(total[0]), int(total[1]))
+
+
+@torch.no_grad()
+def local_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return the negative log-likelihood of this rank's batches in nats, and the number of their targets, as [2]."""
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -39,6 +47,4 @@ def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device:
         loss = model(inputs.to(device), targets.to(device))
         total += torch.stack([loss.nll.double(), loss.tokens.double()])
     model.train(training)
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(total)
-    return TotalLoss(float(total[0]), int(total[1]))
+    return total

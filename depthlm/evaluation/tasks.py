@@ -1,6 +1,10 @@
 """The papers' task suites: the harness's name of each task, and the metric that is the paper's accuracy."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+# tasks that come with depthlm
+SHIPPED = {file.stem: file for file in Path(__file__).parent.joinpath("shipped").glob("*.yaml")}
 
 
 @dataclass(frozen=True)

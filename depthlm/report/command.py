@@ -12,11 +12,12 @@ from depthlm.report.head import state_line, warnings
 from depthlm.report.runs_report import NO_DIFFERENCE, find_runs, runs_report
 from depthlm.report.sweep import read_sweep
 from depthlm.report.tables import Table, show
+from depthlm.report.upload import upload
 from depthlm.runs.records import RunRecord
 
 USAGE = (
     "give experiment=<paper>/<name> with overrides as for train.py -m, or runs=<run directories, separated by commas>; "
-    "to=<folder> sets the folder of the report"
+    "to=<folder> sets the folder of the report, and wandb=<project> uploads it to Weights & Biases"
 )
 
 RUNS_REPORT = "outputs/report"
@@ -27,34 +28,38 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
 
     Raises UserError for arguments that name no experiment or run, or where the report cannot be written.
     """
-    to, runs = _last(arguments, "to"), _last(arguments, "runs")
-    overrides = [text for text in arguments if not text.startswith(("to=", "runs="))]
+    to, runs, project = _last(arguments, "to"), _last(arguments, "runs"), _last(arguments, "wandb")
+    overrides = [text for text in arguments if not text.startswith(("to=", "runs=", "wandb="))]
     if runs is not None and overrides:
         raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
     if runs is None and not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
         raise UserError(USAGE)
     if runs is not None:
-        return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT)
+        return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT, project=project)
     sweep = read_sweep(overrides, config_dir)
     # reports with other overrides (budget, size, seed) have other folders
     named = run_name(overrides).replace("base", "")
     folder = Path(to or "-".join(filter(None, [f"outputs/{sweep.experiment.name}/report", named])))
     path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     _show(path, tables, state_line(sweep.runs), warnings(sweep))
+    if project is not None:
+        _print(f"W&B: {upload(path, tables, project)}")
     return path
 
 
-def report_runs(runs: Sequence[RunRecord], to: str | Path, option: str = "to=") -> Path:
+def report_runs(runs: Sequence[RunRecord], to: str | Path, option: str = "to=", project: str | None = None) -> Path:
     """Write the report of these runs to a folder, print their results and the settings in which they differ.
 
-    option: where the user gave the folder, for messages. Returns the path of report.md. Raises UserError if it cannot
-    be written.
+    option: where the user gave the folder, for messages. project: of W&B, to which it is uploaded. Returns the path of
+    report.md. Raises UserError if it cannot be written or uploaded.
     """
     folder = Path(to)
     path, tables = _write(folder, lambda: runs_report(runs, folder), option)
     # the first table has the results
     notes = [] if len(tables) > 1 or len(runs) == 1 else [f"{NO_DIFFERENCE}."]
     _show(path, tables, state_line(list(runs)), notes)
+    if project is not None:
+        _print(f"W&B: {upload(path, tables, project)}")
     return path
 
 
@@ -73,6 +78,10 @@ def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: s
 def _last(arguments: Sequence[str], name: str) -> str | None:
     values = [text.partition("=")[2] for text in arguments if text.startswith(f"{name}=")]
     return values[-1] if values else None
+
+
+def _print(line: str) -> None:
+    stdout_console().print(line, markup=False, soft_wrap=True)
 
 
 def _show(path: Path, tables: Sequence[Table], state: str, notes: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Numbers derived from a configuration, computed once and printed before the first step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from depthlm.config import Config, ConfigError, run_steps, warmup_steps
 from depthlm.config.validate.checks import check_steps
@@ -49,3 +50,21 @@ def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
         total_tokens=steps * tokens_per_step,
         last_step=min(steps, training.stop_after or steps),
     )
+
+
+class Due(NamedTuple):
+    """What follows a step, the same on all ranks. last: no step of this process follows. interval_ends: a row ends the
+    logging interval; the settings and the step alone decide it. written: the checkpoint being written is on the disk.
+    """
+
+    last: bool
+    stop: bool
+    save: bool
+    validate: bool
+    interval_ends: bool
+    written: bool
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    """Return whether something that is done every so many steps, or never, is done at this step."""
+    return every is not None and step % every == 0

@@ -10,6 +10,7 @@ from depthlm.distributed.collectives import on_rank_0
 from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.signals import stop_on_signal
 from depthlm.errors import UserError
+from depthlm.evaluation.at_checkpoint import check_evaluation
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import lost, retrain
 from depthlm.runs.directory import (
@@ -80,6 +81,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
         show_complete(config, summary, ranks.rank)
         return None
     start = on_rank_0(lambda: find_resume_point(config, setup.plan, setup.corpus.digest()))
+    on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
     on_rank_0(lambda: describe_run(config, ranks))
     check_shared(paths.path, ranks.rank)
     if ranks.rank == 0:

@@ -4,19 +4,20 @@ import dataclasses
 import logging
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from depthlm.data import loader
 from depthlm.distributed.collectives import on_any_rank
 from depthlm.distributed.signals import STOPPED, StopRequest
+from depthlm.evaluation.at_checkpoint import evaluate_checkpoint, missing_results, record_results
 from depthlm.machine import environment
 from depthlm.model.initialization import seed_for
 from depthlm.model.observer import UNOBSERVED
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
-from depthlm.runs.trackers import NoTracker, Tracker, start_tracker
+from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.checkpoint.restoring import rewind_to
 from depthlm.training.checkpoint.saving import Saver
@@ -30,6 +31,7 @@ from depthlm.training.monitoring.routing import meter_of
 from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.nonfinite import DivergedError, spike_limit, spike_text, windows_text
+from depthlm.training.plan import Due, is_multiple
 from depthlm.training.progress import Progress
 from depthlm.training.schedules import learning_rate
 from depthlm.training.setup import Cost, Setup
@@ -39,19 +41,6 @@ from depthlm.training.validation import ValidationStopped, mechanism_diagnostics
 log = logging.getLogger("depthlm")
 
 COMPLETE = 0
-
-
-class Due(NamedTuple):
-    """What follows a step, the same on all ranks. last: no step of this process follows. interval_ends: a row ends the
-    logging interval; the settings and the step alone decide it. written: the checkpoint being written is on the disk.
-    """
-
-    last: bool
-    stop: bool
-    save: bool
-    validate: bool
-    interval_ends: bool
-    written: bool
 
 
 class Trainer:
@@ -80,10 +69,12 @@ class Trainer:
         self.stopwatch, self.logged_at = Stopwatch(progress.wall_seconds), progress.step
         self.data_wait = Stopwatch()
         self.profiler = Profiler(self.paths.path) if self.training.profile and self.is_rank_0 else None
-        self.tracker: Tracker = NoTracker()
+        self.trackers = Trackers([])
         if self.is_rank_0:
             settings, path = dataclasses.asdict(self.config), self.paths.path
-            self.tracker = start_tracker(self.config.tracker, path, path.name, settings, progress.wandb_id)
+            self.trackers = start_trackers(
+                self.config.tracker, path, settings, progress.wandb_id, resumed_at=progress.step
+            )
         workers, pinned = self.config.data.num_workers, self.device.type == "cuda"
         self.loader = iter(
             loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
@@ -108,7 +99,7 @@ class Trainer:
                 self.saver.finish()
             raise
         finally:
-            self.tracker.close(summary)
+            self.trackers.close(summary)
             # otherwise its hooks on the weights keep it in memory during the next point of a sweep
             self.engine.destroy()
         if stopped:
@@ -139,8 +130,9 @@ class Trainer:
                 progress.wall_seconds = self.stopwatch.total
                 self.maybe_save(due)
                 self.maybe_validate(due)
+                self.maybe_evaluate()
                 if self.metrics.last.get("step") == progress.step:
-                    self.tracker.write(self.metrics.last)
+                    self.trackers.write(self.metrics.last)
                 if self.profiler is not None:
                     self.profiler.step(last=due.last)
                 if due.stop:
@@ -151,11 +143,12 @@ class Trainer:
         return progress.step < self.plan.last_step
 
     def make_up_validation(self) -> None:
-        """Validate if the previous process ended between a checkpoint and its validation."""
+        """Validate and evaluate if the previous process ended between a checkpoint and the end of either."""
         step, row = self.progress.step, self.metrics.last
         if row.get("step") == step and self.validation_due(step) and not ValidationLosses.of_row(row):
             self.validate()
-            self.tracker.write(self.metrics.last)
+            self.trackers.write(self.metrics.last)
+        self.maybe_evaluate()
 
     def train_step(self) -> Step:
         """Train on the next batch, and count it."""
@@ -174,7 +167,7 @@ class Trainer:
         limit = spike_limit(self.training, progress.recent_losses, self.plan.tokens_per_step)
         highest = limit if self.training.on_spike == "skip" else math.inf
         every = self.training.log_blocks_every
-        norms_due = every is not None and (progress.step == 0 or _is_multiple(progress.step + 1, every))
+        norms_due = every is not None and (progress.step == 0 or is_multiple(progress.step + 1, every))
         meter = BlockMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
         z_loss, observer = self.training.z_loss, meter or UNOBSERVED
         nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing).item()
@@ -260,6 +253,7 @@ class Trainer:
         if self.is_rank_0:
             numbers = {"loss": finite(loss), "grad_norm": finite(self.engine.grad_norm())}
             self.bad_batches.write({"step": step, "outcome": outcome, "reason": reason, **numbers, "samples": windows})
+            self.trackers.alert("bad batch", f"{outcome}: {reason}", step)
             if outcome != "ends the run":
                 log.warning("%s", line)
         return line
@@ -272,8 +266,8 @@ class Trainer:
         if lost:
             raise DirectoryLostError(self.paths.path)
         last = stop or step == self.plan.last_step
-        saved, validate = _is_multiple(step, self.training.checkpoint_every), self.validation_due(step)
-        interval_ends = saved or validate or step == 1 or _is_multiple(step, self.training.log_every)
+        saved, validate = is_multiple(step, self.training.checkpoint_every), self.validation_due(step)
+        interval_ends = saved or validate or step == 1 or is_multiple(step, self.training.log_every)
         return Due(last, stop, last or by_the_clock or saved, validate, interval_ends, written=not busy)
 
     def check_directory(self) -> None:
@@ -284,7 +278,7 @@ class Trainer:
 
     def validation_due(self, step: int) -> bool:
         """Return whether a validation follows this step; the last step of the run always has one."""
-        return _is_multiple(step, self.training.validate_every) or step == self.plan.max_steps
+        return is_multiple(step, self.training.validate_every) or step == self.plan.max_steps
 
     def maybe_log(self, step: Step, due: Due, bar: Bar) -> None:
         """Write a row of metrics if a logging interval ends, or if a signal or the clock causes a checkpoint."""
@@ -334,7 +328,7 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Save a checkpoint of the last step. last: no other checkpoint of this process follows."""
-        self.progress.wandb_id, self.progress.row = self.tracker.id, self.metrics.last
+        self.progress.wandb_id, self.progress.row = self.trackers.id, self.metrics.last
         self.activity.mark("saving", self.progress.step)
         self.saver.save(dataclasses.asdict(self.progress), last=last)
 
@@ -352,12 +346,28 @@ class Trainer:
 
     def validate(self) -> None:
         """Add the validation losses and the mechanism's diagnostics to the newest row of metrics."""
-        with self.engine.evaluated():
-            losses = self.validation_losses()
-            diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
+        losses = self.validation_losses()
+        diagnostics = mechanism_diagnostics(self.config, self.plan, self.corpus, self.engine)
         self.check_directory()
         self.metrics.amend(losses.row() | diagnostics)
         log.info("%s", validation_text(losses, diagnostics))
+
+    def maybe_evaluate(self) -> None:
+        """Evaluate the last step's checkpoint if it is due. Raises ValidationStopped for a signal, with it saved."""
+        step, row, every = self.progress.step, self.metrics.last, self.config.evaluation.every
+        due = every is not None and (is_multiple(step, every) or step == self.plan.max_steps)
+        if not due or row.get("step") != step or not missing_results(self.config, row):
+            return
+        if self.saver.writing is not None:
+            self.saver.finish()
+        self.activity.mark("evaluating", step)
+        stopped = evaluate_checkpoint(
+            self.config, step, row, self.corpus.tokenizer, self.metrics.amend, self.activity,
+            lambda: self.request.name is not None, self.device,
+        )  # fmt: skip
+        self.check_directory()
+        if stopped:
+            raise ValidationStopped
 
     def validation_losses(self) -> ValidationLosses:
         """Measure the loss of each validation set."""
@@ -370,9 +380,7 @@ class Trainer:
         """
         progress, corpus, last, summary = self.progress, self.corpus, self.metrics.last, None
         losses = ValidationLosses.of_row(last) if last.get("step") == self.plan.max_steps else None
-        if not losses:
-            with self.engine.evaluated():
-                losses = self.validation_losses()
+        losses = losses or self.validation_losses()
         self.check_directory()
         if self.is_rank_0:
             summary = summary_of(
@@ -386,10 +394,6 @@ class Trainer:
                 peak_memory_gib=peak_memory_gib(self.device),
             )
             write_results(self.paths.path, summary)
-        with self.engine.evaluated():
-            log_sample(self.config, self.engine, corpus)
+            record_results(self.config, last)
+        log_sample(self.config, self.engine, corpus)
         return summary
-
-
-def _is_multiple(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0

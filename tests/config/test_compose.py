@@ -47,7 +47,7 @@ def test_every_option_of_every_group_composes(groups: tuple[str, ...], rest: lis
         chosen = {group: options(group)[number % len(options(group))] for group in groups}
         config = depthlm.compose([*(f"{group}={name}" for group, name in chosen.items()), *rest], here=False)
         for group, name in chosen.items():
-            if group != "deepspeed" and name != "auto":
+            if group not in ("deepspeed", "tracker") and name != "auto":
                 assert getattr(config, group).name == name
 
 

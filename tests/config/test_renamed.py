@@ -45,6 +45,13 @@ def test_an_optimizer_saved_without_its_class_is_the_same_optimizer(name: str) -
     assert saved["optimizer"] == current
 
 
+@pytest.mark.parametrize(("name", "expected"), [("wandb", True), ("none", False)])
+def test_the_tracker_of_an_older_run_is_read(name: str, expected: bool) -> None:
+    saved: dict[str, Any] = {"tracker": {"name": name, "mode": "offline"}}
+    use_new_names(saved)
+    assert saved["tracker"] == {"wandb": expected, "mode": "offline"}
+
+
 @pytest.mark.parametrize(
     "broken", [{"model": 3}, {"model": {"connection": None}}, {"training": []}, {"optimizer": {"name": []}}, {}]
 )

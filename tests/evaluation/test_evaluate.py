@@ -12,6 +12,7 @@ import torch
 
 import depthlm
 from depthlm.config.arguments import read_arguments
+from depthlm.config.schema import Tracker
 from depthlm.data import Manifest, Tokenizer, bytes_tokenizer, train_bpe
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
@@ -120,11 +121,11 @@ def test_results_go_to_the_wandb_run_of_training(
         def close(self, summary: object) -> None:
             reached.append(summary)
 
-    def start(config: object, directory: Path, name: str, settings: object, run_id: str) -> Reached:
-        reached.append(run_id)
+    def start(config: Tracker, directory: Path, settings: object, wandb_id: str) -> Reached:
+        reached.extend([config.wandb, wandb_id])
         return Reached()
 
-    monkeypatch.setattr("depthlm.evaluation.evaluate.start_tracker", start)
+    monkeypatch.setattr("depthlm.evaluation.evaluate.start_trackers", start)
     found = run(f"run={tmp_path / 'run'}")
     assert manifest["wandb_id"] is not None
-    assert reached == [manifest["wandb_id"], found]
+    assert reached == [True, manifest["wandb_id"], found]

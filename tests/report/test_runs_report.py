@@ -1,5 +1,6 @@
 """`runs=`: any run directories side by side."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from depthlm.errors import UserError
 from depthlm.report import report
 from depthlm.report.runs_report import duration, find_runs, short_names, what_differs
+from tests.runs.trackers.wandb_file import records
 
 from .made_up import is_png, row, write_run
 
@@ -90,3 +92,25 @@ def test_names_are_as_short_as_possible_and_distinct() -> None:
 
 def test_durations_are_formatted_with_units() -> None:
     assert [duration(value) for value in (None, 12.34, 98.7, 7500.0)] == ["–", "12.3 s", "1 min 39 s", "2 h 05 min"]
+
+
+@pytest.mark.usefixtures("rendered")
+def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_run("outputs/a/base", 3.0)
+    write_run("outputs/b/base", 2.5)
+    for _ in range(2):
+        report(["runs=outputs/a/base,outputs/b/base", "to=report", "wandb=team/depthlm"])
+    assert "offline in report/wandb; `wandb sync` uploads it" in capsys.readouterr().out
+    written = records(Path("report/wandb"))
+    runs = [record.run for record in written if record.HasField("run")]
+    assert {(run.entity, run.project, run.job_type) for run in runs} == {("team", "depthlm", "report")}
+    # the second upload continues the run of the first
+    assert len({run.run_id for run in runs}) == 1
+    logged = [record.artifact for record in written if record.HasField("artifact")]
+    assert {"report.md", "loss_curves.png"} <= {file.path for file in logged[-1].manifest.contents}
+    (table, *_) = sorted(Path("report/wandb").rglob("*.table.json"))
+    content = json.loads(table.read_text())
+    assert content["data"][0][content["columns"].index("validation loss")] == 3.0

@@ -12,6 +12,7 @@ import depthlm
 from depthlm.data import Batches, open_corpus
 from depthlm.runs.manifest import sealed
 from depthlm.runs.records import read_metrics
+from depthlm.runs.trackers import Trackers
 from depthlm.training import FAILED, train
 from depthlm.training.checkpoint import restoring
 from depthlm.training.nonfinite import spike_limit
@@ -72,6 +73,15 @@ def test_a_bad_batch_is_logged_with_its_windows(
     few = ", ".join(map(str, windows[4][:8]))
     assert f"step 4 skipped: the norm of its gradient is not finite; its batch is windows {few} and 2 more of" in output
     assert "step 6 skipped: its loss is not finite; its batch is windows" in output
+
+
+def test_a_bad_batch_raises_an_alert(
+    small_run: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alerts: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(Trackers, "alert", lambda self, *alert: alerts.append(alert))
+    assert train_spoiled(small_run("training.on_nonfinite=skip"), {3: "loss"}) == 0
+    assert alerts == [("bad batch", "skipped: its loss is not finite", 3)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from depthlm.config.schema.deepspeed import DeepSpeed
+from depthlm.config.schema.evaluation import Evaluation
 from depthlm.config.schema.experiment import Budget, Experiment
 from depthlm.fields import key, section
 from depthlm.kernels import CHOICES
@@ -291,14 +292,23 @@ class Precision:
 
 @dataclass
 class Tracker:
-    """The service that records curves, in addition to metrics.jsonl."""
+    """The services that record a run, in addition to metrics.jsonl."""
 
-    name: str = key("wandb", "tracking service", choices=("wandb", "none"))
+    wandb: bool = key(False, "record with Weights & Biases")
+    tensorboard: bool = key(False, "write TensorBoard's event files to the run directory")
+    trackio: bool = key(False, "record with Trackio")
     mode: str = key(
-        "auto", "auto: online if there is an API key, otherwise offline", choices=("auto", "online", "offline")
+        "auto", "W&B; auto: online if there is an API key, otherwise offline", choices=("auto", "online", "offline")
     )
-    project: str = key("depthlm", "W&B project")
+    project: str = key("depthlm", "project of W&B and Trackio")
     entity: Optional[str] = key(None, "W&B team or user; null: the default of the API key")
+    group: Optional[str] = key(None, "group of the run in W&B and Trackio; null: the name of its experiment")
+    tags: list[str] = key([], "W&B tags, besides the mechanism, the size and the data")
+    artifacts: str = key(
+        "none", "W&B artifacts; last: weights and loss curve of the complete run, all: also each checkpoint's weights",
+        choices=("none", "last", "all"),
+    )  # fmt: skip
+    space: Optional[str] = key(None, "Hugging Face Space that shows Trackio's runs; null: only this machine")
 
 
 @dataclass
@@ -363,6 +373,7 @@ class Config:
     training: Training = section(Training)
     deepspeed: DeepSpeed = section(DeepSpeed)
     precision: Precision = section(Precision, protocol=False)
+    evaluation: Evaluation = section(Evaluation, on_resume="free")
     tracker: Tracker = section(Tracker, on_resume="free")
     budget: Budget = section(Budget)
     experiment: Experiment = section(Experiment, on_resume="free")

@@ -1,9 +1,5 @@
 """Checks of a configuration: each field alone, then combinations of fields. All mistakes are reported."""
 
-import os
-import shutil
-from pathlib import Path
-
 from omegaconf import DictConfig, OmegaConf
 
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
@@ -12,21 +8,17 @@ from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves, plain, validat
 from depthlm.config.schema.length import run_steps, warmup_steps
 from depthlm.config.schema.sources import check_sources
 from depthlm.config.validate.errors import listed, nearest
+from depthlm.config.validate.machine import check_machine
 from depthlm.config.validate.mechanism import check_target, check_values
 from depthlm.data import (
     DataError,
-    Manifest,
     padded_vocab_size,
     shares,
-    token_folder,
     train_sources,
-    validation_sources,
 )
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
-from depthlm.machine import environment
 from depthlm.model.shape import Backbone, Size
-from depthlm.run_directory import RunDirectory, is_checkpoint
 
 # overrides that choose the class of the optimizer
 OPTIMIZER_CLASS = ("optimizer", "optimizer._target_")
@@ -64,28 +56,13 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_length(config),
         *_check_optimizer(config, given),
         *_check_checkpoints(config),
+        *_check_evaluation(config),
         *_check_recomputation(config),
         *_check_sharding(config),
         *_check_spread(config, launchers.ranks().world_size if here else None),
         *_check_data(config),
-        *(_check_device(config) if here else []),
-        *(_check_files(config) if here else []),
+        *(check_machine(config) if here else []),
     ]
-
-
-def check_starts(config: Config, starts: set[str]) -> list[str]:
-    """Return an error for each key in `starts` whose run, another point of the experiment, is not complete.
-
-    A run that already has checkpoints is not checked, nor is a key whose value is itself a checkpoint.
-    """
-    errors = []
-    for key in sorted(starts):
-        start = getattr(config, key, None)
-        if start is None or _holds_checkpoints(config.output_dir or "") or is_checkpoint(Path(start)):
-            continue
-        if Path(start).exists() and not RunDirectory(Path(start)).summary.exists():
-            errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
-    return errors
 
 
 def _check_shape(config: Config, given: set[str]) -> list[str]:
@@ -255,6 +232,27 @@ def _check_checkpoints(config: Config) -> list[str]:
     return []
 
 
+def _check_evaluation(config: Config) -> list[str]:
+    asked, every = config.evaluation, config.training.checkpoint_every
+    given = [name for name in ("tasks", "sets") if getattr(asked, name)]
+    if asked.every is None:
+        return [f"evaluation.{name}: no step is evaluated; give evaluation.every={every}" for name in given[:1]]
+    errors = []
+    if asked.every % every:
+        errors.append(
+            f"evaluation.every={asked.every}: evaluated are the checkpoints of training.checkpoint_every={every}; "
+            f"allowed: multiples of {every}"
+        )
+    if not given:
+        errors.append(f"evaluation.every={asked.every}: nothing to evaluate; give evaluation.tasks or evaluation.sets")
+    for name in ("shots", "limit"):
+        if getattr(asked, name) is not None and not asked.tasks:
+            errors.append(f"evaluation.{name}: has an effect only with evaluation.tasks; give tasks, or leave it out")
+    if min(asked.shots or [0]) < 0:
+        errors.append(f"evaluation.shots={asked.shots}: must be at least 0")
+    return errors
+
+
 def _check_recomputation(config: Config) -> list[str]:
     how = config.training.activation_checkpointing
     is_known = how in (True, False, "selective") if type(how) in (bool, str) else type(how) is int and how > 0
@@ -309,29 +307,6 @@ def _check_spread(config: Config, ranks: int | None) -> list[str]:
     return []
 
 
-def _check_device(config: Config) -> list[str]:
-    errors, device = [], environment.device_type(config.device)
-    if error := environment.device_error(config.device):
-        errors.append(error)
-    if config.precision.name == "fp16" and device == "cpu":
-        errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
-    elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
-        errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
-                      "use deepspeed=zero1")  # fmt: skip
-    from depthlm.kernels.backend import launch_lacks, missing
-
-    if config.kernels == "triton" and (lack := missing(device)):
-        errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
-    if config.training.compile is True and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
-        errors.append(
-            "training.compile=true: torch.compile on a CPU needs a C++ compiler; install g++ or clang++, "
-            "or leave it out"
-        )
-    if config.training.compile is True and device == "cuda" and (lack := launch_lacks()):
-        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
-    return errors
-
-
 def _check_data(config: Config) -> list[str]:
     data, errors = config.data, []
     if data.sources and (unweighted := [name for name, source in data.sources.items() if source.weight is None]):
@@ -351,51 +326,3 @@ def _check_data(config: Config) -> list[str]:
     if not data.sources and data.weight is not None:
         errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
     return errors
-
-
-def _check_files(config: Config) -> list[str]:
-    # it imports torch
-    from depthlm.pretrained.folder import is_pretrained
-
-    data, errors = config.data, []
-    for name, source in (train_sources(data) | validation_sources(data)).items():
-        key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
-        if not (source.source or source.path or source.hub or name == "stdlib"):
-            errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
-        gone = source.source is not None and not Path(source.source).exists()
-        if gone and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
-            errors.append(f"{key}.source={source.source}: no such folder or file")
-    if not tokenizer_exists(config):
-        errors.append(
-            f"data.tokenizer={data.tokenizer}: not bpe, not bytes, no such tokenizer.json, and no model of the hub "
-            "(owner/name)"
-        )
-    if not config.output_dir:
-        return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
-    if config.init_from is not None and config.fork_from is not None:
-        errors.append("init_from and fork_from: both given; init_from takes only the weights, fork_from the full state")
-    for key, start in (("init_from", config.init_from), ("fork_from", config.fork_from)):
-        if start is None or any(map(_holds_checkpoints, (config.output_dir, start))):
-            continue
-        if key == "init_from" and is_pretrained(Path(start)):
-            errors.extend(_check_pretrained(config, Path(start)))
-        else:
-            errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
-    folder = Path(config.output_dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        errors.append(f"output_dir={config.output_dir}: {existing} is not a folder that this user may write to")
-    return errors
-
-
-def _check_pretrained(config: Config, folder: Path) -> list[str]:
-    from depthlm.pretrained.folder import differences, read_pretrained
-
-    try:
-        return differences(read_pretrained(folder), config)
-    except UserError as error:
-        return [str(error)]
-
-
-def _holds_checkpoints(directory: str) -> bool:
-    return is_checkpoint(Path(directory)) or bool(RunDirectory.of(directory).checkpoint_folders())

@@ -1,10 +1,11 @@
-"""Failures of W&B never stop a run."""
+"""W&B gets what a run records, and its failures never stop a run."""
 
 import json
 import os
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,8 +16,23 @@ import pytest
 import wandb
 
 from depthlm.config.schema import Tracker
-from depthlm.runs import trackers
-from depthlm.runs.trackers import NoTracker, WandbTracker, start_tracker
+from depthlm.run_directory import MANIFEST, RunDirectory
+from depthlm.runs.trackers import Trackers, service, start_trackers, weights_and_biases
+from depthlm.runs.trackers.service import Queued
+from depthlm.runs.trackers.weights_and_biases import WeightsAndBiases, give_up, has_key
+from tests.runs.trackers.wandb_file import records
+
+SETTINGS = {name: {"name": value} for name, value in (("model", "mhc"), ("size", "micro"), ("data", "stdlib"))} | {
+    "experiment": {"name": None}
+}
+
+
+def start(folder: Path, run_id: str | None, **tracker: Any) -> Trackers:
+    return start_trackers(Tracker(wandb=True, **tracker), folder, SETTINGS, run_id, resumed_at=0)
+
+
+def tracked(run: Any, folder: Path) -> Queued:
+    return Queued(WeightsAndBiases(run, folder, "none"))
 
 
 class Run:
@@ -65,20 +81,20 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_online_falls_back_to_offline(
     modes: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, key: bool, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(trackers, "has_key", lambda: key)
+    monkeypatch.setattr(weights_and_biases, "has_key", lambda: key)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    tracker = start_tracker(Tracker(mode=mode), tmp_path, "name", {}, "kept")
+    tracker = start(tmp_path, "kept", mode=mode)
     assert modes == expected
     assert tracker.id == "kept"
 
 
-def test_a_tracker_that_cannot_start_is_replaced_by_no_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_service_that_cannot_start_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def init(**settings: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(wandb, "init", init)
-    tracker = start_tracker(Tracker(), tmp_path, "name", {}, None)
-    assert isinstance(tracker, NoTracker)
+    tracker = start(tmp_path, None)
+    assert not tracker.services
     tracker.write({"step": 1})
     tracker.close(None)
 
@@ -87,25 +103,26 @@ def test_a_tracker_that_cannot_start_is_replaced_by_no_tracker(monkeypatch: pyte
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The logged warnings."""
     warnings: list[str] = []
-    monkeypatch.setattr(trackers.log, "warning", lambda text, *values: warnings.append(text % values))
+    for module in (service, weights_and_biases):
+        monkeypatch.setattr(module.log, "warning", lambda text, *values: warnings.append(text % values))
     return warnings
 
 
-def test_a_tracker_that_fails_stops_with_a_single_warning(warnings: list[str], tmp_path: Path) -> None:
-    tracker = WandbTracker(Run(fails=True), tmp_path)
+def test_a_service_that_fails_stops_with_a_single_warning(warnings: list[str], tmp_path: Path) -> None:
+    tracker = tracked(Run(fails=True), tmp_path)
     tracker.write({"step": 1, "loss": 1.0})
     tracker.write({"step": 2, "loss": 1.0})
     tracker.close({"loss": 1.0})
     advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {tmp_path}/wandb"
     assert warnings == [f"W&B stopped (No space left on device); {advice}"]
-    failing = WandbTracker(Run(fails=True), tmp_path)
+    failing = tracked(Run(fails=True), tmp_path)
     failing.close({"loss": 1.0})
     assert len(warnings) == 2
 
 
 def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
     run = Run()
-    tracker = WandbTracker(run, tmp_path)
+    tracker = tracked(run, tmp_path)
     tracker.write({"step": 3, "loss": 1.0})
     tracker.close({"validation_loss": 0.5})
     assert run.rows == [(3, {"loss": 1.0})]
@@ -115,17 +132,17 @@ def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
 def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "FINISH", 0.2)
-    monkeypatch.setattr(trackers, "WAITING", 3)
+    monkeypatch.setattr(weights_and_biases, "FINISH", 0.2)
+    monkeypatch.setattr(service, "WAITING", 3)
     run = Run()
     run.log = lambda row, step: threading.Event().wait()  # type: ignore[method-assign]
-    tracker = WandbTracker(run, tmp_path)
+    tracker = tracked(run, tmp_path)
     started = time.monotonic()
     tracker.write({"step": 1, "loss": 1.0})
     tracker.close({"validation_loss": 0.5})
     assert time.monotonic() - started < 2
     assert warnings[0].startswith("W&B stopped (it did not finish within 0 s)")
-    crowded = WandbTracker(run, tmp_path)
+    crowded = tracked(run, tmp_path)
     for step in range(10):
         crowded.write({"step": step, "loss": 1.0})
     assert warnings[1:] == [warnings[0].replace("it did not finish within 0 s", "it did not accept the last 3 rows")]
@@ -134,24 +151,24 @@ def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
 def test_a_start_that_hangs_times_out_and_the_run_keeps_its_id(
     warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "START", 0.2)
+    monkeypatch.setattr(service, "START", 0.2)
     monkeypatch.setattr(wandb, "init", lambda **settings: threading.Event().wait())
-    tracker = start_tracker(Tracker(), tmp_path, "name", {}, "kept")
-    assert isinstance(tracker, NoTracker)
+    tracker = start(tmp_path, "kept")
+    assert not tracker.services
     assert tracker.id == "kept"
     assert len(warnings) == 1
 
 
 def test_a_folder_of_wandb_that_cannot_be_created_is_logged_once(warnings: list[str], tmp_path: Path) -> None:
     (tmp_path / "wandb").touch()
-    tracker = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, "kept")
+    tracker = start(tmp_path, "kept", mode="offline")
     tracker.write({"step": 1, "loss": 1.0})
     tracker.close({"loss": 1.0})
-    assert isinstance(tracker, NoTracker)
+    assert not tracker.services
     assert tracker.id == "kept"
     (warning,) = warnings
     assert warning.startswith("W&B offline failed ([Errno 20] Not a directory: ")
-    assert warning.endswith("; only metrics.jsonl is written")
+    assert warning.endswith("; metrics.jsonl is still written")
 
 
 def services() -> list[psutil.Process]:
@@ -159,18 +176,18 @@ def services() -> list[psutil.Process]:
 
 
 def test_a_service_that_dies_does_not_delay_the_run(warnings: list[str], tmp_path: Path) -> None:
-    tracker = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, None)
+    tracker = start(tmp_path, None, mode="offline")
     tracker.write({"step": 1, "loss": 1.0})
-    for service in services():
-        service.kill()
-        service.wait()
+    for process in services():
+        process.kill()
+        process.wait()
     started = time.monotonic()
     for step in range(2, 50):
         tracker.write({"step": step, "loss": 1.0})
     tracker.close({"loss": 1.0})
     assert time.monotonic() - started < 5
     assert len(warnings) == 1
-    again = start_tracker(Tracker(mode="offline"), tmp_path, "name", {}, tracker.id)
+    again = start(tmp_path, tracker.id, mode="offline")
     again.write({"step": 50, "loss": 1.0})
     again.close(None)
     assert again.id == tracker.id
@@ -188,7 +205,7 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.Capture
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk]).returncode:
         pytest.skip("may not mount")
     try:
-        tracker = start_tracker(Tracker(mode="offline"), disk, "name", {}, None)
+        tracker = start(disk, None, mode="offline")
         started = time.monotonic()
         with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
             while True:
@@ -199,7 +216,7 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, capfd: pytest.Capture
         assert time.monotonic() - started < 15
         assert "Traceback" not in capfd.readouterr().err
     finally:
-        trackers.give_up()
+        give_up()
         for service in services():
             service.kill()
             service.wait()
@@ -240,15 +257,15 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(
     monkeypatch.setattr(Server, "silent", threading.Event())
     if silent:
         Server.silent.set()
-    monkeypatch.setattr(trackers, "FINISH", 1.0)
-    monkeypatch.setattr(trackers, "ANSWER", 2)
+    monkeypatch.setattr(weights_and_biases, "FINISH", 1.0)
+    monkeypatch.setattr(weights_and_biases, "ANSWER", 2)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    trackers.give_up()  # a service of an earlier test uses another server
+    give_up()  # a service of an earlier test uses another server
     started = time.monotonic()
-    tracker = start_tracker(Tracker(mode="online"), tmp_path, "name", {}, None)
-    assert isinstance(tracker, WandbTracker)
+    tracker = start(tmp_path, None, mode="online")
+    assert tracker.services
     for step in range(5):
         tracker.write({"step": step, "loss": 1.0})
     tracker.close({"loss": 1.0})
@@ -263,13 +280,67 @@ def test_the_api_key_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert not trackers.has_key()
+    assert not has_key()
     file = tmp_path / ".netrc"
     file.write_text("machine example.org login user password secret\n")
     file.chmod(0o600)
-    assert not trackers.has_key()
+    assert not has_key()
     file.write_text("machine api.wandb.ai login user password secret\n")
-    assert trackers.has_key()
+    assert has_key()
     file.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert trackers.has_key()
+    assert has_key()
+
+
+def test_the_file_of_a_run_has_its_group_tags_configuration_rows_alerts_and_weights(tmp_path: Path) -> None:
+    settings = SETTINGS | {"experiment": {"name": "moda/scaling"}, "optimizer": {"lr": 0.25}}
+    tracker = Tracker(wandb=True, mode="offline", tags=["mine", "mhc"], artifacts="all")
+    paths = RunDirectory(tmp_path)
+    paths.config.write_text("seed: 1\n")
+    trackers = start_trackers(tracker, tmp_path, settings, "kept", resumed_at=0)
+    trackers.write({"step": 1, "loss": 3.0})
+    trackers.alert("bad batch", "skipped: its loss is not finite", 1)
+    for step in (2, 3):
+        folder = paths.checkpoint(step)
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / MANIFEST).write_text("{}")
+        trackers.write({"step": step, "loss": 3.0 / step})
+        # the service looks for a new checkpoint when it records a row
+        wait_for(trackers.services[0].calls.empty)
+    trackers.close({"validation_loss": 0.5})
+    written = records(tmp_path / "wandb")
+    (run,) = [record.run for record in written if record.HasField("run")]
+    assert (run.run_group, [*run.tags]) == ("moda/scaling", ["mhc", "micro", "stdlib", "mine"])
+    assert json.loads(next(u.value_json for u in run.config.update if u.key == "optimizer")) == {"lr": 0.25}
+    steps = {record.history.step.num for record in written if record.HasField("history")}
+    assert steps == {1, 2, 3}
+    (alert,) = [record.alert for record in written if record.HasField("alert")]
+    assert (alert.title, alert.text) == ("bad batch", "step 1: skipped: its loss is not finite")
+    artifacts = [record.artifact for record in written if record.HasField("artifact")]
+    assert [sorted(artifact.aliases)[-1] for artifact in artifacts][-1] == "step-00000003"
+    assert "final" in artifacts[-1].aliases
+    assert {file.path for file in artifacts[-1].manifest.contents} == {"config.yaml", "model.safetensors"}
+    totals = {item.key: item.value_json for r in written if r.HasField("summary") for item in r.summary.update}
+    assert totals["validation_loss"] == "0.5"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_only_a_complete_run_uploads_its_last_weights(tmp_path: Path) -> None:
+    folder = RunDirectory(tmp_path).checkpoint(2)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    logged = []
+    run = Run()
+    run.log_artifact = lambda artifact, aliases: logged.append(aliases)  # type: ignore[attr-defined]
+    WeightsAndBiases(run, tmp_path, "last").finish(None)
+    WeightsAndBiases(run, tmp_path, "none").finish({"loss": 1.0})
+    assert logged == []
+    WeightsAndBiases(run, tmp_path, "last").finish({"loss": 1.0})
+    assert logged == [["latest", "step-00000002", "final"]]

@@ -1,0 +1,47 @@
+"""A language model of the harness whose requests all ranks compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+
+from depthlm.distributed.calls import Call
+
+# requests of each rank between two moments at which a run can stop or log progress
+CHUNK = 256
+
+
+class SharedLM(LM):
+    """The harness sees one process. `call` computes a request's arguments on the rank whose turn it is."""
+
+    def __init__(self, call: Call, ranks: int) -> None:
+        super().__init__()
+        self.call, self.ranks = call, ranks
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation in nats, and whether it is the greedy one."""
+        return self._shared("loglikelihood", requests)
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Return the log-likelihood of each text in nats."""
+        return self._shared("loglikelihood_rolling", requests)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Return the text generated for each request."""
+        return self._shared("generate_until", requests)
+
+    def _shared(self, name: str, requests: Sequence[Instance]) -> list[Any]:
+        results: list[Any] = []
+        step = CHUNK * self.ranks
+        for first in range(0, len(requests), step):
+            arguments = [request.args for request in requests[first : first + step]]
+            parts = self.call(name, arguments)
+            results += [parts[number % self.ranks][number // self.ranks] for number in range(len(arguments))]
+        return results
+
+
+def own_part(lm: Any, name: str, arguments: Sequence[tuple[Any, ...]], rank: int, ranks: int) -> list[Any]:
+    """Return a rank's results of the requests with these arguments. lm: this rank's language model of the harness."""
+    mine = [Instance(request_type=name, doc={}, arguments=one, idx=0) for one in arguments[rank::ranks]]
+    return getattr(lm, name)(mine, disable_tqdm=True) if mine else []

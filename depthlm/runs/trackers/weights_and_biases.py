@@ -1,0 +1,160 @@
+"""Weights & Biases: online if there is an API key, otherwise offline in the run directory."""
+
+import logging
+import netrc
+import os
+import threading
+import urllib.parse
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from depthlm.config.schema import Tracker as TrackerConfig
+from depthlm.run_directory import RunDirectory, is_checkpoint, step_of
+from depthlm.runs.checkpoints import WEIGHTS
+
+log = logging.getLogger("depthlm")
+
+# seconds within a service's START that wandb.init waits for the server; seconds for the end of a run, and for the end
+# of one whose weights are uploaded
+ANSWER, FINISH, FINISH_UPLOADS = 20, 20.0, 3600.0
+
+
+class WeightsAndBiases:
+    """A W&B run. artifacts: which weights are uploaded, as in the configuration."""
+
+    name = "W&B"
+
+    def __init__(self, run: Any, directory: Path, artifacts: str) -> None:
+        self.run, self.directory, self.artifacts = run, RunDirectory(directory), artifacts
+        self.id: str | None = run.id
+        self.finish_seconds = FINISH if artifacts == "none" else FINISH_UPLOADS
+        self.advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {self.directory.wandb}"
+        self.uploaded = self._newest()
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log a row at its step, and upload a checkpoint written since the last row, if all are uploaded."""
+        self.run.log({name: row[name] for name in row if name != "step"}, step=row["step"])
+        if self.artifacts == "all" and (newest := self._newest()) is not None and newest != self.uploaded:
+            self._upload(newest)
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Send an alert, which W&B passes on by e-mail or Slack as the user has set there."""
+        self.run.alert(title=title, text=f"step {step}: {text}", level="WARN", wait_duration=300)
+
+    def finish(self, summary: dict[str, Any] | None) -> None:
+        """Record the summary, upload the weights and the loss curve of a complete run, and finish."""
+        self.run.summary.update(summary or {})
+        newest = self._newest()
+        if summary is not None and self.artifacts != "none" and newest is not None:
+            log.info("uploading the weights of %s to W&B", newest.name)
+            self._upload(newest, "final")
+        self.run.finish()
+
+    def _newest(self) -> Path | None:
+        folders = (folder for folder in self.directory.checkpoint_folders() if is_checkpoint(folder))
+        return next(folders, None)
+
+    def _upload(self, checkpoint: Path, *aliases: str) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(f"run-{self.id}", type="model", metadata={"step": step_of(checkpoint)})
+        for file in (self.directory.config, checkpoint / WEIGHTS, self.directory.loss_curve):
+            # a checkpoint may be deleted as soon as newer ones are complete
+            with suppress(FileNotFoundError, ValueError):
+                artifact.add_file(str(file))
+        self.run.log_artifact(artifact, aliases=["latest", checkpoint.name, *aliases])
+        self.uploaded = checkpoint
+
+    def give_up(self) -> None:
+        """Detach from the W&B service."""
+        give_up()
+
+
+def start(
+    config: TrackerConfig, directory: Path, settings: dict[str, Any], run_id: str | None
+) -> WeightsAndBiases | None:
+    """Start or continue the W&B run of a directory; None, after a warning, if it starts neither online nor offline."""
+    run = init(
+        config,
+        entity=config.entity,
+        group=config.group or settings["experiment"]["name"] or None,
+        tags=[*dict.fromkeys([*tags(settings), *config.tags])],
+        name=directory.name,
+        id=run_id,
+        dir=directory,
+        config=settings,
+    )
+    return None if run is None else WeightsAndBiases(run, directory, config.artifacts)
+
+
+def init(tracker: TrackerConfig, **arguments: Any) -> Any:
+    """Start or continue a W&B run: online if possible, otherwise offline; None, after a warning, if neither works.
+
+    arguments: of wandb.init.
+    """
+    import wandb
+
+    # W&B's own error reports delay the end of the process by half a minute if the server does not answer
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    for mode in (chosen := modes(tracker)):
+        try:
+            run = wandb.init(
+                project=tracker.project,
+                resume="allow",
+                mode=mode,  # type: ignore[arg-type]
+                settings=wandb.Settings(init_timeout=ANSWER, console="off", silent=True),
+                **arguments,
+            )
+            for handler in logging.getLogger("wandb").handlers:
+                # on a full disk, W&B's own log would print a traceback for each line
+                handler.handleError = lambda record: None  # type: ignore[method-assign]
+            folder = Path(arguments["dir"]) / "wandb"
+            where = run.url if mode == "online" else f"offline in {folder}; `wandb sync` uploads it"
+            log.info("W&B run %s: %s", run.id, where)
+            return run
+        except Exception as error:
+            last = mode == chosen[-1]
+            log.warning("W&B %s failed (%s)%s", mode, error, "; metrics.jsonl is still written" if last else "")
+    return None
+
+
+def modes(config: TrackerConfig) -> list[str]:
+    """Return the modes to try, in order."""
+    environment_mode = os.environ.get("WANDB_MODE")
+    offline = environment_mode in ("offline", "dryrun") or not has_key()
+    if config.mode == "offline" or (config.mode == "auto" and offline):
+        return ["offline"]
+    return ["online", "offline"]
+
+
+def tags(settings: dict[str, Any]) -> list[str]:
+    """Return the tags of every run: its mechanism, size and data."""
+    return [settings[group]["name"] for group in ("model", "size", "data")]
+
+
+def give_up() -> None:
+    """Detach from the W&B service; otherwise the process would wait for it at exit."""
+
+    def teardown() -> None:
+        # SystemExit carries the exit code of the service
+        with suppress(Exception, SystemExit):
+            import wandb
+
+            wandb.teardown()
+
+    # teardown first unregisters its exit hook, and may then hang, so it runs in a thread
+    thread = threading.Thread(target=teardown, name="wandb end", daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+def has_key() -> bool:
+    """Return whether a W&B key is set, in WANDB_API_KEY or in netrc (`wandb login`), without asking the server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,132 @@
+"""Evaluations during training: the numbers of `evaluate`, on any ranks, resumable, and never the end of a run."""
+
+import json
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+import depthlm
+from depthlm.config.arguments import read_arguments
+from depthlm.errors import UserError
+from depthlm.evaluation import at_checkpoint
+from depthlm.evaluation.evaluate import Evaluate, evaluate
+from depthlm.training import train
+from tests.training.run_files import assert_same, weights
+from tests.two_ranks import TwoRanks, train_on_ranks
+
+TASKS = ["evaluation.every=4", "evaluation.tasks=[python_words]", "evaluation.shots=[0,1]"]
+STEPS = ["training.max_steps=6", "training.checkpoint_every=2"]
+
+
+def rows(directory: Path) -> dict[int, dict[str, Any]]:
+    """Return the results of evaluations by step."""
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    found = {row["step"]: {k: v for k, v in row.items() if "_shot/" in k or "evaluation/" in k} for row in lines}
+    return {step: results for step, results in found.items() if results}
+
+
+@pytest.fixture
+def overrides(small_run: Callable[..., list[str]], token_folder: Path) -> Callable[..., list[str]]:
+    """The overrides of a short run that evaluates steps 4 and 6."""
+    return lambda *more, name="run": small_run(*STEPS, *TASKS, f"evaluation.sets=[{token_folder}]", *more, name=name)
+
+
+def test_the_results_are_those_of_evaluate_and_training_is_not_changed(
+    overrides: Callable[..., list[str]], small_run: Callable[..., list[str]], tmp_path: Path, token_folder: Path
+) -> None:
+    assert train(depthlm.compose(overrides())) == 0
+    results = rows(tmp_path / "run")
+    assert list(results) == [4, 6]
+    assert len(results[4]) == len(results[6]) == 3 + 2 * 2
+    recorded = json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert recorded == {"step": 6} | results[6]
+    run = f"run={tmp_path / 'run'}"
+    again = evaluate(read_arguments(Evaluate, [run, "tasks=python_words", "shots=0,1"]))
+    assert again == recorded
+    losses = evaluate(read_arguments(Evaluate, [run, f"sets={token_folder}"]))
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        own = recorded[f"evaluation/{token_folder.name}/{name}"]
+        assert own == pytest.approx(losses[f"validation/{token_folder.name}/{name}"], rel=1e-12)
+    assert train(depthlm.compose(small_run(*STEPS, name="undisturbed"))) == 0
+    assert_same(weights(tmp_path / "run"), weights(tmp_path / "undisturbed"))
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_results_of_one(
+    two_ranks: TwoRanks, overrides: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    assert train(depthlm.compose(overrides(name="one"))) == 0
+    assert two_ranks(train_on_ranks, overrides("deepspeed=zero3", name="two")) == [0, 0]
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert list(one) == list(two) == [4, 6]
+    for step in one:
+        assert one[step] == pytest.approx(two[step], rel=1e-5)
+
+
+def test_a_failure_is_logged_and_training_continues(
+    overrides: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    run_job = at_checkpoint.run_job
+
+    def fail(lm: Any, job: Any, manager: Any, limit: Any) -> Any:
+        if job.shots == 0:
+            raise ConnectionError("the hub is down")
+        return run_job(lm, job, manager, limit)
+
+    monkeypatch.setattr(at_checkpoint, "run_job", fail)
+    caplog.set_level(logging.WARNING, "depthlm")
+    assert train(depthlm.compose(overrides())) == 0
+    assert sorted({key.partition("/")[0] for key in rows(tmp_path / "run")[6]}) == ["evaluation", "one_shot"]
+    log = (tmp_path / "run/train.log").read_text()
+    assert "zero_shot/python_words cannot be evaluated (the hub is down); training continues" in log
+
+    def exhausted(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(at_checkpoint, "with_weights", exhausted)
+    assert train(depthlm.compose(overrides(name="full"))) == 0
+    assert rows(tmp_path / "full") == {}
+    log = (tmp_path / "full/train.log").read_text()
+    assert "the evaluation of step 4 failed (RuntimeError: out of memory); training continues" in log
+
+
+def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
+    overrides: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_job, jobs = at_checkpoint.run_job, []
+
+    def stop(lm: Any, job: Any, manager: Any, limit: Any) -> Any:
+        jobs.append(job.key)
+        if len(jobs) == 2:
+            signal.pthread_kill(main, signal.SIGTERM)
+        return run_job(lm, job, manager, limit)
+
+    main = threading.main_thread().ident or 0
+    monkeypatch.setattr(at_checkpoint, "run_job", stop)
+    assert train(depthlm.compose(overrides())) == 75
+    assert "zero_shot/python_words/acc" in rows(tmp_path / "run")[4]
+    assert train(depthlm.compose(overrides())) == 0
+    words = [f"{count}_shot/python_words" for count in ("zero", "one", "one", "zero", "one")]
+    assert jobs == words
+    assert train(depthlm.compose(overrides(name="undisturbed"))) == 0
+    assert rows(tmp_path / "run") == rows(tmp_path / "undisturbed")
+
+
+def test_a_mistake_is_reported_before_the_first_step(
+    small_run: Callable[..., list[str]], token_folder: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "task.yaml"
+    missing.write_text("task: nothing\ndataset_path: json\ndataset_kwargs: {data_files: {test: /nowhere.jsonl}}\n"
+                       "output_type: multiple_choice\ntest_split: test\ndoc_to_text: a\ndoc_to_choice: b\n"
+                       "doc_to_target: 0\n")  # fmt: skip
+    given = small_run(*STEPS, "evaluation.every=2", f"evaluation.tasks=[{missing}]")
+    with pytest.raises(UserError, match="1 of 1 tasks have no dataset here"):
+        train(depthlm.compose(given))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
