@@ -21,15 +21,15 @@ from depthlm.data.held_out import held_out_share, is_validation
 from depthlm.data.manifest import Manifest
 from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile
 from depthlm.data.preparation.split_writer import SplitWriter, dtype_of, little_endian
-from depthlm.data.tokenizers import Tokenizer, parallel_tokenizers
+from depthlm.data.tokenizers import Tokenizer
 from depthlm.machine import environment
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Characters encoded at once: few enough that threads alternate in the single-threaded part (building lists of ids),
-# but enough for every core. The library needs some hundred bytes of memory for each character.
-BATCH = min(2**22, 2**18 * environment.cores())
+# Characters of a batch. Each core encodes one batch after the other by itself, which takes less of its time than all cores
+# encoding a batch together. The library needs some hundred bytes of memory for each character.
+BATCH = 2**18
 
 # A document with more characters is cut and encoded in pieces; the tokens at a cut depend on this number.
 LONGEST = 2**20
@@ -37,7 +37,7 @@ LONGEST = 2**20
 # Remedies for bad documents.
 FIXES = {"field": "set data.text_field to the text's field", "long": "raise it, or divide the document"}
 
-# Batches encoded while another is written: the second keeps all cores busy while the last texts of the first finish.
+# Batches that are read ahead of those being encoded.
 AHEAD = 2
 
 
@@ -112,7 +112,7 @@ def encode(
     position = progress.restore(writers, skipped) or Position(0, 0, 0)
     saved = sum(len(writer.shards) for writer in writers.values())
     bar = ProgressBar(console, job.name, job.quota)
-    with parallel_tokenizers(), bar, closing(read(position)) as batches:
+    with bar, closing(read(position)) as batches:
         for batch, encoded in batches:
             full = _write(writers, skipped, batch.pieces, encoded, job)
             bar.show(batch.done, writers)
@@ -145,12 +145,12 @@ def encoded_batches(
     files: the section and the number of the only files to read; None: all.
     """
     dtype = little_endian(dtype_of(job.vocab_size))
-    with ThreadPoolExecutor(AHEAD) as pool:
+    with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
         batches = _batches(job, position, None if files is None else set(files))
         try:
             while True:
-                while len(waiting) <= AHEAD and (batch := next(batches, None)) is not None:
+                while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
                     waiting.append((batch, pool.submit(_encode, tokenizer, batch.pieces, dtype)))
                 if not waiting:
                     return

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from depthlm.data.corpora.documents import REASONS
 from depthlm.data.preparation.encode import Batch, Encoded, Job, Piece, encoded_batches, sections
 from depthlm.data.preparation.progress import Position
-from depthlm.data.tokenizers import Tokenizer, parallel_tokenizers
+from depthlm.data.tokenizers import Tokenizer
 from depthlm.files import replace_text
 
 FOLDER = "encoded"
@@ -134,7 +134,7 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
     """Encode a file; return whether this process did it, and not another one at the same time."""
     path = _path(folder, section, index)
     path.touch()
-    with path.open("r+b") as file, parallel_tokenizers():
+    with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if _totals(folder, section, index) is not None:
             return False
