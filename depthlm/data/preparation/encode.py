@@ -27,8 +27,8 @@ from depthlm.machine import environment
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Characters of a batch. Each core encodes one batch after the other by itself, which takes less of its time than all cores
-# encoding a batch together. The library needs some hundred bytes of memory for each character.
+# Characters of a batch. Each core encodes batches of its own, which takes less processor time than all cores encoding a
+# batch together. The library needs some hundred bytes of memory for each character.
 BATCH = 2**18
 
 # A document with more characters is cut and encoded in pieces; the tokens at a cut depend on this number.
