@@ -23,12 +23,12 @@ from depthlm.training.engine import spread_states
 from depthlm.training.engine.averages import averaged
 from depthlm.training.engine.counters import count_updates
 from depthlm.training.engine.interface import Engine, copy_to_cpu
-from depthlm.training.engine.matrices import split_matrices
 from depthlm.training.engine.reduction import Reducer
-from depthlm.training.engine.repartition import load_repartitioned
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
 from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights, total_norm
+from depthlm.training.engine.zero.matrices import split_matrices
+from depthlm.training.engine.zero.repartition import load_repartitioned
 from depthlm.training.plan import Plan
 
 # what our parameter groups have besides the arguments of the class, and what DeepSpeed's groups of experts have

@@ -11,7 +11,7 @@ from torch import Tensor
 from depthlm.model.experts import spread_of
 from depthlm.model.parameters import shape_of
 from depthlm.optimizers import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
-from depthlm.training.engine.partitions import Fragment, Partition, partitions
+from depthlm.training.engine.zero.partitions import Fragment, Partition, partitions
 
 
 def split_matrices(optimizer: torch.optim.Optimizer, zero: Any, device: torch.device) -> None:
