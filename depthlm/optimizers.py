@@ -55,6 +55,11 @@ def averages_weights(config: "OptimizerConfig") -> bool:
     return hasattr(optimizer_class(config), "eval")
 
 
+def needs_matrices(config: "OptimizerConfig") -> bool:
+    """Return whether the class needs whole matrices: by the configuration, or by its attribute `needs_matrices`."""
+    return config.needs_matrices or getattr(optimizer_class(config), "needs_matrices", False)
+
+
 def number_of_betas(config: "OptimizerConfig") -> int:
     """Return how many decay rates the class has, from its default."""
     parameter = inspect.signature(optimizer_class(config)).parameters.get("betas")

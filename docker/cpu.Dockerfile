@@ -14,8 +14,8 @@ WORKDIR /depthlm
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY depthlm/__init__.py depthlm/
 RUN pip install --no-cache-dir --constraint constraints.txt setuptools wheel \
- && pip install --no-cache-dir --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch \
- && DS_BUILD_OPS=0 pip install --no-cache-dir --constraint constraints.txt --editable ".[evaluation,trackers]"
+ && pip install --no-cache-dir --constraint constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch \
+ && DS_BUILD_OPS=0 pip install --no-cache-dir --constraint constraints.txt --editable ".[evaluation,optimizers,trackers]"
 COPY . .
 
 # the commit, for environment.json of a run; and a home for the caches of any user (docker run --user)

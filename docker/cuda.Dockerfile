@@ -19,7 +19,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY depthlm/__init__.py depthlm/
 RUN pip install --no-cache-dir --constraint constraints.txt setuptools wheel \
  && pip install --no-cache-dir --constraint constraints.txt torch \
- && DS_BUILD_OPS=0 pip install --no-cache-dir --constraint constraints.txt --editable ".[evaluation,kimi,trackers]"
+ && DS_BUILD_OPS=0 pip install --no-cache-dir --constraint constraints.txt --editable ".[evaluation,kimi,optimizers,trackers]"
 COPY . .
 
 # the commit, for environment.json of a run; and a home for the caches of any user (docker run --user)

@@ -43,7 +43,8 @@ def main(arguments: list[str], program: str) -> None:
     if options.verify:
         verify_all(list(folders.values()))
     console = stdout_console()
-    console.print(table(folders))
+    if folders:
+        console.print(table(folders))
     for folder in folders.values():
         console.print(notes(folder), soft_wrap=True)
 

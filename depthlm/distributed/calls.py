@@ -19,10 +19,16 @@ Send = Callable[[Any], None]
 # seconds between two messages of rank 0 while rank 0's thread computes or waits for something
 POLL = 0.5
 IDLE, CALL, SEND, END = "idle", "call", "send", "end"
+# the failure of a function that has raised StoppedError
+STOPPED = "stopped"
 
 
 class CallError(RuntimeError):
     """A called function has failed on a rank."""
+
+
+class StoppedError(Exception):
+    """Raised by a called function on a rank that has to stop."""
 
 
 class Abandoned(BaseException):
@@ -40,9 +46,9 @@ def serve(
 ) -> str | None:
     """Run `work` in a thread of rank 0 while all ranks execute its calls. Collective.
 
-    functions: what may be called. A failure of one on any rank is raised in `work` as CallError. receive: gets, on
-    every rank, what `work` sends. stopping: whether this rank has to stop. patience: seconds without a call after which
-    `work` is abandoned.
+    functions: what may be called. A failure of one on any rank is raised in `work` as CallError, but StoppedError ends
+    the work. receive: gets, on every rank, what `work` sends. stopping: whether this rank has to stop. patience: the
+    seconds without a call after which `work` is abandoned.
 
     Returns why `work` did not finish, the same on all ranks, or None: its exception, an empty text if a rank had to
     stop, or a description of a thread that was abandoned.
@@ -64,8 +70,10 @@ def serve(
                 name, argument = value
                 outcomes: list[Any] = [None] * torch.distributed.get_world_size()
                 torch.distributed.all_gather_object(outcomes, _attempt(functions[name], argument))
+                if any(failure == STOPPED for _, failure in outcomes):
+                    return ""
                 if leader is not None:
-                    leader.replies.put(outcomes)
+                    leader.reply(outcomes)
     finally:
         if leader is not None:
             leader.abandon()
@@ -75,6 +83,8 @@ def _attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | 
     """Return the value of a function, and why it failed, if it did."""
     try:
         return function(argument), None
+    except StoppedError:
+        return None, STOPPED
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 
@@ -99,6 +109,11 @@ class _Leader:
             return (END, f"no progress for {self.patience / 60:.0f} min") if silent else (IDLE, None)
         self.heard = time.monotonic()
         return message
+
+    def reply(self, outcomes: list[tuple[Any, str | None]]) -> None:
+        """Pass the outcomes of a call to the thread, whose silence is counted from now on."""
+        self.heard = time.monotonic()
+        self.replies.put(outcomes)
 
     def abandon(self) -> None:
         """End the thread at its next call, or at the one it waits for."""

@@ -5,6 +5,7 @@ weights, needs no collective operation inside the model at any ZeRO stage, and l
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,19 @@ import torch
 
 from depthlm.config import Config
 from depthlm.data import Tokenizer, validation_batches
-from depthlm.distributed.calls import Call, Send, serve
+from depthlm.distributed.calls import Call, Send, StoppedError, serve
 from depthlm.distributed.watchdog import Activity
-from depthlm.evaluation.harness import Job, averages, check_datasets, jobs_of, language_model, run_job, task_manager
+from depthlm.errors import UserError
+from depthlm.evaluation.harness import (
+    SEED,
+    Job,
+    averages,
+    check_datasets,
+    jobs_of,
+    language_model,
+    run_job,
+    task_manager,
+)
 from depthlm.evaluation.perplexity import TotalLoss, local_loss
 from depthlm.evaluation.results import add_results
 from depthlm.evaluation.validation_sets import ValidationSet, folder_sets
@@ -26,6 +37,11 @@ from depthlm.runs.validation_losses import finite, perplexity
 
 log = logging.getLogger("depthlm")
 
+WITHOUT_HUB = """Without access to the hub, do one of the following:
+  - copy the hub's cache from a machine with access, and point HF_HOME at it
+  - give your own task on local files: evaluation.tasks=[<file>.yaml]"""
+# the key of the number of questions of each task, where it is limited
+LIMIT = "evaluation/limit"
 # what the harness asks of a language model
 REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -40,10 +56,14 @@ def check_evaluation(config: Config, tokenizer: Tokenizer, starting: bool) -> No
     if asked.every is None:
         return
     folder_sets(asked.sets or [], tokenizer)
-    if asked.tasks:
+    if not asked.tasks:
+        return
+    try:
         manager = task_manager(asked.tasks)
         if starting:
-            check_datasets(manager, jobs_of(asked.tasks, asked.shots))
+            check_datasets(manager, jobs_of(asked.tasks, asked.shots), WITHOUT_HUB)
+    except UserError as error:
+        raise UserError(re.sub(r"^tasks=", "evaluation.tasks=", str(error))) from None
 
 
 def missing_results(config: Config, row: Mapping[str, Any]) -> bool:
@@ -66,7 +86,7 @@ def evaluate_checkpoint(
     row: the row of metrics.jsonl of that step; results that it has are not measured again. receive: gets the results as
     they come, on every rank. Whatever fails is logged and not raised.
     """
-    copy = _Copy(config, step, tokenizer, activity, device)
+    copy = _Copy(config, step, tokenizer, activity, stopping, device)
     functions: dict[str, Callable[[Any], Any]] = {"load": copy.load, "loss": copy.loss}
     functions |= {name: partial(copy.compute, name) for name in REQUESTS}
     ranks, patience = torch.distributed.get_world_size(), 60 * config.training.stall_timeout
@@ -90,9 +110,10 @@ def evaluate_checkpoint(
 
 def record_results(config: Config, row: Mapping[str, Any]) -> None:
     """Write the results of the last checkpoint, which its row has, to evaluation.json."""
-    results = {key: value for key, value in row.items() if key.startswith("evaluation/") or "_shot/" in key}
     # a score on a part of the questions is not the task's score
-    if not results or config.evaluation.limit is not None:
+    names = [key for key in row if key.startswith("evaluation/") or ("_shot/" in key and row.get(LIMIT) is None)]
+    results = {name: row[name] for name in names if name != LIMIT}
+    if not results:
         return
     path = RunDirectory.of(config.output_dir).evaluation
     try:
@@ -105,9 +126,11 @@ class _Copy:
     """This rank's model with the weights of a checkpoint, and what rank 0 can call on it."""
 
     def __init__(
-        self, config: Config, step: int, tokenizer: Tokenizer, activity: Activity, device: torch.device
-    ) -> None:
-        self.config, self.tokenizer, self.activity, self.device = config, tokenizer, activity, device
+        self, config: Config, step: int, tokenizer: Tokenizer, activity: Activity, stopping: Callable[[], bool],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.config, self.tokenizer, self.device = config, tokenizer, device
+        self.activity, self.stopping = activity, stopping
         self.run = RunDirectory.of(config.output_dir)
         self.checkpoint = self.run.checkpoint(step)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -117,7 +140,14 @@ class _Copy:
         """Load the weights."""
         self.model = with_weights(self.config, self.checkpoint, self.device)
         self.model.end_of_text = self.tokenizer.end_of_text if self.config.data.document_mask else None
-        self.model.register_forward_hook(lambda *_: self.activity.go_on())
+        # a layer, since the harness does not call the decoder as a whole
+        self.model.layers[0].register_forward_hook(self.mark)
+
+    def mark(self, *_: Any) -> None:
+        """Mark progress at a batch. Raises StoppedError if this rank has to stop."""
+        self.activity.go_on()
+        if self.stopping():
+            raise StoppedError
 
     def loss(self, folder: str) -> tuple[float, float]:
         """Return the loss of this rank's part of a set in nats, and the number of its targets."""
@@ -137,6 +167,8 @@ class _Copy:
         if self.lm is None:
             batch_size, precision = self.config.evaluation.batch_size, self.config.precision.name
             self.lm = language_model(self.model, self.config, self.run.path, batch_size, precision)
+        # for sampled answers
+        torch.manual_seed(SEED)
         return own_part(self.lm, name, arguments, self.rank, self.ranks)
 
 
@@ -157,11 +189,12 @@ def _results(
 
     # a bar for each task would interrupt that of the run
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
-    names = config.evaluation.tasks or []
+    names, limit = config.evaluation.tasks or [], config.evaluation.limit
     lm, manager = SharedLM(call, ranks), task_manager(names)
     for job in jobs:
         try:
-            yield run_job(lm, job, manager, config.evaluation.limit)
+            scores: dict[str, Any] = run_job(lm, job, manager, limit)
+            yield scores | ({LIMIT: limit} if known.get(LIMIT) != limit else {})
         except Exception as error:
             log.warning("%s cannot be evaluated (%s); training continues", job.key, error)
     if missing := {key: value for key, value in averages(names, known).items() if key not in known}:
@@ -174,7 +207,9 @@ def _missing_sets(config: Config, row: Mapping[str, Any]) -> list[str]:
 
 def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
     asked = config.evaluation
-    return [job for job in jobs_of(asked.tasks, asked.shots) if not job.is_in(dict(row))] if asked.tasks else []
+    # scores on another number of questions are not those asked for
+    known = dict(row) if row.get(LIMIT) == asked.limit else {}
+    return [job for job in jobs_of(asked.tasks, asked.shots) if not job.is_in(known)] if asked.tasks else []
 
 
 def _set_prefix(folder: str) -> str:
@@ -188,5 +223,6 @@ def _losses(one: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
 
 
 def _text(results: Mapping[str, float | None]) -> str:
-    texts = {key: "not finite" if value is None else f"{value:.4f}" for key, value in results.items()}
+    numbers = {key: value for key, value in results.items() if key != LIMIT}
+    texts = {key: "not finite" if value is None else f"{value:.4f}" for key, value in numbers.items()}
     return ", ".join(f"{key} {text}" for key, text in texts.items())

@@ -1,4 +1,4 @@
-"""The command `python -m depthlm evaluate`: write the losses or accuracies of a run to evaluation.json and W&B."""
+"""The command `python -m depthlm evaluate`: record the losses or accuracies of a run."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -93,7 +93,7 @@ def _check(arguments: Evaluate) -> None:
 
 
 def _record(directory: Path, config: Config, manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-    """Add results to evaluation.json and to the run's W&B summary. Results of another checkpoint are dropped."""
+    """Add results to evaluation.json and to the run's trackers. Results of another checkpoint are dropped."""
     path = RunDirectory(directory).evaluation
     try:
         recorded = add_results(path, manifest["step"], results)

@@ -1,8 +1,8 @@
 """Zero-shot and few-shot accuracies of a run, measured with the language model evaluation harness (lm-eval)."""
 
 import contextlib
+import functools
 import logging
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ def run_tasks(
     with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext():
         check_datasets(manager, jobs)
         for job in jobs:
+            torch.manual_seed(SEED)
             results |= run_job(lm, job, manager, limit)
     return results | averages(names, results)
 
@@ -154,8 +155,6 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
             # a task that forbids examples says 0
             task.set_config(key="num_fewshot", value=job.shots)
         task.set_fewshot_seed(seed=SEED)
-    random.seed(SEED)
-    torch.manual_seed(SEED)
     output = evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=0)
     metrics = _metrics(output, job.task)
     if job.metric is not None:
@@ -163,7 +162,7 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
     return {f"{job.key}/{metric}": value for metric, value in metrics.items()}
 
 
-def check_datasets(manager: Any, jobs: Sequence[Job]) -> None:
+def check_datasets(manager: Any, jobs: Sequence[Job], remedy: str = WITHOUT_HUB) -> None:
     """Raise a UserError that lists every task whose dataset cannot be loaded, before any task is run."""
     tasks = list(dict.fromkeys(job.task for job in jobs))
     missing = []
@@ -174,7 +173,7 @@ def check_datasets(manager: Any, jobs: Sequence[Job]) -> None:
             missing.append(f"  - {task}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
     if missing:
         head = f"tasks=: {len(missing)} of {len(tasks)} tasks have no dataset here:"
-        raise UserError("\n".join([head, *missing, WITHOUT_HUB]))
+        raise UserError("\n".join([head, *missing, remedy]))
 
 
 def _prefix(shots: int) -> str:
@@ -193,8 +192,9 @@ def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
+@functools.cache
 def _task_of(file: Path) -> str:
-    """Return the name in a task's file."""
+    """Return the name in a task's file, as it was when it was first read."""
     try:
         match = re.search(r"^task:\s*(\S+)", file.read_text(), re.MULTILINE)
     except (OSError, ValueError) as error:

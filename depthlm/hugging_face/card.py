@@ -73,7 +73,7 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
     evaluations = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=hubs[0] if hubs else config.data.name,
+            dataset_type=hub_of(config, name) or name,
             dataset_name=f"{name} (validation)",
             metric_type=metric,
             metric_name=f"validation {metric}",
@@ -92,6 +92,11 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
         model_name=title(config),
         eval_results=evaluations or None,
     )
+
+
+def hub_of(config: Config, name: str) -> str | None:
+    """Return the dataset of the hub that a validation set is from; None if it is from elsewhere."""
+    return (config.data.validation | config.data.sources).get(name, config.data).hub
 
 
 def title(config: Config) -> str:

@@ -26,10 +26,10 @@ def upload(path: Path, tables: Sequence[Table], project: str) -> str:
         Tracker(project=name), entity=entity or None, job_type="report", name=str(folder), id=identity, dir=folder
     )
     if run is None:
-        raise UserError(f"wandb={project}: W&B does not start, as said above; the report itself is in {folder}")
+        raise UserError(f"wandb={project}: W&B did not start (see the warnings above); the report is in {folder}")
     try:
         figures = {file.stem: wandb.Image(str(file)) for file in sorted(folder.glob("*.png"))}
-        run.log({**{table.title or "results": wandb_table(table) for table in tables}, **figures})
+        run.log({**named(tables), **figures})
         artifact = wandb.Artifact(f"report-{identity}", type="report")
         for file in (path, *sorted(folder.glob("*.png"))):
             artifact.add_file(str(file))
@@ -38,6 +38,12 @@ def upload(path: Path, tables: Sequence[Table], project: str) -> str:
     except Exception as error:
         raise UserError(f"wandb={project}: W&B failed ({error}); the report itself is in {folder}") from None
     return f"offline in {folder / 'wandb'}; `wandb sync` uploads it" if run.offline else str(run.url)
+
+
+def named(tables: Sequence[Table]) -> dict[str, Any]:
+    """Return the tables of W&B by name. Of those without a title, the first has the results, the others settings."""
+    untitled = iter(["results", "settings", *(f"settings {number}" for number in range(2, len(tables)))])
+    return {table.title or next(untitled): wandb_table(table) for table in tables}
 
 
 def wandb_table(table: Table) -> Any:

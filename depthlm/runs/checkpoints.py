@@ -136,7 +136,7 @@ def prune(directory: Path, newest: Path, *, keep_last: int, keep_every: int | No
 
 
 def remove_leftovers(run: RunDirectory) -> None:
-    """Delete what an interrupted save or conversion has left, which may be what fills the disk."""
+    """Delete what an interrupted save has left, which may be what fills the disk."""
     for path in run.leftovers():
         shutil.rmtree(path, ignore_errors=True)
 

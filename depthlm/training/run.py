@@ -10,7 +10,7 @@ from depthlm.distributed.collectives import on_rank_0
 from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.signals import stop_on_signal
 from depthlm.errors import UserError
-from depthlm.evaluation.at_checkpoint import check_evaluation
+from depthlm.evaluation.at_checkpoint import check_evaluation, missing_results
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import lost, retrain
 from depthlm.runs.directory import (
@@ -81,6 +81,8 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
         show_complete(config, summary, ranks.rank)
         return None
     start = on_rank_0(lambda: find_resume_point(config, setup.plan, setup.corpus.digest()))
+    # each rank reads the names of the tasks now, so that a later change of their files does not matter
+    missing_results(config, {})
     on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
     on_rank_0(lambda: describe_run(config, ranks))
     check_shared(paths.path, ranks.rank)

@@ -99,13 +99,12 @@ class Trainer:
                 self.saver.finish()
             raise
         finally:
+            self.activity.mark("uploading to the trackers", progress.step, limited=False)
             self.trackers.close(summary)
             # otherwise its hooks on the weights keep it in memory during the next point of a sweep
             self.engine.destroy()
         if stopped:
-            log.info(
-                "stopped by a signal after step %d; run the same command again to resume from there", progress.step
-            )
+            log.info("stopped by a signal after step %d; the same command resumes from there", progress.step)
             return STOPPED
         if progress.step < self.plan.max_steps:
             log.info("stopped after step %d of %d (training.stop_after)", progress.step, self.plan.max_steps)
@@ -130,9 +129,9 @@ class Trainer:
                 progress.wall_seconds = self.stopwatch.total
                 self.maybe_save(due)
                 self.maybe_validate(due)
-                self.maybe_evaluate()
                 if self.metrics.last.get("step") == progress.step:
                     self.trackers.write(self.metrics.last)
+                self.maybe_evaluate()
                 if self.profiler is not None:
                     self.profiler.step(last=due.last)
                 if due.stop:
@@ -355,8 +354,8 @@ class Trainer:
     def maybe_evaluate(self) -> None:
         """Evaluate the last step's checkpoint if it is due. Raises ValidationStopped for a signal, with it saved."""
         step, row, every = self.progress.step, self.metrics.last, self.config.evaluation.every
-        due = every is not None and (is_multiple(step, every) or step == self.plan.max_steps)
-        if not due or row.get("step") != step or not missing_results(self.config, row):
+        due = is_multiple(step, every) or (every is not None and step == self.plan.max_steps)
+        if not (due and row.get("step") == step and missing_results(self.config, row)):
             return
         if self.saver.writing is not None:
             self.saver.finish()
@@ -365,6 +364,8 @@ class Trainer:
             self.config, step, row, self.corpus.tokenizer, self.metrics.amend, self.activity,
             lambda: self.request.name is not None, self.device,
         )  # fmt: skip
+        if results := {key: value for key, value in self.metrics.last.items() if key not in row}:
+            self.trackers.write({"step": step} | results)
         self.check_directory()
         if stopped:
             raise ValidationStopped

@@ -76,7 +76,7 @@ def test_ctrl_c_saves_and_prints_how_to_resume(small_run: Overrides, tmp_path: P
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert "run the same command again to resume from there" in output
+    assert "the same command resumes from there" in output
     stopped_at = max(curve(tmp_path / "run"))
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     for name in ("run", "undisturbed"):

@@ -99,8 +99,8 @@ def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    write_run("outputs/a/base", 3.0)
-    write_run("outputs/b/base", 2.5)
+    write_run("outputs/a/base", 3.0, config={"optimizer": {"lr": 0.1}})
+    write_run("outputs/b/base", 2.5, config={"optimizer": {"lr": 0.2}})
     for _ in range(2):
         report(["runs=outputs/a/base,outputs/b/base", "to=report", "wandb=team/depthlm"])
     assert "offline in report/wandb; `wandb sync` uploads it" in capsys.readouterr().out
@@ -111,6 +111,7 @@ def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
     assert len({run.run_id for run in runs}) == 1
     logged = [record.artifact for record in written if record.HasField("artifact")]
     assert {"report.md", "loss_curves.png"} <= {file.path for file in logged[-1].manifest.contents}
-    (table, *_) = sorted(Path("report/wandb").rglob("*.table.json"))
-    content = json.loads(table.read_text())
+    tables = {file.name.partition("_")[0]: file for file in Path("report/wandb").rglob("*.table.json")}
+    assert set(tables) == {"results", "settings"}
+    content = json.loads(tables["results"].read_text())
     assert content["data"][0][content["columns"].index("validation loss")] == 3.0

@@ -183,7 +183,14 @@ def check_steps(config: Config, steps: int) -> list[str]:
 
 
 def _check_optimizer(config: Config, given: set[str]) -> list[str]:
-    from depthlm.optimizers import SHARED, arguments, averages_weights, build_optimizer, number_of_betas
+    from depthlm.optimizers import (
+        SHARED,
+        arguments,
+        averages_weights,
+        build_optimizer,
+        needs_matrices,
+        number_of_betas,
+    )  # fmt: skip
 
     optimizer, stage, errors = config.optimizer, config.deepspeed.stage, []
     count = number_of_betas(optimizer)
@@ -195,7 +202,7 @@ def _check_optimizer(config: Config, given: set[str]) -> list[str]:
         value = getattr(optimizer, name)
         if f"optimizer.{name}" in given and value is not None and name not in accepted:
             errors.append(f"optimizer.{name}={value}: {optimizer._target_} has no such setting; leave it out")
-    if optimizer.needs_matrices and stage > 0:
+    if needs_matrices(optimizer) and stage > 0:
         errors.append(
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
             "which ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"
@@ -240,7 +247,7 @@ def _check_evaluation(config: Config) -> list[str]:
     errors = []
     if asked.every % every:
         errors.append(
-            f"evaluation.every={asked.every}: evaluated are the checkpoints of training.checkpoint_every={every}; "
+            f"evaluation.every={asked.every}: only checkpoints are evaluated, and training.checkpoint_every={every}; "
             f"allowed: multiples of {every}"
         )
     if not given:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,6 +59,15 @@ class Job:
     vocab_size: int
     settings: dict[str, Any]
     data: "Data"
+
+    @cached_property
+    def sections(self) -> list["Section"]:
+        """The files of the source in the order in which they are read."""
+        if self.validation_only:
+            return [Section(self.files.train, 1.0)]
+        fraction = held_out_fraction(self.files, self.text_field, self.cut, self.data)
+        held_out = [Section(self.files.held_out, 1.0)] if self.files.held_out else []
+        return [*held_out, Section(self.files.train, fraction)]
 
 
 class Piece(NamedTuple):
@@ -171,16 +180,8 @@ def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: "Data"
     )
 
 
-def sections(job: Job) -> list[Section]:
-    """Return the files of the source in the order in which they are read."""
-    if job.validation_only:
-        return [Section(job.files.train, 1.0)]
-    fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data)
-    return [*([Section(job.files.held_out, 1.0)] if job.files.held_out else []), Section(job.files.train, fraction)]
-
-
 def _batches(job: Job, start: Position, only: set[tuple[int, int]] | None) -> Iterator[Batch]:
-    read = sections(job)
+    read = job.sections
     total = sum(len(files) for files, _ in read)
     batch: list[Piece] = []
     characters = 0

@@ -114,11 +114,15 @@ def _absurd_compression(file: Path, size: int) -> float | None:
     return found
 
 
-def check_room(name: str, source: "Source", data: "Data", folder: Path) -> Estimate | None:
-    """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take."""
+def check_room(name: str, source: "Source", data: "Data", folder: Path, copies: int = 1) -> Estimate | None:
+    """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take.
+
+    copies: how often the disk must hold the tokens.
+    """
     needed, free = estimate(name, source, data), shutil.disk_usage(folder).free
-    if needed is not None and needed.disk_bytes > free:
-        what = f"{name}'s token files will take about {_size(needed.disk_bytes)}, and {_size(free)} are free"
+    if needed is not None and copies * needed.disk_bytes > free:
+        takes = _size(copies * needed.disk_bytes)
+        what = f"{name}'s token files will take about {takes} while they are prepared, and {_size(free)} are free"
         raise DataError(what, folder, "Free some space, set data.path to another disk, or lower data.max_tokens.")
     return needed
 

@@ -1,29 +1,34 @@
 """One corpus prepared by several processes or nodes: each encodes some of its files, and the last one joins them.
 
-Below <folder>.partial/encoded, each file of the source has the encoded batches of its documents, and, once it is
-complete, a summary. Joining them reads these instead of the text, so the token files have the bytes that one process
-would have written.
+Below <folder>.partial, each file of the source has the encoded batches of its documents, and, once it is complete, a
+summary. Joining them reads these instead of the text, so the token files have the bytes that one process would have
+written.
 """
 
 import fcntl
 import json
 import os
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from depthlm.data.corpora.documents import REASONS
-from depthlm.data.preparation.encode import Batch, Encoded, Job, Piece, encoded_batches, sections
-from depthlm.data.preparation.progress import Position
+from depthlm.data.preparation.encode import Batch, Encoded, Job, Piece, encoded_batches
+from depthlm.data.preparation.progress import LINE_EVERY, Position
 from depthlm.data.tokenizers import Tokenizer
 from depthlm.files import replace_text
 
-FOLDER = "encoded"
+PREFIX = "encoded-"
+# seconds between two marks of how far a file is, from which it resumes
+MARK_EVERY = 30.0
 # what a bad document is, by number; 0: it is good
 BAD = ["", *REASONS]
 
@@ -60,24 +65,36 @@ class Totals:
         return quota is not None and self.train_tokens >= quota and self.held_out > 0
 
 
-def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part) -> int:
+def folder_of(job: Job, partial: Path) -> Path:
+    """Return the folder of the encoded files; another one for other text, which another part may have found."""
+    state = json.dumps([job.files.description, job.files.state], sort_keys=True, default=str)
+    return partial / f"{PREFIX}{sha256(state.encode()).hexdigest()[:16]}"
+
+
+def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part, console: Console) -> int:
     """Encode the files of a part that are not complete yet, as far as the quota needs them. Returns their number.
 
-    A file that was interrupted resumes after its last complete batch.
+    A file that was interrupted resumes from its last mark.
     """
-    folder = partial / FOLDER
+    folder = folder_of(job, partial)
     folder.mkdir(exist_ok=True)
     encoded, files = 0, _files(job)
     known: dict[tuple[int, int], Totals] = {}
+    before, line_at = Totals(), time.monotonic() + LINE_EVERY
     for number, file in enumerate(files):
         if number % part.count != part.number or _totals(folder, *file) is not None:
             continue
         if job.quota is not None:
-            before = [one for one in files[:number] if one not in known]
-            known |= {one: totals for one in before if (totals := _totals(folder, *one)) is not None}
-            if sum(known.values(), Totals()).fill(job.quota):
+            for one in files[:number]:
+                if one not in known and (totals := _totals(folder, *one)) is not None:
+                    known[one] = totals
+                    before += totals
+            if before.fill(job.quota):
                 break
         encoded += _encode_file(job, tokenizer, folder, *file)
+        if time.monotonic() >= line_at:
+            line_at = time.monotonic() + LINE_EVERY
+            console.print(f"{part}: {encoded} files encoded, the last one is {number + 1} of {len(files)}")
     return encoded
 
 
@@ -87,7 +104,7 @@ def missing_files(job: Job, partial: Path) -> int:
     for file in _files(job):
         if before.fill(job.quota):
             break
-        totals = _totals(partial / FOLDER, *file)
+        totals = _totals(folder_of(job, partial), *file)
         missing += totals is None
         before += totals or Totals()
     return missing
@@ -100,7 +117,7 @@ def stored_batches(job: Job, partial: Path, position: Position) -> Generator[tup
         if (section, index) < position[:2]:
             continue
         first = position.record if (section, index) == position[:2] else 0
-        with _path(partial / FOLDER, section, index).open("rb") as file:
+        with _path(folder_of(job, partial), section, index).open("rb") as file:
             for rows, ids in _read(file):
                 kept = rows[:, 0] > first
                 ids = ids[np.repeat(kept, rows[:, 1])]
@@ -115,7 +132,7 @@ def stored_batches(job: Job, partial: Path, position: Position) -> Generator[tup
 
 def _files(job: Job) -> list[tuple[int, int]]:
     """Return the section and the number of each file, in the order in which they are read."""
-    return [(section, index) for section, (files, _) in enumerate(sections(job)) for index in range(len(files))]
+    return [(section, index) for section, (files, _) in enumerate(job.sections) for index in range(len(files))]
 
 
 def _path(folder: Path, section: int, index: int) -> Path:
@@ -138,27 +155,43 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
         fcntl.flock(file, fcntl.LOCK_EX)
         if _totals(folder, section, index) is not None:
             return False
-        record, size, totals, read = 0, 0, Totals(), Totals()
-        for rows, _ in _read(file):
-            read += Totals.of(rows)
-            if rows[-1, 4]:
-                # a batch may end within a document, whose other pieces would be read again
-                record, size, totals = int(rows[-1, 0]), file.tell(), read
+        record, size, totals = _read_mark(path)
         file.seek(size)
         file.truncate()
-        start = Position(section, index, record)
+        start, marked = Position(section, index, record), time.monotonic()
         with closing(encoded_batches(job, tokenizer, start, files=[(section, index)])) as batches:
             for batch, encoded in batches if not totals.fill(job.quota) else ():
                 rows = _rows(batch, encoded)
                 np.save(file, rows)
                 np.save(file, encoded.ids)
                 totals += Totals.of(rows)
-                if totals.fill(job.quota) and batch.pieces[-1].last:
+                # a batch may end within a document, whose other pieces would be read again
+                if not batch.pieces[-1].last:
+                    continue
+                if totals.fill(job.quota):
                     break
-        file.flush()
-        os.fsync(file.fileno())
+                if time.monotonic() - marked >= MARK_EVERY:
+                    _sync(file)
+                    mark = {"record": batch.pieces[-1].after.record, "size": file.tell(), "totals": asdict(totals)}
+                    replace_text(path.with_suffix(".mark"), json.dumps(mark))
+                    marked = time.monotonic()
+        _sync(file)
         replace_text(path.with_suffix(".json"), json.dumps(asdict(totals)))
     return True
+
+
+def _read_mark(path: Path) -> tuple[int, int, Totals]:
+    """Return how far a file is: the record and the size from which it resumes, and the totals until there."""
+    try:
+        mark = json.loads(path.with_suffix(".mark").read_text())
+        return mark["record"], mark["size"], Totals(**mark["totals"])
+    except FileNotFoundError:
+        return 0, 0, Totals()
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _rows(batch: Batch, encoded: Encoded) -> NDArray[np.int64]:
@@ -171,12 +204,10 @@ def _rows(batch: Batch, encoded: Encoded) -> NDArray[np.int64]:
 
 
 def _read(file: IO[bytes]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
-    """Yield the complete batches of a file."""
+    """Yield the batches of a complete file."""
     while True:
         try:
             rows = np.load(file, allow_pickle=False)
-            ids = np.load(file, allow_pickle=False)
-        except (EOFError, ValueError):
-            # the process ended within a batch
+        except EOFError:
             return
-        yield rows, ids
+        yield rows, np.load(file, allow_pickle=False)

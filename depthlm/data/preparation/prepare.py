@@ -20,8 +20,7 @@ from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction
 from depthlm.data.preparation.estimate import check_room
-from depthlm.data.preparation.parts import FOLDER as ENCODED
-from depthlm.data.preparation.parts import Part, encode_part, missing_files, stored_batches
+from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.preparation.progress import training_bar
 from depthlm.data.settings import check_settings, quota, settings, token_folder
 from depthlm.data.tokenizers import (
@@ -137,16 +136,17 @@ def _encode_part(
     with _lock(target, console):
         if Manifest.exists(target):
             return
-        job = _begin(name, source, data, tokenizer, target, console)
+        job = _begin(name, source, data, tokenizer, target, console, copies=2)
         progress_file.ProgressFile(partial, job.settings, job.files, Tokenizer.load(partial).fingerprint).begin()
     start = time.monotonic()
     # without the lock, since the other parts are encoded at the same time
     try:
-        encoded = encode_part(job, Tokenizer.load(partial), partial, part)
+        encoded = encode_part(job, Tokenizer.load(partial), partial, part, console)
     except FileNotFoundError:
-        if Manifest.exists(target):
-            # a process that prepares the whole source was faster
-            return
+        with _lock(target, console):
+            if Manifest.exists(target):
+                # a process that prepares the whole source was faster
+                return
         raise
     with _lock(target, console):
         if Manifest.exists(target):
@@ -154,7 +154,7 @@ def _encode_part(
         missing = missing_files(job, partial)
         console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
         if missing:
-            console.print(f"other parts have {missing} more files to encode; the last one joins all of them")
+            console.print(f"at most {missing} files of other parts are missing; the last part that finishes joins all")
         else:
             _make(name, source, data, tokenizer, target, console)
 
@@ -168,8 +168,11 @@ def _make(
         _publish(partial, target)
         return
     job = _begin(name, source, data, tokenizer, target, console)
-    encoded = (partial / ENCODED).is_dir() and not missing_files(job, partial)
-    read = functools.partial(stored_batches, job, partial) if encoded else None
+    read = None
+    if folder_of(job, partial).is_dir():
+        # what no part has encoded
+        encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), console)
+        read = functools.partial(stored_batches, job, partial)
     manifest = encode(job, Tokenizer.load(partial), partial, console, read)
     manifest.write(partial)
     _publish(partial, target)
@@ -177,9 +180,13 @@ def _make(
 
 
 def _begin(
-    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
-) -> Job:
-    """Create the folder in preparation with its tokenizer, or resume in one of the same settings and text."""
+    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console,
+    copies: int = 1,
+) -> Job:  # fmt: skip
+    """Create the folder in preparation with its tokenizer, or resume in one of the same settings and text.
+
+    copies: how often the disk must hold the tokens.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
     partial, wanted_settings = _partial(target), settings(name, source, data)
@@ -190,7 +197,7 @@ def _begin(
             why = "no shard was complete" if earlier is None else "its text has changed"
             console.print(f"restarting {target} from scratch: {why}")
             shutil.rmtree(partial)
-        needed = check_room(name, source, data, target.parent)
+        needed = check_room(name, source, data, target.parent, copies)
         console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
         partial.mkdir()
         sync(tokenizer().save(partial))
@@ -220,7 +227,7 @@ def _publish(partial: Path, target: Path) -> None:
     listed = {shard.name for split in manifest.splits().values() for shard in split.files}
     for file in partial.iterdir():
         if file.is_dir():
-            shutil.rmtree(file)
+            shutil.rmtree(file, ignore_errors=True)
         elif file.name not in {"manifest.json", "tokenizer.json", *listed}:
             file.unlink()
     sync(partial)

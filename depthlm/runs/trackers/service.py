@@ -10,21 +10,22 @@ from typing import Any, Protocol
 
 log = logging.getLogger("depthlm")
 
-# maximum number of calls that wait for a service; maximum seconds for its start
-WAITING, START = 10_000, 60.0
+# maximum number of calls that wait for a service; maximum seconds for its start and its end
+WAITING, START, FINISH = 10_000, 60.0, 20.0
 
 
 class Service(Protocol):
     """A running service. Each method may raise anything, or hang.
 
     name: for log lines. advice: where the run is still recorded when the service fails, as a clause. id: by which a
-    later process continues the run in the service; None if it needs none. finish_seconds: how long its end may take.
+    later process continues the run in the service; None if it needs none. upload_seconds: how much longer the end of a
+    complete run may take.
     """
 
     name: str
     advice: str
     id: str | None
-    finish_seconds: float
+    upload_seconds: float
 
     def log(self, row: dict[str, Any]) -> None:
         """Record a row of metrics.jsonl."""
@@ -58,14 +59,15 @@ class Queued:
         self._call(partial(self.service.alert, title, text, step))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Pass on the summary, and wait for the service to finish, for at most its `finish_seconds`."""
+        """Pass on the summary, and wait until the service has finished, for a limited time."""
+        seconds = FINISH + (self.service.upload_seconds if summary is not None else 0.0)
         if not self.failed:
             self._call(partial(self.service.finish, summary))
             with suppress(queue.Full):
                 self.calls.put_nowait(None)
-            self.worker.join(self.service.finish_seconds)
+            self.worker.join(seconds)
             if not self.failed and self.worker.is_alive():
-                self._fail(f"it did not finish within {self.service.finish_seconds:.0f} s")
+                self._fail(f"it did not finish within {seconds:.0f} s")
         if self.failed:
             self.service.give_up()
 

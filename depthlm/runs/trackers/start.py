@@ -46,7 +46,7 @@ def start_trackers(
     """Start or continue the services of the run in a directory. One that fails is logged and not used.
 
     settings: the whole configuration, as nested dictionaries. resumed_at: the step after which this process trains;
-    None if it does not train.
+    0: it starts the run; None: it does not train.
     """
     run, services = RunDirectory(directory), []
     if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
@@ -56,6 +56,6 @@ def start_trackers(
         start_writer = partial(TensorBoard, run.tensorboard, settings, resumed_at)
         services.append(started("TensorBoard", start_writer, lambda: None))
     if config.trackio:
-        start_trackio = partial(trackio_service.Trackio, config, directory.name, settings)
+        start_trackio = partial(trackio_service.Trackio, config, directory, settings, resumed_at)
         services.append(started("Trackio", start_trackio, lambda: None))
     return Trackers([service for service in services if service is not None], wandb_id)

@@ -9,7 +9,7 @@ import yaml
 class TensorBoard:
     """Event files of one process."""
 
-    name, advice, finish_seconds = "TensorBoard", "metrics.jsonl is still written", 20.0
+    name, advice, upload_seconds = "TensorBoard", "metrics.jsonl is still written", 0.0
     id: str | None = None
 
     def __init__(self, directory: Path, settings: dict[str, Any], resumed_at: int | None) -> None:

@@ -15,9 +15,8 @@ from depthlm.runs.checkpoints import WEIGHTS
 
 log = logging.getLogger("depthlm")
 
-# seconds within a service's START that wandb.init waits for the server; seconds for the end of a run, and for the end
-# of one whose weights are uploaded
-ANSWER, FINISH, FINISH_UPLOADS = 20, 20.0, 3600.0
+# seconds within a service's START that wandb.init waits for the server; maximum seconds for uploading weights
+ANSWER, UPLOAD = 20, 3000.0
 
 
 class WeightsAndBiases:
@@ -28,7 +27,7 @@ class WeightsAndBiases:
     def __init__(self, run: Any, directory: Path, artifacts: str) -> None:
         self.run, self.directory, self.artifacts = run, RunDirectory(directory), artifacts
         self.id: str | None = run.id
-        self.finish_seconds = FINISH if artifacts == "none" else FINISH_UPLOADS
+        self.upload_seconds = 0.0 if artifacts == "none" else UPLOAD
         self.advice = f"metrics.jsonl is still written, and `wandb sync` uploads what is in {self.directory.wandb}"
         self.uploaded = self._newest()
 

@@ -1,11 +1,11 @@
 """The training engine: one interface, and DeepSpeed behind it."""
 
-from depthlm.training.engine.conversion import needs_repartition, saved_experts
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.settings import autocast
 from depthlm.training.engine.sharding import draw_shards, undo_sharding, writable
 from depthlm.training.engine.spreading import draw_spread
+from depthlm.training.engine.zero.loadable import needs_repartition, saved_experts
 
 __all__ = [
     "Engine",

@@ -16,12 +16,13 @@ from depthlm.config.schema import Tracker
 from depthlm.runs.trackers import start_trackers
 for step in (1, 2):
     config = Tracker(trackio=True, project="trial")
-    trackers = start_trackers(config, Path("runs/one"), {"experiment": {"name": "moda/scaling"}}, None, resumed_at=0)
+    settings = {"experiment": {"name": "moda/scaling"}}
+    trackers = start_trackers(config, Path("runs/one"), settings, None, resumed_at=step - 1)
     trackers.write({"step": step, "loss": 0.5 / step})
     trackers.alert("bad batch", "skipped", step)
     trackers.close({"validation_loss": 0.25} if step == 2 else None)
 from trackio.sqlite_storage import SQLiteStorage
-rows = SQLiteStorage.get_logs("trial", "one")
+rows = SQLiteStorage.get_logs("trial", "runs/one")
 print([(row["step"], row["loss"]) for row in rows if "loss" in row])
 print([row["summary/validation_loss"] for row in rows if "summary/validation_loss" in row])
 print([(alert["title"], alert["step"]) for alert in SQLiteStorage.get_alerts("trial")])

@@ -132,7 +132,7 @@ def test_rows_are_logged_with_their_step(tmp_path: Path) -> None:
 def test_a_call_that_hangs_delays_neither_steps_nor_the_end(
     warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_and_biases, "FINISH", 0.2)
+    monkeypatch.setattr(service, "FINISH", 0.2)
     monkeypatch.setattr(service, "WAITING", 3)
     run = Run()
     run.log = lambda row, step: threading.Event().wait()  # type: ignore[method-assign]
@@ -257,7 +257,7 @@ def test_waiting_for_a_server_that_does_not_answer_is_limited(
     monkeypatch.setattr(Server, "silent", threading.Event())
     if silent:
         Server.silent.set()
-    monkeypatch.setattr(weights_and_biases, "FINISH", 1.0)
+    monkeypatch.setattr(service, "FINISH", 1.0)
     monkeypatch.setattr(weights_and_biases, "ANSWER", 2)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
