@@ -11,18 +11,17 @@ from depthlm.runs.validation_losses import ValidationLosses, finite, loss_key
 def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
     """Plot training and validation loss over tokens from metrics.jsonl to loss.png in a run directory."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = list(read_metrics(RunDirectory(directory).metrics, {"step", "loss", "tokens"}))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     seen = [row for row in rows if row["tokens"] is not None]
     losses = [(row["tokens"] / 1e6, loss) for row in seen if (loss := training_loss(row)) is not None]
     axes.plot([x for x, _ in losses], [loss for _, loss in losses], label="training", lw=1.5)
     names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
     # the usual ten colours, one of which is the training loss, would repeat
-    colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
+    colours = matplotlib.colormaps["tab20" if len(names) > 9 else "tab10"]
     for number, name in enumerate(names, 1):
         key = loss_key(name)
         measured = [row for row in seen if finite(row.get(key)) is not None]
@@ -46,7 +45,6 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
         axes.legend(frameon=False)
     path = RunDirectory(directory).loss_curve
     figure.savefig(path, dpi=130)
-    plt.close(figure)
     return path
 
 
