@@ -3,8 +3,9 @@
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -119,7 +120,7 @@ def show_class(console: Console, name: str, settings: DictConfig) -> None:
     console.print(table if table.row_count else "\nno settings\n")
 
 
-def imported_class(name: str, settings: DictConfig) -> type:
+def imported_class(name: str, settings: Mapping[str, Any]) -> type:
     """Return the class that a connection or attention names with `_target_`. Raises UserError if there is none."""
     module, _, attribute = str(settings.get("_target_")).rpartition(".")
     try:
@@ -129,7 +130,7 @@ def imported_class(name: str, settings: DictConfig) -> type:
     return mechanism_class
 
 
-def setting_rows(name: str, mechanism_class: type, settings: DictConfig) -> Iterator[tuple[str, str, str, str]]:
+def setting_rows(name: str, mechanism_class: type, settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Yield key, value, default and meaning of each setting of a connection or attention class."""
     meanings = setting_meanings(inspect.getdoc(mechanism_class) or "")
     for parameter in inspect.signature(mechanism_class).parameters.values():

@@ -1,16 +1,18 @@
-"""Writes the tables of the page on the configuration: every group, mechanism setting and key, from conf/ and the schema."""
+"""Writes the tables of the page on the configuration: groups, settings of mechanisms and keys."""
 
+import html
+import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
 import hydra
-from omegaconf import OmegaConf
 
 from depthlm.commands.help import comment, default_text, imported_class, setting_rows
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
+from depthlm.config.hydra_context import available_groups, hydra_at_conf
 from depthlm.config.schema.keys import Key, keys
 from depthlm.config.validate.explain import option_file
+from depthlm.files import read_yaml
 
 PARTS = ("model/connection", "model/attention")
 RESUME = {"free": "yes", "logged": "yes, logged", "fixed": "no"}
@@ -38,7 +40,7 @@ def group_tables(chosen: Any) -> Iterator[str]:
         yield f"\n### `{group}`\n"
         default = chosen.get(group)
         ordered = sorted(options, key=lambda option: option != default)
-        rows = ((code(option), " ".join(comment(option_file(group, option, None)))) for option in ordered)
+        rows = ((code(option), prose(" ".join(comment(option_file(group, option, None))))) for option in ordered)
         yield f"The default is `{default}`.\n" if default in options else "No option is the default.\n"
         yield from table(("option", "what it is"), rows)
 
@@ -48,9 +50,11 @@ def mechanism_tables() -> Iterator[str]:
     for group in PARTS:
         name = group.replace("/", ".")
         for option in available_groups(None)[group]:
-            with hydra_at_conf():
-                settings = OmegaConf.select(compose_raw([f"{group}={option}"], None), name)
-            rows = [(code(key), code(value), meaning) for key, value, _, meaning in setting_rows(name, imported_class(name, settings), settings)]
+            settings = read_yaml(option_file(group, option, None))
+            rows = [
+                (code(key), code(value), prose(meaning))
+                for key, value, _, meaning in setting_rows(name, imported_class(name, settings), settings)
+            ]
             if rows:
                 yield f"\n### `{group}={option}`\n"
                 yield from table(("key", "value", "meaning"), rows)
@@ -60,11 +64,19 @@ def key_tables(raw: Any) -> Iterator[str]:
     """Yield a table of the keys of each section."""
     for section, members in groupby(keys().values(), lambda key: key.name.rpartition(".")[0]):
         yield f"\n### {f'Keys of `{section}`' if section else 'Keys without a group'}\n"
-        yield from table(("key", "default", "allowed", "resume with another value", "meaning"), (row(key, raw) for key in members))
+        yield from table(
+            ("key", "default", "allowed", "resume with another value", "meaning"), (row(key, raw) for key in members)
+        )
 
 
 def row(key: Key, raw: Any) -> tuple[str, ...]:
-    return code(key.name), code(default_text(raw, key.name)), key.wanted, RESUME[key.metadata["on_resume"]], key.metadata["doc"]
+    return (
+        code(key.name),
+        code(default_text(raw, key.name)),
+        key.wanted,
+        RESUME[key.metadata["on_resume"]],
+        prose(key.metadata["doc"]),
+    )
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -72,6 +84,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     for cells in (head, ["---"] * len(head), *rows):
         yield "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
     yield ""
+
+
+def prose(text: str) -> str:
+    """Return text in which Markdown sees no markup."""
+    return re.sub(r"([*_\[])", r"\\\1", html.escape(text, quote=False))
 
 
 def code(text: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from griffe import Extension, Object
 
-MEANING = re.compile(r"((?:\w+)(?:, \w+)*): (.+)")
+MEANING = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
 
 
 class Meanings(Extension):

@@ -56,7 +56,9 @@ def add_source(files: Any, config: Any, target: str) -> None:
     """Add the page of a file or a folder, or a copy of a file of data."""
     path, uri = REPOSITORY / target, uri_of(target)
     if path.is_dir():
-        names = sorted(f"- `{child.name}{'/' if child.is_dir() else ''}`" for child in path.iterdir() if child.name[0] not in "._")
+        names = sorted(
+            f"- `{child.name}{'/' if child.is_dir() else ''}`" for child in path.iterdir() if child.name[0] not in "._"
+        )
         text = f"{HEAD}# {target}\n\nThis folder of the repository contains:\n\n" + "\n".join(names) + "\n"
     elif path.suffix in LANGUAGES:
         code = path.read_text()

@@ -369,8 +369,7 @@ def test_matrices_share_one_scale_and_name_their_sublayers() -> None:
     assert [axes.get_title() for axes in panels] == ["one, micro", "other, micro"]
     assert {axes.images[0].norm.vmax for axes in panels} == {3.0}
     outputs, inputs = (
-        [label.get_text() for label in labels]
-        for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
+        [label.get_text() for label in labels] for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
     )
     assert outputs == ["embedding", "layer 0 attention", "layer 0 MLP", "layer 1 attention", "layer 1 MLP"]
     assert inputs == [*outputs[1:], "final read"]
