@@ -61,7 +61,7 @@ ARMS = {
     "srun": Arm("kill", "srun", ["model=moda", "deepspeed=zero2"], 120),
     "ranks": Arm("kill", "python", ["model=depth_attention", "deepspeed=zero1"], 60,
                  [(step, 2 - step // 60 % 2) for step in range(60, STEPS + 1, 60)],
-                 ("converting", "resuming", "converting", "training"), 4),
+                 ("resuming", "training"), 4),
     "stop": Arm("stop", "python", ["model=denseformer", "deepspeed=zero1"], 50),
     "disk": Arm("disk", "python", ["model=depth_attention", "deepspeed=zero1"], 20),
     "tracker": Arm("tracker", "python", ["tracker=wandb", "tracker.mode=offline"], 20, [(STEPS, 1)]),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from depthlm.training import train
 
 __all__ = ["__version__", "build_model", "compose", "load", "train"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__ = lazy_attributes(
     __name__, {"build_model": "build", "compose": "config", "load": "loading", "train": "training"}

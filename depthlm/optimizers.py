@@ -4,9 +4,9 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,19 @@ if TYPE_CHECKING:
 
 # keys of the group `optimizer` that the class receives if it has an argument of that name
 SHARED = ("betas", "eps", "momentum", "ns_steps")
+# the value of a setting that receives the number of steps of the run
+RUN_STEPS = "run_steps"
+# the kinds of parameters that Muon optimizes, and the constants of torch.optim.Muon
+MATRICES = ("matrix", "experts")
+COEFFICIENTS, SMALLEST_NORM, DTYPE = (3.4445, -4.7750, 2.0315), 1e-7, torch.bfloat16
 
 
-def build_optimizer(model: nn.Module, config: "OptimizerConfig") -> torch.optim.Optimizer:
-    """Return the optimizer of a model's parameters. Raises UserError if its class refuses the settings."""
-    return _optimizer(optimizer_groups(model, config.weight_decay), config)
+def build_optimizer(model: nn.Module, config: "OptimizerConfig", run_steps: int = 1) -> torch.optim.Optimizer:
+    """Return the optimizer of a model's parameters. Raises UserError if its class refuses the settings.
+
+    run_steps: the steps of the run, for settings that are RUN_STEPS.
+    """
+    return _optimizer(optimizer_groups(model, config.weight_decay), config, run_steps)
 
 
 def optimizer_class(config: "OptimizerConfig") -> type[torch.optim.Optimizer]:
@@ -33,17 +41,25 @@ def optimizer_class(config: "OptimizerConfig") -> type[torch.optim.Optimizer]:
     return getattr(importlib.import_module(module), name)
 
 
-def arguments(config: "OptimizerConfig") -> dict[str, Any]:
+def arguments(config: "OptimizerConfig", run_steps: int = 1) -> dict[str, Any]:
     """Return the arguments of the class, besides the parameter groups."""
     values = {name: getattr(config, name) for name in SHARED} | {"betas": tuple(config.betas)}
     accepted = inspect.signature(optimizer_class(config)).parameters
     shared = {name: value for name, value in values.items() if name in accepted and value is not None}
-    return {"lr": config.lr, **shared, **config.settings}
+    settings = {name: run_steps if value == RUN_STEPS else value for name, value in config.settings.items()}
+    return {"lr": config.lr, **shared, **settings}
 
 
-def needs_matrices(config: "OptimizerConfig") -> bool:
-    """Return whether the class needs parameters in their shapes; ZeRO 1 and above shard them as flat vectors."""
-    return getattr(optimizer_class(config), "needs_matrices", False)
+def averages_weights(config: "OptimizerConfig") -> bool:
+    """Return whether averages of the weights are evaluated, which `eval()` of the optimizer sets, `train()` undoes."""
+    return hasattr(optimizer_class(config), "eval")
+
+
+def number_of_betas(config: "OptimizerConfig") -> int:
+    """Return how many decay rates the class has, from its default."""
+    parameter = inspect.signature(optimizer_class(config)).parameters.get("betas")
+    default = parameter.default if parameter is not None else None
+    return len(default) if isinstance(default, Sequence) else 2
 
 
 def state_bytes(model: nn.Module, config: "OptimizerConfig") -> int:
@@ -77,11 +93,11 @@ def state_bytes(model: nn.Module, config: "OptimizerConfig") -> int:
     return sum(count * tensor.numel() * tensor.element_size() for count, tensor in tensors)
 
 
-def _optimizer(groups: list[dict[str, Any]], config: "OptimizerConfig") -> torch.optim.Optimizer:
+def _optimizer(groups: list[dict[str, Any]], config: "OptimizerConfig", run_steps: int = 1) -> torch.optim.Optimizer:
     for group in groups:
         group["lr"] = config.lr * group["lr_scale"]
     try:
-        return optimizer_class(config)(groups, **arguments(config))
+        return optimizer_class(config)(groups, **arguments(config, run_steps))
     except (ValueError, TypeError) as error:
         keys = {entry.name for entry in fields(config)}
         lines = [
@@ -94,14 +110,15 @@ def _optimizer(groups: list[dict[str, Any]], config: "OptimizerConfig") -> torch
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon for the groups of hidden matrices and its AdamW for all others, as one optimizer.
+    """Muon for the groups of hidden matrices and of experts, and torch's AdamW for all others, as one optimizer.
 
-    Muon's update is scaled to the RMS of AdamW's (arXiv 2502.16982, section 2.2), so both share one learning rate.
-    Each matrix of stacked experts gets the update that torch's Muon, which refuses stacks, would make of it alone.
-    All parts use the groups and the state of this optimizer, so the base class saves and loads everything.
+    Muon is that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw" (arXiv 2502.16982, section 2.2): Nesterov
+    momentum, orthogonalization in bf16, and updates of the RMS of AdamW's, so that both share one learning rate. Each
+    matrix of stacked experts is updated as if it were alone.
+
+    Momentum and weight decay are computed element by element, so a parameter may be a flat partition of matrices, as
+    in ZeRO. split: what orthogonalizes the matrices of such a partition.
     """
-
-    needs_matrices = True
 
     def __init__(
         self,
@@ -112,28 +129,25 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
         ns_steps: int = 5,
     ) -> None:
-        matrices = [group for group in groups if group["kind"] == "matrix"]
-        experts = [group for group in groups if group["kind"] == "experts"]
-        others = [group for group in groups if group["kind"] not in ("matrix", "experts")]
-        muon = torch.optim.Muon(matrices, lr, momentum=momentum, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW(others, lr, betas, eps, fused=True)
-        experts = [muon.defaults | group for group in experts]
-        super().__init__([*muon.param_groups, *experts, *adamw.param_groups], {"lr": lr})
-        self.parts: dict[str, torch.optim.Optimizer] = {"matrix": muon, "others": adamw}
+        others = [group for group in groups if group["kind"] not in MATRICES]
+        self.adamw = torch.optim.AdamW(others, lr, betas, eps, fused=True)
+        for group in groups:
+            if group["kind"] in MATRICES:
+                group |= {"momentum": momentum, "ns_steps": ns_steps}
+        super().__init__(groups, {"lr": lr})
+        self.split: Mapping[Tensor, SplitMatrices] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every group once."""
-        groups: dict[str, list[dict[str, Any]]] = {"matrix": [], "experts": [], "others": []}
+        self.adamw.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if group["kind"] not in MATRICES]
+        self.adamw.step()
         for group in self.param_groups:
-            groups[group["kind"] if group["kind"] in groups else "others"].append(group)
-        for kind, part in self.parts.items():
-            part.state, part.param_groups = self.state, groups[kind]
-            part.step()
-        for group in groups["experts"]:
-            self._update_experts(group)
+            if group["kind"] in MATRICES:
+                self._update_matrices(group)
 
-    def _update_experts(self, group: dict[str, Any]) -> None:
+    def _update_matrices(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -141,26 +155,44 @@ class MuonAndAdamW(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-            update = orthogonalized(
-                parameter.grad.lerp(momentum, group["momentum"]),
-                group["ns_coefficients"],
-                group["ns_steps"],
-                group["eps"],
-            )
+            update = parameter.grad.lerp(momentum, group["momentum"]).to(DTYPE)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape[1:])) * group["lr"])
+            if parameter in self.split:
+                parts = self.split[parameter].orthogonalized(update, group["ns_steps"])
+            else:
+                stack = update.view(-1, *update.shape[-2:])
+                parts = [Orthogonalized(0, orthogonalized(stack, group["ns_steps"]).view_as(update), update.shape)]
+            for part in parts:
+                target = parameter.view(-1)[part.offset : part.offset + part.values.numel()].view_as(part.values)
+                target.add_(part.values, alpha=-group["lr"] * 0.2 * math.sqrt(max(part.shape[-2:])))
 
 
-def orthogonalized(stack_emn: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return the matrices of a stack [e, m, n] with singular values of about 1, in bf16.
+class Orthogonalized(NamedTuple):
+    """Orthogonalized elements of matrices of a shape [..., m, n]. offset: of the first in the flattened parameter."""
+
+    offset: int
+    values: Tensor
+    shape: Sequence[int]
+
+
+class SplitMatrices(Protocol):
+    """The matrices of a flat partition, of which other ranks may have parts."""
+
+    def orthogonalized(self, update: Tensor, steps: int) -> Iterable[Orthogonalized]:
+        """Return the orthogonalized matrices of a flat update in DTYPE, as far as this rank has them; collective."""
+        ...
+
+
+def orthogonalized(stack_emn: Tensor, steps: int) -> Tensor:
+    """Return the matrices of a stack [e, m, n] with singular values of about 1.
 
     Newton-Schulz iterations as in torch.optim.Muon, of all matrices at once and of each by itself.
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     tall = stack_emn.shape[1] > stack_emn.shape[2]
     # the smaller of the two Gram matrices
-    x_ers = stack_emn.bfloat16().mT if tall else stack_emn.bfloat16()
-    x_ers = x_ers / x_ers.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    x_ers = stack_emn.mT if tall else stack_emn
+    x_ers = x_ers / x_ers.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(steps):
         gram_err = x_ers @ x_ers.mT
         x_ers = torch.baddbmm(x_ers, torch.baddbmm(gram_err, gram_err, gram_err, beta=b, alpha=c), x_ers, beta=a)

@@ -117,6 +117,11 @@ class RunDirectory:
         return self.path / "inspect"
 
     @property
+    def export(self) -> Path:
+        """The folder for transformers that `export` writes, unless it is given another."""
+        return self.path / "export"
+
+    @property
     def wandb(self) -> Path:
         """The folder that W&B writes."""
         return self.path / "wandb"
@@ -155,10 +160,6 @@ class RunDirectory:
         """Where the checkpoint of a step is written before it is renamed."""
         return self.checkpoints / f".saving-step-{step:08d}"
 
-    def universal(self, checkpoint: Path) -> Path:
-        """Where a checkpoint is converted to DeepSpeed's universal format; another folder at each call."""
-        return self.checkpoints / f".universal-{checkpoint.name}-{secrets.token_hex(8)}"
-
     def leftovers(self) -> list[Path]:
-        """Folders of checkpoints that were being written or converted when a process ended."""
-        return [*self.checkpoints.glob(".saving-*"), *self.checkpoints.glob(".universal-*")]
+        """Folders of checkpoints that were being written when a process ended."""
+        return list(self.checkpoints.glob(".saving-*"))

@@ -1,11 +1,13 @@
 """The optimizers: their settings, the bytes of their states, and optimizers of the user."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
@@ -16,6 +18,8 @@ from depthlm.training import train
 
 Overrides = Callable[..., list[str]]
 
+# of pytorch_optimizer
+LIBRARY = ("ademamix", "soap", "schedule_free")
 SGD = """
 # SGD with momentum
 name: sgd
@@ -28,6 +32,7 @@ SIGN = """
 # The sign of the gradient
 name: sign
 _target_: my_optimizers.Sign
+needs_matrices: true
 settings:
   share: 0.5
 """
@@ -42,8 +47,6 @@ CODE = """
 import torch
 
 class Sign(torch.optim.Optimizer):
-    needs_matrices = True
-
     def __init__(self, groups, lr, share):
         if not 0 < share <= 1:
             raise ValueError(f"share={share}: must be above 0 and at most 1")
@@ -72,17 +75,24 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "backbone"),
-    [("adamw", "qwen3"), ("muon", "qwen3"), ("muon", "qwen3_moe"), ("sgd", "qwen3"), ("sign", "qwen3")],
+    [
+        *((name, "qwen3") for name in ("adamw", "muon", "sgd", "sign", *LIBRARY)),
+        ("muon", "qwen3_moe"),
+        pytest.param("soap", "qwen3_moe", marks=pytest.mark.slow),
+    ],
 )
 def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: Path, name: str, backbone: str) -> None:
-    given = ["size=micro", "model=dca", f"backbone={backbone}", f"optimizer={name}"]
+    if name in LIBRARY:
+        pytest.importorskip("pytorch_optimizer")
+    given = ["size=micro", "model=dca", f"backbone={backbone}", f"optimizer={name}", "schedule=constant"]
     config = depthlm.compose(given, mine, here=False)
     model = depthlm.build_model(config)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.arange(32).view(2, 16)
     model(tokens, tokens).nll.backward()
     optimizer.step()
-    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    # SOAP's states are lists, and as many other values as tensors
+    tensors = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
     assert len(tensors) >= len(list(model.parameters()))
     assert state_bytes(depthlm.build_model(config, "meta"), config.optimizer) == sum(t.nbytes for t in tensors)
     assert MemoryEstimator(config, "cuda").states(0, 1).optimizer == sum(t.nbytes for t in tensors)
@@ -99,6 +109,23 @@ def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
     counters = 4 * len(parameters)
     assert counted["adamw"] == 8 * sum(p.numel() for _, p in parameters) + counters
     assert counted["adamw"] - counted["muon"] == 4 * sum(p.numel() for p in hidden) + 4 * len(hidden)
+
+
+def test_states_per_parameter_are_those_of_the_papers() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    counted = {}
+    for name in LIBRARY:
+        config = depthlm.compose(["size=360m", f"optimizer={name}", "schedule=constant"], here=False)
+        model = depthlm.build_model(config, "meta")
+        counted[name] = state_bytes(model, config.optimizer) / 4
+    parameters = [p for _, p in model.named_parameters()]
+    numbers = sum(p.numel() for p in parameters)
+    assert counted["ademamix"] == 3 * numbers
+    assert counted["schedule_free"] == 2 * numbers
+    # a preconditioner and its eigenvectors on each side but the vocabulary, and none for vectors
+    largest = config.size.intermediate_size
+    sides = sum(side**2 for p in parameters if p.dim() > 1 for side in p.shape if side <= largest)
+    assert counted["soap"] == 2 * numbers + 2 * sides
 
 
 def with_muon(stack: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -168,7 +195,7 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
         (["optimizer.settings.share=x"], "optimizer: my_optimizers.Sign: '<' not supported between instances of 'int' "
                                          "and 'str'"),
         (["deepspeed=zero1"], "optimizer=sign with deepspeed.stage=1: my_optimizers.Sign needs whole matrices, which "
-                              "ZeRO 1 and above flatten; allowed: deepspeed=zero0"),
+                              "ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: my_optimizers.Sign has no such setting; leave it out"),
         (["+optimizer.settings.shar=1"], "optimizer.settings.shar: my_optimizers.Sign has no such setting; "
                                          "allowed: share; did you mean `share`?"),
@@ -176,3 +203,23 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             depthlm.compose(["optimizer=sign", *overrides], mine, here=False)
         assert refused.value.errors == [error]
+
+
+def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pytorch_optimizer", None)
+        with pytest.raises(ConfigError, match=r"pytorch_optimizer is not installed; pip install .*optimizers"):
+            depthlm.compose(["optimizer=soap"], here=False)
+    pytest.importorskip("pytorch_optimizer")
+    for overrides, error in (
+        (["optimizer=soap", "deepspeed=zero2"], "optimizer=soap with deepspeed.stage=2: pytorch_optimizer.SOAP needs "
+                                                "whole matrices"),
+        (["optimizer=schedule_free"], "optimizer=schedule_free with schedule.name=cosine.*allowed: schedule=constant"),
+        (["optimizer=schedule_free", "schedule=constant", "backbone=qwen3_moe", "deepspeed.experts=2"],
+         "optimizer=schedule_free with deepspeed.experts=2: spread experts are resumed from the exported weights"),
+        (["optimizer=ademamix", "optimizer.betas=[0.9,0.95]"], "three numbers from 0 to below 1"),
+        (["optimizer=adamw", "optimizer.betas=[0.9,0.95,0.9]"], "two numbers from 0 to below 1"),
+        (["optimizer=ademamix", "optimizer.settings.alpha=-1"], "optimizer: pytorch_optimizer.AdEMAMix: .*alpha"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=error):
+            depthlm.compose(["size=micro", *overrides], here=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .jobs import Begin, Job, send
-from .results import is_converting, is_saving, newest_step
+from .results import is_saving, newest_step
 
 MOMENTS = ("training", "saving", "resuming")
 # printed once the ranks have met; before, a rank that is left waits for the others for ten minutes
@@ -20,7 +20,7 @@ MET = "run directory"
 class Kill:
     """A kill.
 
-    moment: what the run was meant to do. state: what it did: training, saving, converting, or resuming, which is
+    moment: what the run was meant to do. state: what it did: training, saving, or resuming, which is
     everything before the first new step. ranks: how many were killed, of how many. seconds_to_end: how long the others
     then took to end, or None if all were killed.
     """
@@ -80,9 +80,6 @@ class Killer:
 
         if moment == "resuming":
             return until(passed(draw(0, self._start_seconds)))
-        if moment == "converting":
-            until(lambda: is_converting(self.directory, born) or trains())
-            return until(passed(draw(0, 0.5 * self._start_seconds)))
         until(trains)
         self._start_seconds = time.monotonic() - started
         until(passed(draw(0, 0.5)))
@@ -108,8 +105,6 @@ class Killer:
         state = "training" if step > before else "resuming"
         if is_saving(self.directory, born):
             state = "saving"
-        elif is_converting(self.directory, born):
-            state = "converting"
         if job.wait() == 0:
             return None
         seconds = time.monotonic() - killed if len(victims) < len(ranks) else None

@@ -25,16 +25,7 @@ def newest_step(directory: Path) -> int:
 
 def is_saving(directory: Path, since: float = 0.0) -> bool:
     """Return whether a checkpoint is being written. since: Unix time; folders that are older do not count."""
-    return _has(directory, ".saving-*", since)
-
-
-def is_converting(directory: Path, since: float = 0.0) -> bool:
-    """Return whether a checkpoint is being converted for another number of ranks. since: as of is_saving."""
-    return _has(directory, ".universal-*", since)
-
-
-def _has(directory: Path, pattern: str, since: float) -> bool:
-    for path in (directory / "checkpoints").glob(pattern):
+    for path in (directory / "checkpoints").glob(".saving-*"):
         with suppress(FileNotFoundError):
             if path.stat().st_ctime >= since:
                 return True

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, override_text
+from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf, override_text
 from depthlm.config.schema.keys import Key, keys
 from depthlm.config.validate.errors import nearest
 from depthlm.config.validate.explain import option_file
@@ -176,15 +176,3 @@ def default_text(raw: DictConfig, name: str) -> str:
     except OmegaConfBaseException:
         value = None
     return "(see the group)" if isinstance(value, DictConfig) else override_text(value)
-
-
-def comment(file: Path) -> list[str]:
-    """Return the lines of the comment at the top of a configuration file."""
-    words = []
-    for line in file.read_text().splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("#"):
-            break
-        words.append(line.removeprefix("#").strip())
-    return words

@@ -5,6 +5,7 @@ After an interruption, the same command resumes from the last complete file and 
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from depthlm.config import compose
 from depthlm.console import stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
+from depthlm.data.preparation.parts import Part
 
 
 def main(arguments: list[str], program: str) -> None:
@@ -27,16 +29,31 @@ def main(arguments: list[str], program: str) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="one source of a mixture; repeatable"
     )
+    parser.add_argument(
+        "--part", type=part, metavar="I/N", help="encode every Nth file of each source from file I on, counted from 0, "
+        "while other processes or nodes encode the other parts; the last one to finish makes the token files",
+    )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
     data = compose(options.overrides, options.config_dir).data
-    folders = token_folders(data) if options.verify else prepare(data, only=options.only)
+    folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
+    if options.part is not None:
+        # the others may not be complete
+        folders = {name: folder for name, folder in folders.items() if Manifest.exists(folder)}
     if options.verify:
         verify_all(list(folders.values()))
     console = stdout_console()
     console.print(table(folders))
     for folder in folders.values():
         console.print(notes(folder), soft_wrap=True)
+
+
+def part(text: str) -> Part:
+    """Return the part that `I/N` names."""
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 0 to N - 1, as in 0/16 ... 15/16")
+    return Part(int(match[1]), int(match[2]))
 
 
 def verify_all(folders: list[Path]) -> None:

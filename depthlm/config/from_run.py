@@ -3,6 +3,7 @@
 from collections.abc import Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -130,13 +131,18 @@ def _parsed(
             errors.append(f"{text}: several values; run= starts one run, so give one value")
         elif override.value() == {}:
             errors.append(f"{text}: sets nothing; give the keys inside it, or leave it out")
-        elif name in available and not isinstance(override.value(), str):
+        elif name in available and not _names_options(override.value()):
             errors.append(f"{text}: must be an option of the group {name}; give the keys inside it one by one")
         elif name in available:
             groups.append((text, override))
         else:
             values.append((text, override))
     return groups, values, errors
+
+
+def _names_options(value: Any) -> bool:
+    """Return whether the value of a group is an option, or a list of them, as in tracker=[wandb,tensorboard]."""
+    return all(isinstance(one, str) for one in (value if isinstance(value, list) else [value]))
 
 
 def _set(raw: DictConfig, text: str, override: Override) -> list[str]:

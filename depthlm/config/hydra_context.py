@@ -3,7 +3,8 @@
 import copy
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from hydra.core.singleton import Singleton
 from omegaconf import DictConfig
 
 from depthlm.config.schema import Config
+from depthlm.config.schema.keys import keys
 from depthlm.config.schema.sources import open_names
+from depthlm.counts import SCALES
+from depthlm.files import read_yaml
 from depthlm.locations import CONF
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -89,8 +93,45 @@ def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in sorted(options_by_group.items())}
 
 
+def mechanism_option(part: str, settings: Mapping[str, Any]) -> str | None:
+    """Return the option of the group `model/connection` or `model/attention` whose class and settings are nearest.
+
+    None if no option has the class, as for a mechanism of the user.
+    """
+    options = {file.stem: read_yaml(file) for file in sorted((CONF / "model" / part).glob("*.yaml"))}
+    near = [name for name, option in options.items() if option.get("_target_") == settings.get("_target_")]
+    return max(near, key=lambda name: sum(settings.get(key) == v for key, v in options[name].items()), default=None)
+
+
+def comment(file: Path) -> list[str]:
+    """Return the lines of the comment at the top of a configuration file."""
+    words = []
+    for line in file.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        words.append(line.removeprefix("#").strip())
+    return words
+
+
 def override_text(value: Any) -> str:
     """Return a value in the syntax of an override."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return f"[{','.join(map(override_text, value))}]" if isinstance(value, list) else str(value)
+
+
+def value_text(name: str, value: Any) -> str:
+    """Return the value of a key as an override that Hydra reads back as the same value, counts as 10B."""
+    if isinstance(value, list):
+        return f"[{','.join(value_text(name, one) for one in value)}]"
+    if isinstance(value, str) and not re.fullmatch(r"(?!(true|false|null|nan|inf)$)[a-z_./][\w./:@+-]*", value, re.I):
+        # without quotes it would be a number, or no value at all
+        return "'" + value.replace("'", r"\'") + "'"
+    # a named source has the keys of data
+    key = keys().get(name) or keys().get(f"data.{name.rpartition('.')[2]}")
+    if key is not None and key.metadata["count"] and value:
+        unit, scale = next((one for one in reversed(SCALES.items()) if value % one[1] == 0), ("", 1))
+        return f"{value // scale}{unit}"
+    return override_text(value)

@@ -6,9 +6,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf, override_text
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, value_text
 from depthlm.config.schema import Config
-from depthlm.counts import SCALES, parse_count
+from depthlm.counts import parse_count
 from depthlm.locations import CONF, command
 
 # keys that do not affect the preparation
@@ -33,7 +33,7 @@ def _differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
         if isinstance(value, dict):
             words += _differing(f"{prefix}.{key}", value, default)
         elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and not _same(value, default):
-            words.append(shlex.quote(f"{prefix}.{key}={_spelt(value)}"))
+            words.append(shlex.quote(f"{prefix}.{key}={value_text(f'{prefix}.{key}', value)}"))
     return words
 
 
@@ -41,10 +41,3 @@ def _same(value: Any, default: Any) -> bool:
     if isinstance(default, str) and isinstance(value, int):
         return parse_count(default) == value
     return value == default
-
-
-def _spelt(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        scales = [(suffix, scale) for suffix, scale in SCALES.items() if value and value % scale == 0]
-        return f"{value // scales[-1][1]}{scales[-1][0]}" if scales else str(value)
-    return override_text(value)

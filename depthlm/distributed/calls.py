@@ -16,7 +16,7 @@ Call = Callable[[str, Any], list[Any]]
 # sends a value to all ranks
 Send = Callable[[Any], None]
 
-# seconds between two signs of life while rank 0's thread computes or waits for something
+# seconds between two messages of rank 0 while rank 0's thread computes or waits for something
 POLL = 0.5
 IDLE, CALL, SEND, END = "idle", "call", "send", "end"
 

@@ -16,7 +16,13 @@ from depthlm.locations import install_command
 
 LEAST_PYTHON = (3, 11)
 # for each extra, a package whose presence shows that the extra is installed
-EXTRAS = {"evaluation": "lm-eval", "kimi": "fla-core", "trackers": "trackio", "tune": "hydra-optuna-sweeper"}
+EXTRAS = {
+    "evaluation": "lm-eval",
+    "kimi": "fla-core",
+    "optimizers": "pytorch-optimizer",
+    "trackers": "trackio",
+    "tune": "hydra-optuna-sweeper",
+}
 
 
 def python() -> Item:

@@ -19,12 +19,37 @@ if TYPE_CHECKING:
     from depthlm.model import Decoder
 
 
-def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> "Export":
-    """Export the newest valid checkpoint of a run as a folder that AutoModelForCausalLM loads. See `folder.export`."""
-    _check_transformers()
-    from depthlm.hugging_face.folder import export as write
+def export(
+    run: str | Path,
+    to: str | Path | None = None,
+    trust: Sequence[str] = (),
+    *,
+    license: str | None = None,
+    push_to: str | None = None,
+    private: bool | None = None,
+) -> "Export":
+    """Export the newest valid checkpoint of a run as a folder that AutoModelForCausalLM loads.
 
-    return write(run, to, trust)
+    The folder has a model card. See `folder.export`; with push_to, also `hub.push`.
+
+    to: the folder; None: `export` in the run directory. license: of the weights, as the hub names it, for the card.
+    push_to: the repository of the hub, as owner/name, to which the folder is pushed. private: whether a new repository
+    is private; None: the default of its owner. Raises UserError; what was exported before it remains.
+    """
+    _check_transformers()
+    from depthlm.hugging_face.card import check_license
+    from depthlm.hugging_face.folder import export as write
+    from depthlm.hugging_face.hub import check_push, push
+
+    check_license(license)
+    if push_to is not None:
+        check_push(push_to)
+    elif private is not None:
+        raise UserError("private=: has an effect only with push_to=; give push_to=, or leave it out")
+    written = write(run, to, trust, license=license, repository=push_to)
+    if push_to is not None:
+        written = written._replace(page=push(written.folder, push_to, private))
+    return written
 
 
 def as_causal_lm(model: "Decoder", config: "Config") -> "PreTrainedModel":

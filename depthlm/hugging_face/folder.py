@@ -4,6 +4,7 @@ config.json, generation_config.json       the configuration for transformers
 model.safetensors                         the weights, in fp32
 tokenizer.json, tokenizer_config.json     the run's tokenizer
 *.py                                      the decoder's code, if transformers does not have the model
+README.md, loss.png                       the model card and its picture
 depthlm.json                              the exported run, and the files of the export
 """
 
@@ -23,14 +24,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
-from depthlm.files import usual_mode
+from depthlm.files import digest, usual_mode
+from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.hugging_face.tokenizer import as_tokenizer
-from depthlm.loading import load
+from depthlm.loading import load_checkpoint
 from depthlm.model import Decoder
 from depthlm.pretrained.experts import split_experts
 from depthlm.pretrained.native import native_config, native_type, their_weight
+from depthlm.run_directory import RunDirectory
 
 WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 
@@ -38,7 +41,7 @@ WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
 class Export(NamedTuple):
     """An export: its folder, the size of each file in bytes, the number of parameters, and the type of the model.
 
-    native: whether the model type is part of transformers.
+    native: whether the model type is part of transformers. page: the address of the model on the hub, if it was pushed.
     """
 
     folder: Path
@@ -46,21 +49,30 @@ class Export(NamedTuple):
     parameters: int
     model_type: str
     native: bool
+    page: str | None = None
 
 
-def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> Export:
+def export(
+    run: str | Path,
+    to: str | Path | None = None,
+    trust: Sequence[str] = (),
+    *,
+    license: str | None = None,
+    repository: str | None = None,
+) -> Export:
     """Write the newest valid checkpoint of a run directory as a folder that AutoModelForCausalLM loads.
 
     A vanilla model on a backbone of transformers becomes a folder of that model. Any other export includes its code,
     and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.
 
-    trust: modules whose mechanisms may be built and copied, as in `depthlm.load`.
+    to: the folder; None: `export` in the run directory. trust: modules whose mechanisms may be built and copied, as in
+    `depthlm.load`. license, repository: of the weights, as the hub names them, for the model card.
     Raises UserError for a run without a checkpoint, a folder that contains other files or cannot be written, and a
     mechanism that cannot be copied.
     """
-    folder = Path(to)
+    folder = RunDirectory(Path(run)).export if to is None else Path(to)
     check_folder(folder)
-    model, config = load(run, trust=trust)
+    model, config, manifest = load_checkpoint(run, trust=trust)
     tokenizer = as_tokenizer(Tokenizer.load(run), config.training.sequence_length)
     native = native_type(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -71,9 +83,14 @@ def export(run: str | Path, to: str | Path, trust: Sequence[str] = ()) -> Export
             write_tokenizer(tokenizer, new)
             if native is None:
                 write_code(model, new)
+            write_card(
+                new, Path(run), model, config, manifest["step"],
+                native=native is not None, name=repository or "path/to/this/folder", license=license,
+            )  # fmt: skip
             names = sorted(file.name for file in new.iterdir())
             about = {"run": Path(run).absolute().name, "mechanism": config.model.name, "parameters": parameters}
-            (new / ABOUT).write_text(json.dumps(about | {"files": names}, indent=1) + "\n")
+            about |= {"step": manifest["step"], "files": names, "card": digest(new / CARD)}
+            (new / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"to={folder}: cannot be written ({error.strerror or error})") from None
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
@@ -143,7 +160,8 @@ def check_folder(folder: Path) -> None:
     if not existing_files:
         return
     try:
-        written = {*json.loads((folder / ABOUT).read_text())["files"], ABOUT}
+        about = json.loads((folder / ABOUT).read_text())
+        written = {*about["files"], ABOUT}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"to={folder}: the folder has files ({sorted(existing_files)[0]}), but no export; give a new folder"
@@ -151,6 +169,9 @@ def check_folder(folder: Path) -> None:
     if foreign := sorted(existing_files - written):
         raise UserError(f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
                         "it, or give a new folder")  # fmt: skip
+    if CARD in existing_files and digest(folder / CARD) != about.get("card"):
+        raise UserError(f"to={folder}: {CARD} was edited since the export, and would be lost; move it, give a new "
+                        "folder, or push this one as it is: hf upload <owner>/<name> <folder>")  # fmt: skip
 
 
 @contextmanager

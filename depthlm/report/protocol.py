@@ -5,11 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from depthlm.config.compose import compose
+from depthlm.config.protocol import protocol_texts
 from depthlm.config.schema import Config
 from depthlm.config.schema.keys import flatten, in_protocol
-from depthlm.config.schema.length import run_steps
-from depthlm.counts import count_text
-from depthlm.optimizers import arguments
 from depthlm.report.rows import Row
 from depthlm.report.tables import Table, cells
 from depthlm.runs.records import RunRecord, recorded_settings
@@ -33,7 +31,7 @@ def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
     """Return the protocol as a table; differing values are all listed, with their sizes where these are distinct."""
     lines: dict[str, dict[str, list[str]]] = {}
     for row, config in zip(rows, configs, strict=True):
-        for name, text in _texts(config).items():
+        for name, text in protocol_texts(config).items():
             size = row.settings.get("size", config.size.name)
             sizes_of_text = lines.setdefault(name, {}).setdefault(text, [])
             if size not in sizes_of_text:
@@ -45,33 +43,6 @@ def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
         values = [f"{text} ({', '.join(group)})" if by_size else text for text, group in texts.items()]
         table.append(cells([name, "; ".join(values)]))
     return Table(["protocol", "value"], table, words=True)
-
-
-def _texts(config: Config) -> dict[str, str]:
-    training, optimizer, schedule = config.training, config.optimizer, config.schedule
-    steps = run_steps(config)
-    batch = training.batch_size * training.sequence_length
-    if schedule.warmup_steps is not None:
-        warmup = f"{schedule.warmup_steps:,} steps of warm-up"
-    else:
-        warmup = f"{100 * (schedule.warmup_ratio or 0):.3g}% of the steps as warm-up"
-    used, betas = arguments(optimizer), " and ".join(f"{beta:g}" for beta in optimizer.betas)
-    floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
-    return {
-        "size": config.size.name,
-        "backbone": config.backbone.name,
-        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}",
-        "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
-        "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
-        "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
-        "optimizer": optimizer.name
-        + (f", betas {betas}" if "betas" in used else "")
-        + f", weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
-        "peak learning rate": f"{optimizer.lr:.4g}",
-        "schedule": f"{schedule.name}, {warmup}{floor}",
-        "precision": config.precision.name,
-        "budget": config.budget.name,
-    }
 
 
 def trained_otherwise(run: RunRecord, config: Config) -> list[str]:

@@ -8,8 +8,11 @@ from depthlm.runs.records import read_metrics, training_loss
 from depthlm.runs.validation_losses import ValidationLosses, finite, loss_key
 
 
-def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
-    """Plot training and validation loss over tokens from metrics.jsonl to loss.png in a run directory."""
+def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | None = None) -> Path:
+    """Plot training and validation loss over tokens from metrics.jsonl of a run directory.
+
+    to: the picture; None: loss.png in the run directory. Returns its path.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -43,7 +46,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None) -> Path:
         axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     else:
         axes.legend(frameon=False)
-    path = RunDirectory(directory).loss_curve
+    path = RunDirectory(directory).loss_curve if to is None else to
     figure.savefig(path, dpi=130)
     return path
 

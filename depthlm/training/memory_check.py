@@ -12,7 +12,6 @@ from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.machine.memory import process_bytes
 from depthlm.model.recomputation import SELECTIVE
-from depthlm.optimizers import needs_matrices
 
 log = logging.getLogger("depthlm")
 
@@ -70,7 +69,7 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
     configured = training.micro_batch_size or share
     sizes = [size for size in range(1, configured + 1) if share % size == 0]
     highest = 2 if training.compile is True or sharding.experts > 1 else 3
-    if world == 1 or needs_matrices(config.optimizer):
+    if world == 1 or config.optimizer.needs_matrices:
         highest = sharding.stage
     given = training.activation_checkpointing
     # compiled sublayers cannot be recomputed selectively

@@ -28,9 +28,9 @@ def validate(
 ) -> ValidationLosses:
     """Measure the loss of each validation set; collective. Raises ValidationStopped once any rank holds a signal."""
     losses = {}
-    for name, tokens in corpus.validation.items():
-        marked = mark_each(batches(config, plan, tokens), activity, request, engine.device)
-        with autocast(config, engine.device):
+    with engine.evaluated(), autocast(config, engine.device):
+        for name, tokens in corpus.validation.items():
+            marked = mark_each(batches(config, plan, tokens), activity, request, engine.device)
             losses[name] = finite(total_loss(engine.model, marked, engine.device).mean)
     return ValidationLosses(losses)
 
@@ -41,7 +41,7 @@ def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: En
     Returns the maximum over all ranks by its name in metrics.jsonl, None for non-finite values.
     """
     inputs, _ = next(batches(config, plan, next(iter(corpus.validation.values()))))
-    with autocast(config, engine.device):
+    with engine.evaluated(), autocast(config, engine.device):
         local = diagnose(engine.model, inputs.to(engine.device))
     largest = torch.tensor(list(local.values()), device=engine.device)
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)

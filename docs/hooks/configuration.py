@@ -8,8 +8,8 @@ from typing import Any
 
 import hydra
 
-from depthlm.commands.help import comment, default_text, imported_class, setting_rows
-from depthlm.config.hydra_context import available_groups, hydra_at_conf
+from depthlm.commands.help import default_text, imported_class, setting_rows
+from depthlm.config.hydra_context import available_groups, comment, hydra_at_conf
 from depthlm.config.schema.keys import Key, keys
 from depthlm.config.validate.explain import option_file
 from depthlm.files import read_yaml

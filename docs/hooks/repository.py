@@ -12,8 +12,22 @@ from mkdocs.structure.files import File
 
 REPOSITORY = Path(__file__).parents[2]
 # Markdown outside of docs/ that has a place in the navigation
-PAGES = {"README.md": "start.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh", ".sbatch": "sh", "": "text"}
+PAGES = {
+    "README.md": "start.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+}
+LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".sh": "sh",
+    ".sbatch": "sh",
+    ".cff": "yaml",
+    ".Dockerfile": "docker",
+    "": "text",
+}
 FENCE = re.compile(r"^ *(```|~~~)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)

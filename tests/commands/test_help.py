@@ -87,7 +87,7 @@ def test_the_shell_completes_groups_and_options(forks: Forks) -> None:
         return done.stdout.split()
 
     assert complete("python train.py model=dep", "train.py") == ["model=depth_attention"]
-    assert complete("depthlm train optimizer=", "-m", "depthlm") == ["optimizer=adamw", "optimizer=muon"]
+    assert complete("depthlm train optimizer=a", "-m", "depthlm") == ["optimizer=adamw", "optimizer=ademamix"]
     assert "summary" in complete("depthlm su", "-m", "depthlm")
     done = forks.run(["train.py", "-sc", "install=bash"])
     assert done.returncode == 0, done.stderr

@@ -147,6 +147,7 @@ def test_settings_of_a_single_invocation_are_not_inherited() -> None:
     [
         ((), BASE),
         (("training.log_every=3", "tracker=none", "resume=never"), BASE),
+        (("tracker=[wandb,tensorboard]",), BASE),
         (("deepspeed=zero2", "kernels=torch", "training.micro_batch_size=2"), BASE),
         # the same values as in the run
         (("model=vanilla", "seed=1", "optimizer.betas=[0.9,0.95]"), BASE),

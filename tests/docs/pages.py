@@ -16,7 +16,7 @@ from depthlm.locations import REPOSITORY
 
 def page_names() -> list[str]:
     """Return the tracked pages, relative to the repository."""
-    listed = ["git", "ls-files", "README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/*.md", "docs/*.ipynb"]
+    listed = ["git", "ls-files", "*.md", "docs/*.ipynb"]
     return subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
 
 

@@ -21,7 +21,7 @@ from depthlm.locations import REPOSITORY
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
-from ..data.corpora.fake_hub import FakeHub, fake_hub
+from ..fake_hub import FakeHub, fake_hub
 from ..forks import Forks
 from .corpora import Corpus, Mirrors, corpora, documents_of, kept
 

@@ -45,13 +45,20 @@ def test_files_that_no_export_wrote_are_kept(make_run: MakeRun, tmp_path: Path) 
         export(run, to)
     (to / "notes.txt").unlink()
     export(run, to)
-    (to / "README.md").write_text("mine")
+    (to / "notes.md").write_text("mine")
     before = contents(to)
-    with pytest.raises(UserError, match=r"README.md is not part of the export in this folder, .* be lost; move it"):
+    with pytest.raises(UserError, match=r"notes.md is not part of the export in this folder, .* be lost; move it"):
         export(run, to)
     with pytest.raises(UserError, match=r"the folder has files .*, but no export"):
         export(run, run)
     assert contents(to) == before
+    (to / "notes.md").unlink()
+    (to / "README.md").write_text("my own words")
+    with pytest.raises(
+        UserError, match=r"README.md was edited since the export, and would be lost; move it, give a new"
+    ):
+        export(run, to)
+    assert (to / "README.md").read_text() == "my own words"
 
 
 def test_a_target_that_cannot_be_written_is_a_user_error(

@@ -3,11 +3,16 @@
 import json
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from depthlm.config import compose
+from depthlm.data import prepare
+from depthlm.locations import REPOSITORY
 
 from ..forks import Forks, environment_with
 
@@ -125,3 +130,23 @@ def test_a_signalled_job_saves_is_requeued_and_resumes(
     run(cluster, "scancel", job)
     wait_for_jobs(cluster, 60)
     assert "1 stopped" in submit("--status", *sweep)
+
+
+def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(
+    cluster: dict[str, str], corpus_folder: Path, tmp_path: Path
+) -> None:
+    data = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", "data.validation_fraction=0.1"]
+    here = {**cluster, "DEPTHLM_PYTHON": sys.executable, "DEPTHLM_CODE": str(REPOSITORY)}
+    script = REPOSITORY / "depthlm/slurm/prepare.sbatch"
+    options = ["--array=1-3", "--cpus-per-task=1", "--time=00:10:00", f"--output={tmp_path}/%a.log"]
+    done = subprocess.run(
+        ["sbatch", *options, script, *data, f"data.path={tmp_path}/parts"],
+        cwd=tmp_path, env=environment_with(**here), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wait_for_jobs(cluster, 120)
+    logs = [(tmp_path / f"{task}.log").read_text() for task in (1, 2, 3)]
+    assert sum("prepared" in log for log in logs) == 1, logs
+    prepare(compose([*data, f"data.path={tmp_path}/whole"]).data)
+    for file in (tmp_path / "whole").iterdir():
+        assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()

@@ -1,6 +1,7 @@
 """A second engine: plain PyTorch in fp32, in one process. It shows what an engine must provide."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class PlainEngine:
 
     def __init__(self, config: Config, plan: Plan, model: Decoder) -> None:
         self.model, self.accumulation, self.max_norm = model, plan.accumulation, config.training.gradient_clipping
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
         self.micro_batches, self.norm, self.applied = 0, None, True
 
     def __call__(self, inputs: Tensor, targets: Tensor, observer: Observer = UNOBSERVED) -> Loss:
@@ -72,7 +73,10 @@ class PlainEngine:
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         return {name: keep(name, tensor) for name, tensor in self.model.state_dict().items()}
 
-    def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
+    def evaluated(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
         content = torch.load(checkpoint / STATE / FILE)
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])

@@ -183,21 +183,34 @@ def check_steps(config: Config, steps: int) -> list[str]:
 
 
 def _check_optimizer(config: Config, given: set[str]) -> list[str]:
-    from depthlm.optimizers import SHARED, arguments, build_optimizer, needs_matrices
+    from depthlm.optimizers import SHARED, arguments, averages_weights, build_optimizer, number_of_betas
 
     optimizer, stage, errors = config.optimizer, config.deepspeed.stage, []
-    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-        errors.append(f"optimizer.betas={optimizer.betas}: two numbers from 0 to below 1, as in [0.9,0.95]")
+    count = number_of_betas(optimizer)
+    if len(optimizer.betas) != count or not all(0 <= beta < 1 for beta in optimizer.betas):
+        number, example = ("three", "[0.9,0.999,0.9999]") if count == 3 else ("two", "[0.9,0.95]")
+        errors.append(f"optimizer.betas={optimizer.betas}: {number} numbers from 0 to below 1, as in {example}")
     accepted = arguments(optimizer)
     for name in SHARED:
         value = getattr(optimizer, name)
         if f"optimizer.{name}" in given and value is not None and name not in accepted:
             errors.append(f"optimizer.{name}={value}: {optimizer._target_} has no such setting; leave it out")
-    if needs_matrices(optimizer) and stage > 0:
+    if optimizer.needs_matrices and stage > 0:
         errors.append(
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "
-            "which ZeRO 1 and above flatten; allowed: deepspeed=zero0"
+            "which ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"
         )
+    if averages_weights(optimizer):
+        if config.schedule.name != "constant":
+            errors.append(
+                f"optimizer={optimizer.name} with schedule.name={config.schedule.name}: {optimizer._target_} averages "
+                "the weights, which replaces the decay of the rate; allowed: schedule=constant, with a warm-up"
+            )
+        if config.deepspeed.experts > 1:
+            errors.append(
+                f"optimizer={optimizer.name} with deepspeed.experts={config.deepspeed.experts}: spread experts are "
+                "resumed from the exported weights, which are averages here; leave deepspeed.experts out"
+            )
     # the bounds of the keys are enough for the default class, and building takes seconds: it imports torch's compiler
     if not errors and any(name in OPTIMIZER_CLASS or name.startswith("optimizer.settings") for name in given):
         from torch import nn

@@ -13,6 +13,7 @@ import hydra
 
 from depthlm.config.schema import Config, Model
 from depthlm.config.validate.errors import listed, nearest
+from depthlm.locations import install_command
 from depthlm.model.sublayer_spec import SublayerSpec
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # arguments of an optimizer that its parameter groups set, from the keys beside its settings
 SET_BY_GROUPS = ("lr", "weight_decay")
+# packages of classes in conf/, and the extras that install them
+EXTRAS = {"pytorch_optimizer": "optimizers"}
 
 
 def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
@@ -52,6 +55,8 @@ def check_target(name: str, settings: Any) -> list[str]:
     try:
         source = importlib.import_module(module)
     except ImportError as error:
+        if extra := EXTRAS.get(str(error.name)):
+            return [f"{where}={target}: {error.name} is not installed; {install_command(extra)}"]
         return [f"{where}={target}: cannot be imported ({error}); is its folder on PYTHONPATH?"]
     named_class = getattr(source, attribute, None)
     if named_class is None:

@@ -101,13 +101,13 @@ class Reader:
             line = stream.readline(self.longest + 1)
             if not line:
                 return
-            if too_long := len(line.rstrip(b"\n")) > self.longest:
+            if too_long := len(line) > self.longest and len(line.rstrip(b"\n")) > self.longest:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(_CHUNK)
             if number >= first and too_long:
                 yield self._too_long(f"{self.file.name}:{number}", number, f"line {number + 1}")
             elif number >= first and not line.isspace():
-                yield self._json_document(number, f"line {number + 1}", line)
+                yield self._json_document(number, line)
 
     def _rows(self, raw: BinaryIO, first: int) -> Iterator[Record]:
         import pyarrow as pa
@@ -135,7 +135,7 @@ class Reader:
                 text = batch.column(0).cast(pa.large_string()) if is_text else batch.column(0)
                 for value in text.cast(pa.large_binary()).to_pylist():
                     if number >= first:
-                        yield self._text(number, f"row {number + 1}", value)
+                        yield self._text(number, "row", value, f"{self.file.name}:{number}")
                     number += 1
 
     def _plain(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
@@ -148,50 +148,59 @@ class Reader:
                     while stream.read(_CHUNK):
                         pass
                 else:
-                    yield self._text(0, "the file", content, name=self.file.name)
+                    yield self._text(0, "", content, self.file.name)
             return
         size = max(1, min(PIECE, self._size // PIECES))
         # a byte that is not UTF-8 becomes a character that cannot be encoded, so that its piece alone is bad
         text = io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="")
         for number, piece in enumerate(pieces(text, size)):
             if number >= first:
-                name = f"{self.file.name}:{number:08d}"
-                yield self._text(number, f"piece {number + 1} of the file", piece, name)
+                yield self._text(number, "piece", piece, f"{self.file.name}:{number:08d}")
 
-    def _json_document(self, number: int, place: str, line: bytes) -> Record:
+    def _json_document(self, number: int, line: bytes) -> Record:
         name = f"{self.file.name}:{number}"
         try:
             value = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            return Record(name, number + 1, None, "utf8", f"{place} is not UTF-8 ({error.reason})")
+            return Record(name, number + 1, None, "utf8", f"line {number + 1} is not UTF-8 ({error.reason})")
         except (ValueError, RecursionError) as error:
-            return Record(name, number + 1, None, "json", f"{place} is not JSON ({error})")
+            return Record(name, number + 1, None, "json", f"line {number + 1} is not JSON ({error})")
         if not isinstance(value, dict):
-            return Record(name, number + 1, None, "json", f"{place} is not a JSON object")
-        if not isinstance(value.get(self.text_field), str):
+            return Record(name, number + 1, None, "json", f"line {number + 1} is not a JSON object")
+        text = value.get(self.text_field)
+        if not isinstance(text, str):
             what = "is missing" if self.text_field not in value else "is not a string"
-            why = f"{place}: the field {self.text_field!r} {what}; there are {', '.join(map(repr, value)) or 'none'}"
+            fields = ", ".join(map(repr, value)) or "none"
+            why = f"line {number + 1}: the field {self.text_field!r} {what}; there are {fields}"
             return Record(name, number + 1, None, "field", why)
-        return self._text(number, place, value[self.text_field])
+        return self._text(number, "line", text, name)
 
     def _too_long(self, name: str, number: int, place: str) -> Record:
         why = f"{place} is longer than data.max_document_bytes={self.longest}"
         return Record(name, number + 1, None, "long", why)
 
-    def _text(self, number: int, place: str, text: Any, name: str = "") -> Record:
-        name = name or f"{self.file.name}:{number}"
+    def _text(self, number: int, unit: str, text: Any, name: str) -> Record:
+        """Return the record of a text. unit: what the number counts; empty: the file is one document."""
+        if text and len(text) <= self.longest:
+            try:
+                # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
+                text.encode("utf-8") if isinstance(text, str) else (text := text.decode("utf-8"))
+            except UnicodeError as error:
+                why = f"{_place(unit, number)} is not UTF-8 ({error.reason})"  # type: ignore[attr-defined]
+                return Record(name, number + 1, None, "utf8", why)
+            return Record(name, number + 1, text)
+        place = _place(unit, number)
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
-        if len(text) > self.longest:
-            return self._too_long(name, number, place)
-        try:
-            # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
-            text = text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
-        except UnicodeError as error:
-            return Record(name, number + 1, None, "utf8", f"{place} is not UTF-8 ({error.reason})")  # type: ignore[attr-defined]
-        if not text:
-            return Record(name, number + 1, None, "empty", f"{place} is empty")
-        return Record(name, number + 1, text)
+        return (
+            self._too_long(name, number, place)
+            if text
+            else Record(name, number + 1, None, "empty", f"{place} is empty")
+        )
+
+
+def _place(unit: str, number: int) -> str:
+    return f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
 
 
 def documents(

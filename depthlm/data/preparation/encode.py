@@ -2,9 +2,11 @@
 
 import io
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +20,16 @@ from depthlm.data.errors import DataError
 from depthlm.data.held_out import held_out_share, is_validation
 from depthlm.data.manifest import Manifest
 from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile
-from depthlm.data.preparation.split_writer import SplitWriter, dtype_of
-from depthlm.data.tokenizers import Tokenizer, parallel_tokenizers
+from depthlm.data.preparation.split_writer import SplitWriter, dtype_of, little_endian
+from depthlm.data.tokenizers import Tokenizer
 from depthlm.machine import environment
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
 
-# Characters encoded at once: few enough that threads alternate in the single-threaded part (building lists of ids),
-# but enough for every core. The library needs some hundred bytes of memory for each character.
-BATCH = min(2**22, 2**18 * environment.cores())
+# Characters of a batch. Each core encodes batches of its own, which takes less processor time than all cores encoding a
+# batch together. The library needs some hundred bytes of memory for each character.
+BATCH = 2**18
 
 # A document with more characters is cut and encoded in pieces; the tokens at a cut depend on this number.
 LONGEST = 2**20
@@ -35,13 +37,13 @@ LONGEST = 2**20
 # Remedies for bad documents.
 FIXES = {"field": "set data.text_field to the text's field", "long": "raise it, or divide the document"}
 
-# Batches encoded while another is written: the second keeps all cores busy while the last texts of the first finish.
+# Batches that are read ahead of those being encoded.
 AHEAD = 2
 
 
 @dataclass(frozen=True)
 class Job:
-    """The input of `encode`: a source and everything that determines its token files.
+    """What is prepared: a source and everything that determines its token files.
 
     cut: whether a plain-text file is cut into many documents. validation_only: all documents are held out.
     quota: the number of training tokens after which to stop; null: all. vocab_size: an upper bound of the ids; a
@@ -69,7 +71,7 @@ class Piece(NamedTuple):
     bad: str = ""
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """Files that are read in order, and the share of their documents that is held out."""
 
     files: list[TextFile]
@@ -91,12 +93,17 @@ class Encoded(NamedTuple):
     bytes: list[int]
 
 
-def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Manifest:
+def encode(
+    job: Job, tokenizer: Tokenizer, folder: Path, console: Console,
+    read: Callable[[Position], Generator[tuple[Batch, Encoded]]] | None = None,
+) -> Manifest:  # fmt: skip
     """Write the token files of both splits into the folder and return their manifest without writing it.
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
+    read: returns the encoded batches from a position on, where they exist already; None: the text is encoded.
     Raises DataError where a document or file is bad, or a split has no document.
     """
+    read = read or partial(encoded_batches, job, tokenizer)
     size, dtype = job.vocab_size, dtype_of(job.vocab_size)
     stems = {False: "train", True: f"validation-{job.name}"}
     writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
@@ -105,20 +112,11 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
     position = progress.restore(writers, skipped) or Position(0, 0, 0)
     saved = sum(len(writer.shards) for writer in writers.values())
     bar = ProgressBar(console, job.name, job.quota)
-    with parallel_tokenizers(), bar, ThreadPoolExecutor(AHEAD) as pool:
-        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
-        batches = _batches(job, position)
-        while True:
-            while len(waiting) <= AHEAD and (batch := next(batches, None)) is not None:
-                waiting.append((batch, pool.submit(_encode, tokenizer, batch.pieces, writers[False].dtype)))
-            if not waiting:
-                break
-            batch, encoded = waiting.popleft()
-            full = _write(writers, skipped, batch.pieces, encoded.result(), job)
+    with bar, closing(read(position)) as batches:
+        for batch, encoded in batches:
+            full = _write(writers, skipped, batch.pieces, encoded, job)
             bar.show(batch.done, writers)
             if full:
-                for _, future in waiting:
-                    future.cancel()
                 break
             # a position lies between documents: a shard completed within a document is recorded at the document's end
             if batch.pieces[-1].last and (shards := sum(len(writer.shards) for writer in writers.values())) > saved:
@@ -139,6 +137,30 @@ def encode(job: Job, tokenizer: Tokenizer, folder: Path, console: Console) -> Ma
     )
 
 
+def encoded_batches(
+    job: Job, tokenizer: Tokenizer, position: Position, files: Iterable[tuple[int, int]] | None = None
+) -> Generator[tuple[Batch, Encoded]]:
+    """Encode the source from a position on, some batches ahead of the one that is yielded.
+
+    files: the section and the number of the only files to read; None: all.
+    """
+    dtype = little_endian(dtype_of(job.vocab_size))
+    with ThreadPoolExecutor(environment.cores()) as pool:
+        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+        batches = _batches(job, position, None if files is None else set(files))
+        try:
+            while True:
+                while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
+                    waiting.append((batch, pool.submit(_encode, tokenizer, batch.pieces, dtype)))
+                if not waiting:
+                    return
+                batch, encoded = waiting.popleft()
+                yield batch, encoded.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
 def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: "Data") -> float:
     """Return the share of documents to hold out: 0 with held-out files, else enough for at least one document."""
     if files.held_out is not None:
@@ -149,20 +171,20 @@ def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: "Data"
     )
 
 
-def _parts(job: Job) -> list[Part]:
+def sections(job: Job) -> list[Section]:
     """Return the files of the source in the order in which they are read."""
     if job.validation_only:
-        return [Part(job.files.train, 1.0)]
+        return [Section(job.files.train, 1.0)]
     fraction = held_out_fraction(job.files, job.text_field, job.cut, job.data)
-    return [*([Part(job.files.held_out, 1.0)] if job.files.held_out else []), Part(job.files.train, fraction)]
+    return [*([Section(job.files.held_out, 1.0)] if job.files.held_out else []), Section(job.files.train, fraction)]
 
 
-def _batches(job: Job, start: Position) -> Iterator[Batch]:
-    parts = _parts(job)
-    total = sum(len(files) for files, _ in parts)
+def _batches(job: Job, start: Position, only: set[tuple[int, int]] | None) -> Iterator[Batch]:
+    read = sections(job)
+    total = sum(len(files) for files, _ in read)
     batch: list[Piece] = []
     characters = 0
-    for piece, files_read, reader in _pieces(job, parts, start):
+    for piece, files_read, reader in _pieces(job, read, start, only):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
@@ -172,18 +194,20 @@ def _batches(job: Job, start: Position) -> Iterator[Batch]:
         yield Batch(batch, 1.0)
 
 
-def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piece, int, Reader]]:
+def _pieces(
+    job: Job, read: list[Section], start: Position, only: set[tuple[int, int]] | None
+) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
-    for part, (files, fraction) in enumerate(parts):
+    for section, (files, fraction) in enumerate(read):
         for index, file in enumerate(files):
             files_read += 1
-            if (part, index) < start[:2]:
+            if (section, index) < start[:2] or (only is not None and (section, index) not in only):
                 continue
-            first_record = start.record if (part, index) == start[:2] else 0
+            first_record = start.record if (section, index) == start[:2] else 0
             reader = Reader(file, job.text_field, job.cut, job.data.max_document_bytes)
             for record in reader.records(first_record):
-                after = Position(part, index, record.next)
+                after = Position(section, index, record.next)
                 if record.text is None:
                     if record.bad != "empty" and job.data.on_bad_document == "error":
                         fix = FIXES.get(record.bad, "fix the file")
@@ -193,8 +217,8 @@ def _pieces(job: Job, parts: list[Part], start: Position) -> Iterator[tuple[Piec
                     continue
                 held_out, text = is_validation(record.name, fraction), record.text
                 if len(text) > LONGEST:
-                    *parts_before, text = pieces(io.StringIO(text, newline=""), LONGEST)
-                    for piece in parts_before:
+                    *before, text = pieces(io.StringIO(text, newline=""), LONGEST)
+                    for piece in before:
                         yield Piece(held_out, piece, False, after), files_read, reader
                 yield Piece(held_out, text, True, after), files_read, reader
 

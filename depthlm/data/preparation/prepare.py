@@ -20,6 +20,8 @@ from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction
 from depthlm.data.preparation.estimate import check_room
+from depthlm.data.preparation.parts import FOLDER as ENCODED
+from depthlm.data.preparation.parts import Part, encode_part, missing_files, stored_batches
 from depthlm.data.preparation.progress import training_bar
 from depthlm.data.settings import check_settings, quota, settings, token_folder
 from depthlm.data.tokenizers import (
@@ -38,10 +40,13 @@ if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
 
 
-def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> dict[str, Path]:
+def prepare(
+    data: "Data", progress: bool = True, only: Collection[str] = (), part: Part | None = None
+) -> dict[str, Path]:
     """Make the token files of this configuration unless they exist, and return the folder of each source, by name.
 
-    only: the sources and validation sets to prepare; empty: all.
+    only: the sources and validation sets to prepare; empty: all. part: encode only these files of each source, besides
+    other processes that encode the other parts; the last one to finish makes the token files.
 
     A folder appears by one rename. A killed call leaves <folder>.partial, and the next call resumes from its last
     complete shard. Of several processes at once, one prepares and the others wait. The same text and settings give the
@@ -59,7 +64,7 @@ def prepare(data: "Data", progress: bool = True, only: Collection[str] = ()) -> 
         raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(everything)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
-        name: _prepare(name, source, data, tokenizer, console)
+        name: _prepare(name, source, data, tokenizer, console, part)
         for name, source in everything.items()
         if not only or name in only
     }
@@ -97,7 +102,9 @@ def _text_for_training(data: "Data") -> Iterator[str]:
         yield from sample(kept, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 
-def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], console: Console) -> Path:
+def _prepare(
+    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], console: Console, part: Part | None
+) -> Path:
     folder = token_folder(name, source, data)
     if Manifest.exists(folder):
         _check_existing(name, source, data, folder, console)
@@ -107,29 +114,75 @@ def _prepare(name: str, source: "Source", data: "Data", tokenizer: Callable[[], 
     try:
         target = folder.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target, console):
-            if not Manifest.exists(target):
-                _make(name, source, data, tokenizer, target, console)
-            else:
-                _check_existing(name, source, data, folder, console)
+        if part is not None:
+            _encode_part(name, source, data, tokenizer, target, console, part)
+        else:
+            with _lock(target, console):
+                if not Manifest.exists(target):
+                    _make(name, source, data, tokenizer, target, console)
+                else:
+                    _check_existing(name, source, data, folder, console)
     except OSError as error:
         remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
         raise DataError(f"cannot prepare token files ({error})", folder, remedy) from error
     return folder
 
 
+def _encode_part(
+    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console,
+    part: Part,
+) -> None:  # fmt: skip
+    """Encode a part of the source, and make the token files if no other part is missing."""
+    partial = _partial(target)
+    with _lock(target, console):
+        if Manifest.exists(target):
+            return
+        job = _begin(name, source, data, tokenizer, target, console)
+        progress_file.ProgressFile(partial, job.settings, job.files, Tokenizer.load(partial).fingerprint).begin()
+    start = time.monotonic()
+    # without the lock, since the other parts are encoded at the same time
+    try:
+        encoded = encode_part(job, Tokenizer.load(partial), partial, part)
+    except FileNotFoundError:
+        if Manifest.exists(target):
+            # a process that prepares the whole source was faster
+            return
+        raise
+    with _lock(target, console):
+        if Manifest.exists(target):
+            return
+        missing = missing_files(job, partial)
+        console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
+        if missing:
+            console.print(f"other parts have {missing} more files to encode; the last one joins all of them")
+        else:
+            _make(name, source, data, tokenizer, target, console)
+
+
 def _make(
     name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
 ) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
-    start = time.monotonic()
-    partial = target.with_name(f"{target.name}.partial")
-    wanted_settings = settings(name, source, data)
-    if Manifest.exists(partial) and Manifest.read(partial).settings == wanted_settings:
+    start, partial = time.monotonic(), _partial(target)
+    if Manifest.exists(partial) and Manifest.read(partial).settings == settings(name, source, data):
         # killed between the last token and the rename
         _publish(partial, target)
         return
+    job = _begin(name, source, data, tokenizer, target, console)
+    encoded = (partial / ENCODED).is_dir() and not missing_files(job, partial)
+    read = functools.partial(stored_batches, job, partial) if encoded else None
+    manifest = encode(job, Tokenizer.load(partial), partial, console, read)
+    manifest.write(partial)
+    _publish(partial, target)
+    _print_summary(manifest, target, time.monotonic() - start, console)
+
+
+def _begin(
+    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
+) -> Job:
+    """Create the folder in preparation with its tokenizer, or resume in one of the same settings and text."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
+    partial, wanted_settings = _partial(target), settings(name, source, data)
     earlier = _read_progress(partial, wanted_settings)
     files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
     if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
@@ -143,7 +196,7 @@ def _make(
         sync(tokenizer().save(partial))
     else:
         console.print(f"resuming {target}")
-    job = Job(
+    return Job(
         name=name,
         files=files,
         text_field=source.text_field or "",
@@ -154,10 +207,11 @@ def _make(
         settings=wanted_settings,
         data=data,
     )
-    manifest = encode(job, Tokenizer.load(partial), partial, console)
-    manifest.write(partial)
-    _publish(partial, target)
-    _print_summary(manifest, target, time.monotonic() - start, console)
+
+
+def _partial(target: Path) -> Path:
+    """The folder in preparation of a folder of token files."""
+    return target.with_name(f"{target.name}.partial")
 
 
 def _publish(partial: Path, target: Path) -> None:
@@ -165,7 +219,9 @@ def _publish(partial: Path, target: Path) -> None:
     manifest = Manifest.read(partial)
     listed = {shard.name for split in manifest.splits().values() for shard in split.files}
     for file in partial.iterdir():
-        if file.name not in {"manifest.json", "tokenizer.json", *listed}:
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.name not in {"manifest.json", "tokenizer.json", *listed}:
             file.unlink()
     sync(partial)
     if target.exists():

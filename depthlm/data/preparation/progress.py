@@ -23,9 +23,9 @@ LINE_EVERY = 30.0
 
 
 class Position(NamedTuple):
-    """Where reading resumes: the part of the source, the file of that part, and the record of that file, from 0."""
+    """Where reading resumes: the section of the source, its file, and the record of that file, from 0."""
 
-    part: int
+    section: int
     file: int
     record: int
 
@@ -40,6 +40,12 @@ class ProgressFile:
         self.file = folder / FILE_NAME
         self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
 
+    def begin(self) -> None:
+        """Record that parts of the source are being encoded, unless a shard is complete already."""
+        if read(self.file.parent) is None:
+            empty = {"position": Position(0, 0, 0), "writers": {}, "left_out": {}}
+            replace_text(self.file, json.dumps(self.key | empty))
+
     def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
@@ -51,7 +57,7 @@ class ProgressFile:
         record = read(self.file.parent)
         if record is None or any(record[name] != value for name, value in self.key.items()):
             return None
-        for writer in writers.values():
+        for writer in writers.values() if record["writers"] else ():
             writer.restore(record["writers"][writer.stem])
         skipped.update(record["left_out"])
         return Position(*record["position"])

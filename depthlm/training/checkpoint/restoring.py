@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError
-from depthlm.training.engine import Engine, convert, needs_conversion, saved_experts
+from depthlm.training.engine import Engine, needs_repartition, saved_experts
 from depthlm.training.plan import Plan
 from depthlm.training.progress import Progress
 
@@ -25,12 +24,12 @@ log = logging.getLogger("depthlm")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run starts from. universal: it must be converted first, as `needs_conversion` says."""
+    """The checkpoint a run starts from. repartition: whether `needs_repartition` holds."""
 
     path: Path
     manifest: dict[str, Any]
     forked: bool
-    universal: bool
+    repartition: bool
 
 
 def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | None:
@@ -60,24 +59,19 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
             "training.max_steps"
         )
     sharding = config.deepspeed
-    universal = needs_conversion(path, manifest, sharding.stage, plan.world_size, sharding.experts)
+    repartition = needs_repartition(path, manifest, sharding.stage, plan.world_size, sharding.experts)
     if own is None:
         _check_fork(path, manifest, config)
-    return ResumePoint(path, manifest, own is None, universal)
+    return ResumePoint(path, manifest, own is None, repartition)
 
 
 def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progress:
     """Load the checkpoint that the run in `directory` starts from into the engine; collective. Returns its progress."""
     if start is None:
         return Progress()
-    run = RunDirectory(directory)
-
-    def prepare() -> Path | None:
-        # a run that has nothing left to save would never remove them
-        remove_leftovers(run)
-        return _convert(start, engine, run) if start.universal else None
-
-    _load(engine, start, on_rank_0(prepare))
+    # a run that has nothing left to save would never remove them
+    on_rank_0(lambda: remove_leftovers(RunDirectory(directory)))
+    _load(engine, start)
     progress = read_progress(start.manifest)
     if start.forked:
         progress.wandb_id, progress.row = None, {}
@@ -93,37 +87,29 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
 
     Returns None and logs the reason if that checkpoint is missing or invalid; the engine is then unchanged.
     """
-
     run, sharding = RunDirectory.of(config.output_dir), config.deepspeed
 
-    def find_checkpoint() -> tuple[ResumePoint, Path | None]:
+    def find_checkpoint() -> ResumePoint:
         path = run.checkpoint(step)
         manifest = read_manifest(path)
-        universal = needs_conversion(path, manifest, sharding.stage, plan.world_size, sharding.experts)
-        start = ResumePoint(path, manifest, False, universal)
-        return start, _convert(start, engine, run) if universal else None
+        repartition = needs_repartition(path, manifest, sharding.stage, plan.world_size, sharding.experts)
+        return ResumePoint(path, manifest, False, repartition)
 
     try:
-        start, folder = on_rank_0(find_checkpoint)
+        start = on_rank_0(find_checkpoint)
     except (UserError, OSError) as error:
         log.info("cannot rewind to step %d: %s", step, error)
         return None
-    _load(engine, start, folder)
+    _load(engine, start)
     return read_progress(start.manifest)
 
 
-def _convert(start: ResumePoint, engine: Engine, run: RunDirectory) -> Path:
-    return convert(start.path, run.universal(start.path), engine.model, saved_experts(start.manifest))
-
-
-def _load(engine: Engine, start: ResumePoint, converted: Path | None) -> None:
-    if converted is None:
+def _load(engine: Engine, start: ResumePoint) -> None:
+    if not start.repartition:
         return engine.load_state(start.path)
-    engine.load_state(start.path, converted)
-    torch.distributed.barrier()
-    on_rank_0(lambda: shutil.rmtree(converted))
+    engine.load_state(start.path, saved_experts(start.manifest))
     world_size = torch.distributed.get_world_size()
-    log.info("converted the checkpoint of %d ranks and loaded it on %d ranks", start.manifest["world_size"], world_size)
+    log.info("repartitioned the checkpoint of %d ranks for %d ranks", start.manifest["world_size"], world_size)
 
 
 def read_progress(manifest: dict[str, Any]) -> Progress:

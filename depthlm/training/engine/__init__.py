@@ -1,6 +1,6 @@
 """The training engine: one interface, and DeepSpeed behind it."""
 
-from depthlm.training.engine.conversion import convert, needs_conversion, saved_experts
+from depthlm.training.engine.conversion import needs_repartition, saved_experts
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.settings import autocast
@@ -11,10 +11,9 @@ __all__ = [
     "Engine",
     "autocast",
     "build_engine",
-    "convert",
     "draw_shards",
     "draw_spread",
-    "needs_conversion",
+    "needs_repartition",
     "saved_experts",
     "undo_sharding",
     "writable",

@@ -1,8 +1,11 @@
 """DeepSpeed as an engine. All workarounds for it are in this package."""
 
 import contextlib
+import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,19 @@ from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import spread_states
+from depthlm.training.engine.averages import averaged
+from depthlm.training.engine.counters import count_updates
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.reduction import Reducer
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
 from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights, total_norm
+from depthlm.training.engine.zero.matrices import split_matrices
+from depthlm.training.engine.zero.repartition import load_repartitioned
 from depthlm.training.plan import Plan
+
+# what our parameter groups have besides the arguments of the class, and what DeepSpeed's groups of experts have
+GROUP_KEYS = {"names", "kind", "lr", "lr_scale", "weight_decay", "moe", "name"}
 
 
 def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
@@ -33,7 +43,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     import deepspeed
 
     configure_deepspeed(config)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
     mark_experts(model, optimizer)
     if config.deepspeed.stage == 0:
         guard_step(optimizer, config.training.gradient_clipping)
@@ -50,14 +60,25 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if config.deepspeed.experts > 1 and config.deepspeed.stage > 0:
         spread_states.name_parts(engine, model)
-    return DeepSpeedEngine(engine, model, reducer_of(config, plan, engine, model))
+    if config.deepspeed.stage > 0:
+        split_matrices(optimizer, engine.optimizer, engine.device)
+    if config.deepspeed.stage == 3:
+        count_updates(optimizer)
+    return DeepSpeedEngine(engine, model, optimizer, reducer_of(config, plan, engine, model))
 
 
 class DeepSpeedEngine:
     """An engine of DeepSpeed, with its workarounds. The methods are documented in `Engine`."""
 
-    def __init__(self, deepspeed: Any, model: Decoder, reducer: Reducer | None) -> None:
-        self.deepspeed, self.model, self.reducer = deepspeed, model, reducer
+    def __init__(
+        self, deepspeed: Any, model: Decoder, optimizer: torch.optim.Optimizer, reducer: Reducer | None
+    ) -> None:
+        self.deepspeed, self.model, self.optimizer, self.reducer = deepspeed, model, optimizer, reducer
+
+    @property
+    def zero(self) -> Any | None:
+        """DeepSpeed's optimizer around ours; None at ZeRO 0."""
+        return self.deepspeed.optimizer if self.deepspeed.optimizer is not self.optimizer else None
 
     @property
     def device(self) -> torch.device:
@@ -110,44 +131,44 @@ class DeepSpeedEngine:
         import deepspeed
 
         weights, is_rank_0 = {}, torch.distributed.get_rank() == 0
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
-            with deepspeed.zero.GatheredParameters(tensor):
-                whole = spread_states.gather(tensor)
-                if is_rank_0:
-                    weights[name] = keep(name, whole)
+        with self.evaluated():
+            for name, tensor in self.model.state_dict(keep_vars=True).items():
+                # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
+                with deepspeed.zero.GatheredParameters(tensor):
+                    whole = spread_states.gather(tensor)
+                    if is_rank_0:
+                        # averages are in the model only now
+                        weights[name] = keep(name, whole.clone() if hasattr(self.optimizer, "eval") else whole)
         return weights
 
-    def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
-        optimizer = self.deepspeed.optimizer
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        self.deepspeed._config.load_universal_checkpoint = converted is not None
+    def evaluated(self) -> AbstractContextManager[None]:
+        return averaged(self.optimizer, self.zero)
+
+    def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
+        optimizer = self.optimizer
+        fixed = settings_of(optimizer)
         spread = spread_weights(self.model) or spread_states.spread_files(checkpoint / STATE)
         load = (lambda **_: spread_states.load_weights(checkpoint, self.model)) if spread else None
-        try:
-            with spread_states.as_dense(self.deepspeed):
-                loaded, _ = self.deepspeed.load_checkpoint(str(converted or checkpoint), tag=STATE, custom_load_fn=load)
-        finally:
-            self.deepspeed._config.load_universal_checkpoint = False
+        repartition = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts or 1)
+        with (
+            spread_states.as_dense(self.deepspeed),
+            loading_with(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
+        ):
+            loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
         if loaded is None:
             raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
         if spread and self.reducer is not None:
             spread_states.load_states(checkpoint, optimizer, self.model)
-        # a fork may have other settings, and loading a universal ZeRO 3 checkpoint gives every group those of group 0
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
-            for name in group.keys() - own.keys() - {"params"}:
-                # of experts that were spread over ranks
-                del group[name]
-        if converted is not None:
-            # a converted checkpoint has no buffers
+        # a fork may have other settings, and experts may have been spread
+        for group, own in zip(optimizer.param_groups, fixed, strict=True):
+            for key in GROUP_KEYS & group.keys() - own.keys():
+                del group[key]
+            group |= own
+        if saved_experts is not None:
+            # the files of the optimizer have no buffers
             with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(weights.get_tensor(name))
-            # the states of all groups then share one step counter, which every group would increment
-            for state in getattr(optimizer, "optimizer", optimizer).state.values():
-                if isinstance(state.get("step"), Tensor):
-                    state["step"] = state["step"].clone()
 
     def destroy(self) -> None:
         if self.reducer is not None:
@@ -171,6 +192,28 @@ class Collector:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.checkpoint_engine, name)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return what the configuration decides of each group. All other entries belong to the state of the optimizer."""
+    arguments = inspect.signature(type(optimizer)).parameters
+    return [
+        {key: value for key, value in group.items() if key in GROUP_KEYS or (key in arguments and key != "params")}
+        for group in optimizer.param_groups
+    ]
+
+
+@contextlib.contextmanager
+def loading_with(deepspeed: Any, load: Callable[[], None]) -> Iterator[None]:
+    """Let DeepSpeed load only its own counters, and `load` the weights and the optimizer."""
+    # DeepSpeed then asks neither for a file of each rank nor for the weights in it
+    deepspeed._config.load_universal_checkpoint = True
+    deepspeed.optimizer.load_state_dict = lambda **_: load()
+    try:
+        yield
+    finally:
+        del deepspeed.optimizer.load_state_dict
+        deepspeed._config.load_universal_checkpoint = False
 
 
 def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reducer | None:

@@ -5,6 +5,7 @@ beside deepspeed.py.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,14 +73,24 @@ class Engine(Protocol):
         ...
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
-        """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0."""
+        """Return the full weights by name, each copied by `keep`; collective, and empty on all ranks but rank 0.
+
+        They are those of `evaluated`.
+        """
         ...
 
-    def load_state(self, checkpoint: Path, converted: Path | None = None) -> None:
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights that are evaluated and exported; collective.
+
+        These are other weights than those in training only for an optimizer that averages the weights.
+        """
+        ...
+
+    def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
         """Load weights, optimizer and engine state from a checkpoint; collective. Raises CheckpointError.
 
-        The optimizer groups keep the settings of the engine. converted: the folder to which the checkpoint was
-        converted, because another number of ranks wrote it, or its experts were spread over another number.
+        The optimizer groups keep the settings of the engine. saved_experts: for a checkpoint that must be
+        repartitioned, over how many ranks it spreads the experts; None: the ranks are those that wrote it.
         """
         ...
 

@@ -2,11 +2,10 @@
 
 DeepSpeed's file of rank 0 is for all ranks: it has the weights and, at ZeRO 0, the optimizer states, of experts only
 those of rank 0. So every rank reads its weights from `model.safetensors`, which has all experts. At ZeRO 0, the states
-of the other experts are in files of their own. At ZeRO 1 and 2, DeepSpeed saves the states of every rank anyway; its
-converter gets the experts of each rank as weights with names of their own, which `respread` then joins and splits.
+of the other experts are in files of their own. At ZeRO 1 and 2, DeepSpeed saves the states of every rank anyway; the
+experts of each rank have names of their own there, which `load_repartitioned` joins.
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +20,9 @@ from depthlm.model.parameters import owned_parameters, part_of
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.training.engine.spreading import spread_weights
 
-SHAPES = "param_shapes"
-
 
 def part_name(name: str, rank: int, ranks: int) -> str:
-    """Return the name under which DeepSpeed's converter knows the experts of a rank."""
+    """Return the name of the experts of a rank in the optimizer states of ZeRO 1 and 2."""
     return name if ranks == 1 else f"{name}.{rank}"
 
 
@@ -59,10 +56,6 @@ def complete(states: dict[Path, Any], optimizer: Any, model: nn.Module, folder: 
         assert spread is not None
         if stage == 0 and 0 < rank < spread.ranks:
             states.setdefault(_file(folder, rank), {})[name] = dict(optimizer.state[weight])
-        for state in states.values():
-            for shapes in state.get(SHAPES) or ():
-                if part_name(name, 0, spread.ranks) in shapes:
-                    shapes |= {part_name(name, number, spread.ranks): weight.shape for number in range(spread.ranks)}
     return states
 
 
@@ -111,30 +104,3 @@ def load_states(checkpoint: Path, optimizer: Any, model: nn.Module) -> None:
 def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the stacked weights of experts by name."""
     return {owned.name: owned.parameter for owned in owned_parameters(model) if isinstance(owned.owner, Experts)}
-
-
-def respread(folder: Path, model: nn.Module, saved: int) -> None:
-    """Join the experts of all ranks in DeepSpeed's universal checkpoint, and split them for the ranks of this model.
-
-    saved: over how many ranks they were spread.
-    """
-    for name, weight in expert_weights(model).items():
-        spread = spread_of(weight)
-        ranks = 1 if spread is None else spread.ranks
-        if ranks == saved:
-            continue
-        sources = [folder / "zero" / part_name(name, number, saved) for number in range(saved)]
-        targets = [folder / "zero" / part_name(name, number, ranks) for number in range(ranks)]
-        for target in targets:
-            target.mkdir(exist_ok=True)
-        for file in sorted(path.name for path in sources[0].iterdir()):
-            parts = [torch.load(source / file, weights_only=False) for source in sources]
-            results = parts[:1] * ranks
-            # the step is the same for all
-            if isinstance(parts[0], dict):
-                chunks = torch.cat([part["param"] for part in parts]).chunk(ranks)
-                results = [parts[0] | {"param": chunk.clone()} for chunk in chunks]
-            for target, result in zip(targets, results, strict=True):
-                torch.save(result, target / file)
-        for source in set(sources) - set(targets):
-            shutil.rmtree(source)

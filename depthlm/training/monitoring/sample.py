@@ -20,6 +20,6 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
     generator = torch.Generator(engine.device).manual_seed(config.seed)
     # compiling for every length of a sample would take longer than the sample
-    with autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
+    with engine.evaluated(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
         sampled = generate(engine.model, tokens.to(engine.device), 64, temperature=0.7, top_k=50, generator=generator)
     log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))

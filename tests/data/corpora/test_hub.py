@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from .fake_hub import FakeHub, fake_hub
+from ...fake_hub import FakeHub, fake_hub
 from .hub_repositories import QUESTIONS, REPOSITORIES, TOKENIZER, ask, lines
 
 

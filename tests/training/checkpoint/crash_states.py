@@ -4,10 +4,8 @@ import copy
 import functools
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,28 +32,6 @@ SMALL = ("size.hidden_size=8", "size.head_size=4", "size.intermediate_size=8", "
 def train_recorded(overrides: list[str], root: Path, unsynced: str = "") -> int:
     """Train on this rank, and record the file operations below a folder."""
     with Recorder(root, root.with_name("events")).recording(unsynced):
-        return train(depthlm.compose(overrides))
-
-
-def train_converting_here(overrides: list[str]) -> int:
-    """Train on this rank, and convert checkpoints in this process, which need not import DeepSpeed again."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    run = subprocess.run
-
-    def convert(command: list[str], **settings: Any) -> Any:
-        if "--input_folder" not in command:
-            return run(command, **settings)
-        given = [
-            *command[command.index("--inject_missing_state") :],
-            "--num_extract_workers=1",
-            "--num_merge_workers=1",
-        ]
-        with mock.patch("sys.argv", ["", *given]):
-            ds_to_universal.main(ds_to_universal.parse_arguments())
-        return SimpleNamespace(returncode=0)
-
-    with mock.patch("subprocess.run", convert):
         return train(depthlm.compose(overrides))
 
 

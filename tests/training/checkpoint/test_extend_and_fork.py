@@ -49,7 +49,7 @@ def test_a_run_resumes_on_another_number_of_ranks_and_back(
     go(3 - before, "training.stop_after=6", name="moved")
     go(before, name="moved")
     log = (tmp_path / "moved/train.log").read_text()
-    assert ("converting" in log) == (stage > 0)
+    assert ("repartitioned" in log) == (stage > 0)
     tolerance = 2e-6 if precision == "fp32" else 3e-4
     torch.testing.assert_close(losses(tmp_path / "moved"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
     one, other = (weights(tmp_path / name) for name in ("moved", "undisturbed"))
@@ -88,25 +88,18 @@ def test_zero_1_on_two_ranks_resumes_as_zero_2_on_one(
     torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=2e-6, atol=0)
 
 
-def test_a_run_resumes_on_fewer_ranks_also_after_a_conversion_without_disk_space_or_that_failed(
-    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_resumes_on_fewer_ranks(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, optimizer: str
 ) -> None:
-    shared = ("training.max_steps=4", "deepspeed=zero1")
+    shared = ("training.max_steps=4", "deepspeed=zero1", f"optimizer={optimizer}")
     assert two_ranks(train_on_ranks, small_run(*shared, "training.stop_after=2")) == [0, 0]
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": 1000}))
-        with pytest.raises(UserError, match=r"another layout of ranks it is converted, which needs .* GiB are free"):
-            train(depthlm.compose(small_run(*shared)))
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.executable", "/bin/false")
-        with pytest.raises(UserError, match="DeepSpeed could not convert it"):
-            train(depthlm.compose(small_run(*shared)))
     assert train(depthlm.compose(small_run(*shared))) == 0
-    assert "converting" in (tmp_path / "run/train.log").read_text()
-    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+    assert "repartitioned" in (tmp_path / "run/train.log").read_text()
     assert train(depthlm.compose(small_run(*shared, name="undisturbed"))) == 0
     assert len(losses(tmp_path / "run")) == 4
-    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=2e-6, atol=0)
+    tolerance = 2e-6 if optimizer == "adamw" else 1e-4
+    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=tolerance, atol=0)
     one, other = (weights(tmp_path / name) for name in ("run", "undisturbed"))
     assert all(torch.dist(one[name], other[name]) <= 3e-3 * other[name].norm() for name in one)
 

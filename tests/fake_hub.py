@@ -1,4 +1,7 @@
-"""A Hugging Face hub on 127.0.0.1 that serves folders; it has the part of the HTTP API that the libraries use."""
+"""A Hugging Face hub on 127.0.0.1 that serves folders, and accepts uploads if a test wants that.
+
+It has the part of the HTTP API that the libraries use.
+"""
 
 import hashlib
 import json
@@ -11,13 +14,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from .fake_uploads import Uploads
+
 
 class FakeHub(str):
     """The url, for HF_ENDPOINT.
 
     Attributes: requests, "METHOD path" of each request so far; drops, by file name, the numbers of bytes that the next
     downloads send before the connection is cut; gated, repositories that list their files but refuse to serve them;
-    page, the number of entries per page of a listing.
+    page, the number of entries per page of a listing; uploads, None where nothing may be uploaded.
     """
 
     def __init__(self, url: str) -> None:
@@ -25,6 +30,7 @@ class FakeHub(str):
         self.drops: dict[str, list[int]] = {}
         self.gated: set[str] = set()
         self.page = 1000
+        self.uploads: Uploads | None = None
         self._branches: dict[tuple[str, str], str] = {}
         self._commits: dict[tuple[str, str], Path] = {}
 
@@ -104,9 +110,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._fail(404, "")
 
+    def do_PUT(self) -> None:
+        self.do_POST()
+
     def do_POST(self) -> None:
         self.hub.requests.append(f"{self.command} {unquote(self.path)}")
-        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.hub.uploads is not None:
+            answer = self.hub.uploads.answer(self.command, unquote(self.path), self.headers["Authorization"], body)
+            if answer is not None:
+                return self._json(answer[1], status=answer[0])
+        form = parse_qs(body.decode())
         parts = [unquote(part) for part in self.path.strip("/").split("/")]
         repo = ("datasets/" if parts[1] == "datasets" else "") + "/".join(parts[2:4])
         if commit := self._folder(repo, parts[5]):
@@ -127,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         sha, folder = commit
         if verb == "revision":
             siblings = [{"rfilename": e["path"]} for e in _tree(folder, folder, recursive=True) if e["type"] == "file"]
-            self._json({"id": repo.removeprefix("datasets/"), "sha": sha, "siblings": siblings})
+            private = self.hub.uploads is not None and repo in self.hub.uploads.private
+            about = {"id": repo.removeprefix("datasets/"), "sha": sha, "private": private, "siblings": siblings}
+            self._json(about)
         elif verb == "tree":
             below = folder / "/".join(rest[2:])
             if not below.is_dir():
@@ -150,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(401, "GatedRepo")
         elif not file.is_file():
             self._fail(404, "EntryNotFound", {"X-Repo-Commit": sha})
-        elif file.suffix in (".md", ".json"):
+        elif file.suffix in (".md", ".json", ".py"):
             self._body(file, {"X-Repo-Commit": sha})
         else:
             # Large files are served from another url, as on the real hub.
@@ -161,7 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         at = 1 + len(repo.split("/"))
         folder = self.hub.commit(repo, parts[at])[1]
         assert folder is not None
-        self._body(folder / "/".join(parts[at + 1 :]), {})
+        # the client follows a redirect that stays on this host, and reads what it would from the redirect
+        self._body(folder / "/".join(parts[at + 1 :]), {"X-Repo-Commit": parts[at]})
 
     def _body(self, file: Path, headers: dict[str, str]) -> None:
         content, status = file.read_bytes(), 200
@@ -176,8 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
         drops = self.hub.drops.get(file.name) if self.command == "GET" else None
         self._send(status, headers, content, drops.pop(0) if drops else None)
 
-    def _json(self, value: Any, headers: Mapping[str, str] | None = None) -> None:
-        self._send(200, {"Content-Type": "application/json"} | dict(headers or {}), json.dumps(value).encode())
+    def _json(self, value: Any, headers: Mapping[str, str] | None = None, status: int = 200) -> None:
+        self._send(status, {"Content-Type": "application/json"} | dict(headers or {}), json.dumps(value).encode())
 
     def _fail(self, status: int, code: str, headers: Mapping[str, str] | None = None) -> None:
         self._send(status, ({"X-Error-Code": code} if code else {}) | dict(headers or {}), b"")

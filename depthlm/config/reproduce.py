@@ -1,0 +1,79 @@
+"""The overrides that compose the configuration of a run, however the run was started."""
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from depthlm.config.compose import compose
+from depthlm.config.hydra_context import available_groups, mechanism_option, value_text
+from depthlm.config.resolve import LENGTHS
+from depthlm.config.saved import compare
+from depthlm.config.schema import Config
+from depthlm.config.schema.keys import flatten
+from depthlm.errors import UserError
+
+# groups whose option has the name in the configuration; the keys of the others are given one by one
+GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
+# where files are, and what is applied to the values already
+IGNORED = ("data.path", "budget", "experiment", "model.name")
+
+
+def train_overrides(config: Config) -> list[str] | None:
+    """Return the shortest overrides that compose a resolved configuration, as words for a shell; None if none do.
+
+    Keys that do not affect the result are omitted. Of an absolute path only the last name is given, since it may be
+    private: /home/me/text becomes /path/to/text.
+    """
+    options, names = available_groups(None), {group: getattr(config, group).name for group in GROUPS}
+    chosen = [f"{group}={name}" for group, name in names.items() if name in options[group]]
+    if names["model"] not in options["model"]:
+        parts = {part: mechanism_option(part, getattr(config.model, part)) for part in ("connection", "attention")}
+        chosen += [f"model/{part}={option}" for part, option in parts.items() if option is not None]
+    saved = asdict(config)
+    values: dict[str, Any] = {}
+    try:
+        defaults = asdict(compose([], here=False))
+        # an option that is the default needs no override, except where it depends on the machine
+        is_default = {f"{group}={defaults[group]['name']}" for group in GROUPS if group != "precision"}
+        groups = [text for text in chosen if text not in is_default]
+        # one value may determine another, as size.lr does optimizer.lr
+        for _ in range(3):
+            differing = _differences(saved, asdict(compose([*groups, *_overrides(values)], here=False)))
+            if not differing:
+                public = {name: _public(value) for name, value in values.items()}
+                return [shlex.quote(text) for text in (*groups, *_overrides(public))]
+            values |= _values(saved, differing)
+    except (UserError, HydraException, OmegaConfBaseException, ValueError):
+        pass
+    return None
+
+
+def _differences(saved: dict[str, Any], composed: dict[str, Any]) -> list[str]:
+    return [name for name in compare(saved, composed) if not any(f"{name}.".startswith(f"{part}.") for part in IGNORED)]
+
+
+def _values(saved: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return the values of these keys; a whole group is given by its keys that are set."""
+    flat = flatten(saved)
+    values: dict[str, Any] = {}
+    for name in names:
+        inside = {key: value for key, value in flat.items() if key.startswith(f"{name}.") and value is not None}
+        values |= inside or {name: flat.get(name)}
+    # one length replaces the others, and a batch in tokens the one in sequences
+    unset = {name for name in (*LENGTHS, "schedule.warmup_ratio", "schedule.warmup_steps") if values.get(name) is None}
+    if values.get("training.batch_tokens") is not None:
+        unset.add("training.batch_size")
+    return {name: value for name, value in values.items() if name not in unset}
+
+
+def _overrides(values: dict[str, Any]) -> list[str]:
+    return [f"{name}={value_text(name, value)}" for name, value in values.items()]
+
+
+def _public(value: Any) -> Any:
+    is_private = isinstance(value, str) and Path(value).is_absolute()
+    return f"/path/to/{Path(value).name}" if is_private else value

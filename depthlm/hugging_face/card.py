@@ -1,0 +1,261 @@
+"""The model card of an export: README.md, whose numbers are those that the run itself recorded."""
+
+import inspect
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from depthlm.accounting import count_parameters
+from depthlm.config import Config
+from depthlm.config.hydra_context import comment, mechanism_option
+from depthlm.config.protocol import protocol_texts
+from depthlm.config.reproduce import train_overrides
+from depthlm.config.validate.explain import option_file
+from depthlm.counts import count_text
+from depthlm.errors import UserError
+from depthlm.hugging_face.results import Results, environment_of, results_at, version_of
+from depthlm.model import Decoder
+from depthlm.model.attention.mixers import attention_class
+from depthlm.runs.loss_curve import plot_loss
+from depthlm.runs.records import read_run, training_loss
+from depthlm.runs.validation_losses import finite, perplexity
+
+CARD, CURVE = "README.md", "loss.png"
+TAGS = ("depthlm", "pretraining")
+
+
+def check_license(license: str | None) -> None:
+    """Raise UserError for a text that cannot be an identifier of the hub; which ones exist, only the hub knows."""
+    if license is not None and not re.fullmatch(r"[a-z0-9]+([.-][a-z0-9]+)*", license):
+        close = re.sub(r"[^a-z0-9.]+", "-", license.lower()).strip("-.")
+        hint = f"; did you mean `{close}`?" if close else ""
+        raise UserError(
+            f"license={license}: must be an identifier of the hub, in lower case, such as apache-2.0, mit, cc-by-4.0 "
+            f"or other (https://huggingface.co/docs/hub/repositories-licenses){hint}"
+        )
+
+
+def write_card(
+    folder: Path, run: Path, model: Decoder, config: Config, step: int, *, native: bool, name: str, license: str | None
+) -> None:
+    """Write README.md, and loss.png if the run logged losses, into the folder of an export.
+
+    step: of the exported checkpoint. native: whether the model is part of transformers. name: the argument of
+    `from_pretrained`. license: of the weights, as the hub names it; None: not stated. Raises OSError.
+    """
+    record, environment = read_run(run), environment_of(run)
+    results = results_at(record, step)
+    if any(training_loss(row) is not None and finite(row.get("tokens")) is not None for row in record.rows):
+        plot_loss(run, finite(record.summary.get("unigram_entropy")), folder / CURVE)
+    sections = [
+        introduction(config, environment),
+        mechanism(model, config),
+        architecture(model, config),
+        protocol(config, results, environment),
+        losses(config, results, has_curve=(folder / CURVE).exists()),
+        loading(name, native),
+        reproduction(config, version_of(environment)),
+        licenses(config, native, license),
+    ]
+    head = metadata(config, results, license).to_yaml()
+    text = f"---\n{head}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
+    (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def metadata(config: Config, results: Results, license: str | None) -> ModelCardData:
+    """Return the metadata of the card, which the hub indexes; losses only of a complete run."""
+    hubs = list(dict.fromkeys(source.hub for source in (config.data, *config.data.sources.values()) if source.hub))
+    evaluations = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=hubs[0] if hubs else config.data.name,
+            dataset_name=f"{name} (validation)",
+            metric_type=metric,
+            metric_name=f"validation {metric}",
+            metric_value=value,
+        )
+        for name, loss in (results.validation.by_set.items() if results.is_complete else ())
+        for metric, value in (("loss", loss), ("perplexity", perplexity(loss)))
+        if value is not None
+    ]
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=license,
+        datasets=hubs or None,
+        tags=[*TAGS, *re.split(r"[+,]", config.model.name)],
+        model_name=title(config),
+        eval_results=evaluations or None,
+    )
+
+
+def title(config: Config) -> str:
+    """Return the name of the model: its mechanism and its size."""
+    return f"{config.model.name} {config.size.name}"
+
+
+def introduction(config: Config, environment: Mapping[str, Any]) -> str:
+    """Return the title and a sentence on what the model is."""
+    start = "started from other weights and trained" if config.init_from or config.fork_from else "trained from scratch"
+    return (
+        f"# {title(config)}\n\n"
+        f"A decoder language model, {start} on {corpus(config, environment)}. It is a base model: it continues text, "
+        "and is not trained to follow instructions."
+    )
+
+
+def mechanism(model: Decoder, config: Config) -> str:
+    """Return what the connection and the attention do, their papers, and their settings."""
+    attention = attention_class(layer.attention for layer in model.layers)
+    classes = {"connection": type(model.connections[0]), "attention": attention}
+    lines = []
+    for part, mechanism_class in classes.items():
+        settings = {key: value for key, value in getattr(config.model, part).items() if not key.startswith("_")}
+        option = mechanism_option(part, getattr(config.model, part))
+        if option is not None:
+            about = " ".join(comment(option_file(f"model/{part}", option, None)))
+        else:
+            about = (inspect.getdoc(mechanism_class) or "a class of its own").partition("\n\n")[0]
+        lines.append(f"- **{part.capitalize()}** `{option or mechanism_class.__qualname__}`: {linked(about)}")
+        if settings:
+            values = ", ".join(f"`{key}={json.dumps(value)}`" for key, value in settings.items())
+            lines[-1] += f"\n  Settings: {values}."
+    if model.loops > 1:
+        lines.append(f"- **Loops**: {model.loops} passes through the same layers.")
+    return "## Mechanism\n\nHow a layer uses the results of earlier layers:\n\n" + "\n".join(lines)
+
+
+def linked(text: str) -> str:
+    """Return a text whose arXiv numbers are links, with a full stop."""
+    text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
+    return text if text.endswith(".") else f"{text}."
+
+
+def architecture(model: Decoder, config: Config) -> str:
+    """Return the table of sizes and parameters."""
+    size, counts = model.size, count_parameters(model)
+    parts = [f"{part} {count:,}" for part, count in counts.items() if count and part not in ("total", "activated")]
+    rows = {
+        "parameters": f"{counts['total']:,} ({', '.join(parts)})",
+        "layers": f"{size.num_layers}",
+        "hidden size": f"{size.hidden_size:,}",
+        "heads": f"{size.num_heads} of size {size.head_size}; {size.num_kv_heads} of keys and values",
+        "MLP": f"width {size.intermediate_size:,}",
+        "vocabulary": f"{size.vocab_size:,}",
+        "backbone": config.backbone.name,
+    }
+    if {*config.backbone.mixers} != {"attention"}:
+        layers = Counter(config.backbone.mixers_of(size.num_layers))
+        rows["mixers"] = ", ".join(f"{name} in {count} layers" for name, count in layers.items())
+    if "activated" in counts:
+        experts = f"{size.num_experts} of width {size.expert_size:,}, {size.experts_per_token} per token"
+        rows |= {"experts": experts, "activated parameters": f"{counts['activated']:,} per token"}
+    return f"## Architecture\n\n{table(['', ''], [[*row] for row in rows.items()])}"
+
+
+def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -> str:
+    """Return the table of how the model was trained."""
+    texts = protocol_texts(config)
+    if not results.is_complete:
+        texts["steps"] = f"{results.step:,} of {texts['steps']}: the run was not complete"
+    trained = results.step * config.training.batch_size * config.training.sequence_length
+    rows = {"data": corpus(config, environment), "tokenizer": public(config.data.tokenizer)}
+    if start := config.fork_from or config.init_from:
+        rows["started from"] = public(start)
+    rows["tokens"] = f"{trained:,}"
+    names = ("steps", "batch", "optimizer", "peak learning rate", "schedule", "precision")
+    rows |= {name: texts[name] for name in names} | {"seed": f"{config.seed}"}
+    if environment.get("device"):
+        ranks = finite(environment.get("world_size")) or 1
+        rows["device"] = str(environment["device"]) + (f", {ranks:g} ranks" if ranks > 1 else "")
+    return f"## Training\n\n{table(['', ''], [[*row] for row in rows.items()])}"
+
+
+def losses(config: Config, results: Results, has_curve: bool) -> str:
+    """Return the table of the losses and the picture of their curve; empty where the run recorded no loss."""
+    rows = [
+        [f"validation, {name}", number(loss), number(perplexity(loss)), number(results.bits_per_byte.get(name))]
+        for name, loss in results.validation.by_set.items()
+    ]
+    notes = []
+    if rows:
+        most = config.training.validation_tokens
+        sets = "whole sets" if results.is_evaluation or most is None else f"at most {count_text(most)} tokens of a set"
+        notes.append(f"Validation: {sets}, after step {results.measured_at:,}.")
+    if results.training is not None:
+        rows.append(["training", number(results.training), number(perplexity(results.training)), number(None)])
+        of = "mean over the last logging interval" if results.is_mean else "of the last logged batch"
+        notes.append(f"Training: {of}.")
+    if not rows:
+        return ""
+    head = ["", "loss (nats per token)", "perplexity", "bits per byte"]
+    width = len(head) if results.bits_per_byte else len(head) - 1
+    picture = f"\n\n![Training and validation loss over tokens]({CURVE})" if has_curve else ""
+    return f"## Losses\n\n{table(head[:width], [row[:width] for row in rows])}\n\n{' '.join(notes)}{picture}"
+
+
+def loading(name: str, native: bool) -> str:
+    """Return the code that loads the model and generates text."""
+    remote = "" if native else ", trust_remote_code=True"
+    code = "" if native else " `trust_remote_code=True` runs the Python files beside this card."
+    return (
+        "## Load\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{remote})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{remote})\n'
+        'prompt = tokenizer("The depth of", return_tensors="pt")\n'
+        "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=20)[0], skip_special_tokens=True))\n"
+        f"```\n\nThis needs PyTorch and transformers 5, but not depthlm.{code}"
+    )
+
+
+def reproduction(config: Config, version: str) -> str:
+    """Return the command that trains this model; empty where overrides cannot express its configuration."""
+    overrides = train_overrides(config)
+    if overrides is None:
+        return ""
+    command = " \\\n    ".join(["depthlm train", *overrides])
+    used = f" It was trained with {version}." if version else ""
+    own = " Replace `/path/to` with your own folder." if "/path/to/" in command else ""
+    return f"## Reproduce\n\nThis command has the configuration of this model.{used}{own}\n\n```sh\n{command}\n```"
+
+
+def licenses(config: Config, native: bool, license: str | None) -> str:
+    """Return the licenses of the weights, the code and the data."""
+    lines = [f"- Weights: {license or 'not stated'}."]
+    if not native:
+        lines.append("- The files `depthlm_*.py`, copied from depthlm: Apache-2.0.")
+    if config.data.license:
+        lines.append(f"- Training data, {config.data.name}: {config.data.license}.")
+    return "## License\n\n" + "\n".join(lines)
+
+
+def corpus(config: Config, environment: Mapping[str, Any]) -> str:
+    """Return the corpus, with its page on the hub if it has one."""
+    data = config.data
+    if data.hub:
+        subset = f", subset {data.subset}" if data.subset else ""
+        return f"{data.name} ([{data.hub}](https://huggingface.co/datasets/{data.hub}){subset})"
+    if data.name == "stdlib":
+        return f"the source code of the standard library of Python {environment.get('python') or ''}".rstrip()
+    return "local text" if data.name == "local" else data.name
+
+
+def public(place: str) -> str:
+    """Return a name or relative path as it is, and only the last name of an absolute path, which may be private."""
+    return Path(place).name if Path(place).is_absolute() else place
+
+
+def number(value: float | None) -> str:
+    """Return a number with four decimals, or a dash."""
+    return "–" if value is None else f"{value:,.4f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *([" ".join(cell.replace("|", r"\|").split()) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,102 @@
+"""Muon at ZeRO 1 to 3: matrices whose elements are divided over ranks are orthogonalized on one rank each."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthlm.model.experts import spread_of
+from depthlm.model.parameters import shape_of
+from depthlm.optimizers import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
+from depthlm.training.engine.zero.partitions import Fragment, Partition, partitions
+
+
+def split_matrices(optimizer: torch.optim.Optimizer, zero: Any, device: torch.device) -> None:
+    """Let Muon, if this is the optimizer, update the flat partitions of ZeRO. zero: DeepSpeed's optimizer around it."""
+    if isinstance(optimizer, MuonAndAdamW):
+        optimizer.split = {
+            partition.flat: Exchange(partition, device)
+            for partition in partitions(zero)
+            if optimizer.param_groups[partition.group]["kind"] in MATRICES
+        }
+
+
+class Matrix(NamedTuple):
+    """A matrix [m, n] of a partition, and where its elements are."""
+
+    shape: tuple[int, int]
+    fragments: list[Fragment]
+
+
+class Exchange:
+    """Sends the elements of each matrix to one rank, orthogonalizes it there, and sends the results back.
+
+    Elements are sent in bf16, the dtype in which matrices are orthogonalized. A matrix that lies on one rank stays
+    there. The others are assigned so that the ranks compute about equally long. All ranks compute the same assignment.
+    """
+
+    def __init__(self, partition: Partition, device: torch.device) -> None:
+        self.ranks, self.device = partition.ranks, device
+        rank, size = torch.distributed.get_rank(partition.ranks), torch.distributed.get_world_size(partition.ranks)
+        assigned = assign(list(matrices_of(partition)), size)
+        self.matrices = assigned[rank]
+        # this rank's elements of the matrices of each rank, and each rank's elements of the matrices of this one
+        self.here = [[(m.shape, f) for m in matrices for f in m.fragments if f.rank == rank] for matrices in assigned]
+        self.there = [[f for m in self.matrices for f in m.fragments if f.rank == other] for other in range(size)]
+
+    def orthogonalized(self, update: Tensor, steps: int) -> Iterator[Orthogonalized]:
+        """Yield the orthogonalized elements of this rank for its flat update; collective."""
+        here, there = list(itertools.chain(*self.here)), list(itertools.chain(*self.there))
+        sizes = [sum(f.length for _, f in fragments) for fragments in self.here]
+        other_sizes = [sum(f.length for f in fragments) for fragments in self.there]
+        flat = update.to(self.device)
+        arrived = self._send(joined([flat[f.offset : f.offset + f.length] for _, f in here], flat), sizes, other_sizes)
+        parts = dict(zip(there, arrived.split([f.length for f in there]), strict=True))
+        for shape, group in itertools.groupby(self.matrices, lambda matrix: matrix.shape):
+            matrices = list(group)
+            stack = torch.stack([torch.cat([parts[f] for f in m.fragments]).view(shape) for m in matrices])
+            for matrix, result in zip(matrices, orthogonalized(stack, steps), strict=True):
+                elements = result.reshape(-1)
+                parts |= {f: elements[f.start : f.start + f.length] for f in matrix.fragments}
+        returned = self._send(joined([parts[f] for f in there], flat), other_sizes, sizes).to(update.device)
+        for (shape, f), values in zip(here, returned.split([f.length for _, f in here]), strict=True):
+            yield Orthogonalized(f.offset, values, shape)
+
+    def _send(self, elements: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        if len(sent) == 1:
+            return elements
+        result = elements.new_empty(sum(received))
+        torch.distributed.all_to_all_single(result, elements, received, sent, group=self.ranks)
+        return result
+
+
+def joined(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Return tensors one behind the other, or an empty one if there are none."""
+    return torch.cat(tensors) if tensors else like.new_empty(0)
+
+
+def matrices_of(partition: Partition) -> Iterator[Matrix]:
+    """Yield the matrices of a partition; a stack of experts has several. Fragments start from the matrix."""
+    for parameter, fragments in partition.parameters:
+        *_, m, n = shape = tuple(parameter.shape if spread_of(parameter) else shape_of(parameter))
+        for begin in range(0, math.prod(shape), m * n):
+            parts = [
+                Fragment(f.rank, first - begin, f.offset + first - f.start, last - first)
+                for f in fragments
+                if (first := max(f.start, begin)) < (last := min(f.start + f.length, begin + m * n))
+            ]
+            yield Matrix((m, n), parts)
+
+
+def assign(matrices: list[Matrix], ranks: int) -> list[list[Matrix]]:
+    """Return the matrices that each rank orthogonalizes."""
+    assigned: list[list[Matrix]] = [[] for _ in range(ranks)]
+    costs = [0] * ranks
+    for matrix in sorted(matrices, key=lambda matrix: len(matrix.fragments) > 1):
+        rank = min((f.rank for f in matrix.fragments), key=lambda rank: (costs[rank], rank))
+        assigned[rank].append(matrix)
+        costs[rank] += math.prod(matrix.shape) * min(matrix.shape)
+    return assigned

@@ -1,0 +1,82 @@
+"""Where DeepSpeed's ZeRO 1 to 3 keep the elements of each parameter: flat partitions, one per group and rank."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Fragment(NamedTuple):
+    """Adjacent elements of a parameter on a rank. start: in the flattened parameter; offset: in the flat partition."""
+
+    rank: int
+    start: int
+    offset: int
+    length: int
+
+
+class Partition(NamedTuple):
+    """The part of a group of parameters that this rank updates.
+
+    flat: the fp32 weights. group: the index of the optimizer's group. ranks: the process group that shares it.
+    parameters: each with its fragments on all of these ranks, in the order of their starts.
+    """
+
+    flat: Tensor
+    group: int
+    ranks: Any
+    parameters: list[tuple[nn.Parameter, list[Fragment]]]
+
+    def own(self) -> Iterator[tuple[nn.Parameter, Fragment]]:
+        """Yield the fragments of this rank."""
+        rank = torch.distributed.get_rank(self.ranks)
+        for parameter, fragments in self.parameters:
+            yield from ((parameter, fragment) for fragment in fragments if fragment.rank == rank)
+
+
+def partitions(optimizer: Any) -> list[Partition]:
+    """Return the partitions of an optimizer of DeepSpeed's ZeRO, in the order in which it saves them."""
+    indices: Iterable[int] = range(len(optimizer.optimizer.param_groups))
+    if (flats := getattr(optimizer, "fp32_partitioned_groups_flat", None)) is not None:
+        # ZeRO 3 divides each parameter by all ranks, and a large group into several
+        parameters, divide = optimizer.fp16_groups, divide_each
+        ranks = [optimizer._get_sub_group_process_group(number) for number in range(len(flats))]
+        indices = [optimizer.sub_group_to_group_id[number] for number in range(len(flats))]
+    elif (flats := getattr(optimizer, "single_partition_of_fp32_groups", None)) is not None:
+        parameters, divide, ranks = optimizer.round_robin_bit16_groups, divide_together, optimizer.real_dp_process_group
+    else:
+        flats, parameters = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+        divide, ranks = divide_together, optimizer.real_dp_process_group
+    result = []
+    for flat, index, members, own in zip(flats, indices, ranks, parameters, strict=True):
+        # a weight that DeepSpeed has sharded has no elements of its own
+        sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in own]
+        fragments = divide(sizes, flat.numel(), torch.distributed.get_world_size(members))
+        result.append(Partition(flat, index, members, list(zip(own, fragments, strict=True))))
+    return result
+
+
+def divide_together(sizes: Iterable[int], partition: int, ranks: int) -> list[list[Fragment]]:
+    """Divide parameters that lie one behind the other into equal partitions, as ZeRO 1 and 2 do."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [
+        [
+            Fragment(rank, max(begin, rank * partition) - begin, max(begin - rank * partition, 0), length)
+            for rank in range(begin // partition, ranks)
+            if (length := min(end, (rank + 1) * partition) - max(begin, rank * partition)) > 0
+        ]
+        for begin, end in itertools.pairwise(ends)
+    ]
+
+
+def divide_each(sizes: Iterable[int], partition: int, ranks: int) -> list[list[Fragment]]:
+    """Divide each parameter into equal shards, the last of which may be padded, as ZeRO 3 does."""
+    offset, result = 0, []
+    for size in sizes:
+        shard = -(-size // ranks)
+        lengths = [min(shard, size - rank * shard) for rank in range(ranks)]
+        result.append([Fragment(rank, rank * shard, offset, n) for rank, n in enumerate(lengths) if n > 0])
+        offset += shard
+    return result

@@ -1,0 +1,52 @@
+"""The overrides that reproduce a run, from its resolved configuration alone."""
+
+import shlex
+from dataclasses import asdict
+
+import pytest
+
+import depthlm
+from depthlm.config.reproduce import train_overrides
+from depthlm.config.saved import compare
+
+SMALL = ["size=micro", "data.tokenizer=bytes"]
+# overrides, and those that must be among the reproduced ones
+CASES = {
+    "default": ([], []),
+    "mechanism": (["model=dca", "model.connection.last_k=2", "seed=3"], ["model=dca", "model.connection.last_k=2"]),
+    "pair": (
+        ["model/connection=mhc", "model/attention=depth_attention", "model.connection.num_streams=2"],
+        ["model/connection=mhc", "model/attention=depth_attention", "model.connection.num_streams=2"],
+    ),
+    "lengths": (["training.max_tokens=1B", "schedule.warmup_steps=10"], ["training.max_tokens=1B"]),
+    "batch in tokens": (["training.batch_tokens=64K", "size.lr=2e-3"], ["training.batch_tokens=64K"]),
+    "lists": (["optimizer=muon", "optimizer.betas=[0.8,0.9]"], ["optimizer=muon", "optimizer.betas=[0.8,0.9]"]),
+    "mixture": (
+        ["data.sources.a.source=a", "data.sources.a.weight=1", "data.sources.b.source=b", "data.sources.b.weight=2"],
+        ["data.sources.b.source=b"],
+    ),
+    "words": (["data=local", "data.source='my text, no. 2'"], ["data=local", "data.source='my text, no. 2'"]),
+    "budget": (["experiment=depth_attention/main", "model=mhc", "budget=smoke"], ["model=mhc"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_overrides_compose_the_same_configuration(case: str) -> None:
+    given, expected = CASES[case]
+    config = depthlm.compose([*SMALL, *given], here=False)
+    overrides = train_overrides(config)
+    assert overrides is not None
+    words = shlex.split(" ".join(overrides))
+    assert {*expected, "size=micro"} <= {*words}
+    again = depthlm.compose(words, here=False)
+    differing = compare(asdict(config), asdict(again))
+    assert not [name for name in differing if not name.startswith("budget.")]
+
+
+def test_an_absolute_path_is_not_published() -> None:
+    config = depthlm.compose(
+        [*SMALL, "data=local", "data.source=/home/me/secret/text", "init_from=/srv/run"], here=False
+    )
+    overrides = train_overrides(config)
+    assert overrides is not None
+    assert {"data.source=/path/to/text", "init_from=/path/to/run"} <= {*overrides}

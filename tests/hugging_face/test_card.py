@@ -1,0 +1,140 @@
+"""The model card: its numbers are those of the run's files, and its metadata is what the hub reads."""
+
+import json
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from matplotlib.image import imread
+
+import depthlm
+from depthlm.config.saved import compare, load_config
+from depthlm.hugging_face import export
+
+MakeRun = Callable[..., Path]
+ROWS = [
+    {"step": 1, "tokens": 256, "loss": 5.5, "mean_loss": 5.25, "validation/local/loss": 5.125},
+    {"step": 2, "tokens": 512, "loss": 1.5, "mean_loss": 1.25, "validation/local/loss": 1.0},
+]
+ENVIRONMENT = {
+    "python": "3.11.7", "device": "a GPU", "world_size": 4, "command": ["/home/me/bin/python", "train.py"],
+    "versions": {"depthlm": "0.1.0"}, "git": {"commit": "0123456789abcdef", "changed": True},
+}  # fmt: skip
+
+
+def write(run: Path, **files: object) -> None:
+    """Write files of a run, whose checkpoint is of step 1; metrics is a list of rows."""
+    for name, content in files.items():
+        if name == "metrics":
+            text = "".join(json.dumps(row) + "\n" for row in content)  # type: ignore[attr-defined]
+            (run / "metrics.jsonl").write_text(text)
+        else:
+            (run / f"{name}.json").write_text(json.dumps(content))
+
+
+def card_of(run: Path, **options: str) -> ModelCard:
+    return ModelCard((export(run, **options).folder / "README.md").read_text())  # type: ignore[arg-type]
+
+
+def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
+    run = make_run("model=mhc", "seed=7")
+    write(run, metrics=ROWS[:1], summary={"steps": 1, "unigram_entropy": 6.0}, environment=ENVIRONMENT)
+    card = card_of(run, license="mit")
+    data, text = card.data, card.text
+    assert (data.license, data.library_name, data.pipeline_tag) == ("mit", "transformers", "text-generation")
+    assert {"depthlm", "mhc"} <= {*data.tags}
+    assert data.get("datasets") is None
+    values = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert values == {"loss": 5.125, "perplexity": math.exp(5.125)}
+    assert f"| validation, local | 5.1250 | {math.exp(5.125):.4f} |" in text
+    assert f"| training | 5.2500 | {math.exp(5.25):.4f} |" in text
+    assert "mHC ([arXiv 2512.24880](https://arxiv.org/abs/2512.24880)): hyper-connections whose residual map" in text
+    assert f"| parameters | {sum(p.numel() for p in depthlm.load(run)[0].parameters()):,} (" in text
+    assert "| batch | 8 sequences of 32 = 256 tokens |" in text
+    assert "| tokens | 256 |" in text
+    assert "| seed | 7 |" in text
+    assert "| device | a GPU, 4 ranks |" in text
+    assert "It was trained with depthlm 0.1.0 (commit 0123456789ab with uncommitted changes)." in text
+    assert "- Weights: mit." in text
+    assert imread(run / "export/loss.png").shape[2] == 4
+    assert not (run / "loss.png").exists()
+    command = text.partition("```sh\n")[2].partition("\n```")[0].replace("\\\n", "")
+    name, verb, *overrides = shlex.split(command)
+    assert (name, verb) == ("depthlm", "train")
+    assert compare(asdict(load_config(run)), asdict(depthlm.compose(overrides, here=False))) == {}
+
+
+def test_a_run_of_an_older_version_has_the_loss_of_its_last_batch(make_run: MakeRun) -> None:
+    run = make_run("backbone=kimi_linear", "size.num_layers=9")
+    write(run, metrics=[{"step": 1, "tokens": 256, "loss": 5.5}])
+    text = card_of(run).text
+    assert "| training | 5.5000 |" in text
+    assert "Training: of the last logged batch." in text
+    assert "| mixers | delta in 6 layers, latent in 3 layers |" in text
+
+
+def test_a_checkpoint_before_the_end_has_its_own_losses_and_no_result(make_run: MakeRun) -> None:
+    run = make_run("training.max_steps=9")
+    write(run, metrics=ROWS, evaluation={"step": 2, "validation/local/loss": 0.5})
+    card = card_of(run)
+    assert card.data.eval_results is None
+    assert "| validation, local | 5.1250 |" in card.text
+    assert "1.0000" not in card.text
+    assert "| steps | 1 of 9: the run was not complete |" in card.text
+
+
+def test_an_evaluation_replaces_the_losses_of_training(make_run: MakeRun) -> None:
+    run = make_run()
+    evaluation = {"step": 1, "validation/local/loss": 2.0, "validation/local/bits_per_byte": 1.75}
+    write(run, metrics=ROWS[:1], summary={"steps": 1}, evaluation=evaluation)
+    text = card_of(run).text
+    assert "| validation, local | 2.0000 | 7.3891 | 1.7500 |" in text
+    assert "Validation: whole sets, after step 1." in text
+
+
+@pytest.mark.parametrize("environment", [None, [], {"versions": 1, "git": "x", "world_size": "y", "device": 3}])
+def test_a_run_that_lacks_files_is_exported_with_a_shorter_card(make_run: MakeRun, environment: object) -> None:
+    run = make_run()
+    if environment is not None:
+        write(run, environment=environment)
+    card = card_of(run)
+    assert card.data.get("license") is None
+    assert "- Weights: not stated." in card.text
+    assert "## Losses" not in card.text
+    assert not (run / "export/loss.png").exists()
+    assert 'AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n' in card.text
+
+
+def test_a_corpus_of_the_hub_is_named_and_no_path_of_this_machine_is(make_run: MakeRun) -> None:
+    run = make_run(
+        "data=fineweb_edu", "data.tokenizer=bytes", "data.source=/home/me/secret/mirror", "init_from=/srv/old"
+    )
+    card = card_of(run)
+    assert card.data.datasets == ["HuggingFaceFW/fineweb-edu"]
+    assert "[HuggingFaceFW/fineweb-edu](https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu)" in card.text
+    assert "- Training data, fineweb_edu: ODC-BY 1.0, and Common Crawl's terms of use." in card.text
+    assert "| started from | old |" in card.text
+    assert "started from other weights and trained on" in card.text
+    assert "Replace `/path/to` with your own folder." in card.text
+    assert "/home" not in card.content
+    assert "/srv" not in card.content
+
+
+def test_a_mechanism_without_an_option_is_described_by_its_docstring(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf/model/connection").mkdir(parents=True)
+    (tmp_path / "conf/model/connection/own.yaml").write_text("_target_: own_card.Own\n")
+    (tmp_path / "own_card.py").write_text(
+        "from depthlm.model.connections.residual import Residual\n\n\n"
+        'class Own(Residual):\n    """Half of the stream (arXiv 2101.00001).\n\n    More.\n    """\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = make_run("model/connection=own", config_dir=str(tmp_path / "conf"))
+    text = (export(run, trust=["own_card"]).folder / "README.md").read_text()
+    assert "`Own`: Half of the stream ([arXiv 2101.00001](https://arxiv.org/abs/2101.00001)).\n" in text
+    assert "    model.connection._target_=own_card.Own" in text

@@ -1,0 +1,33 @@
+"""The files for other machines name what exists."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from depthlm.locations import REPOSITORY
+
+DOCKERFILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.stem)
+def test_a_dockerfile_copies_files_and_installs_extras_that_exist(file: Path) -> None:
+    text = file.read_text()
+    for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        assert [name for name in line.split() if not (REPOSITORY / name).exists()] == []
+    extras = re.findall(r'--editable "\.\[(.+)\]"', text)[0].split(",")
+    known = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) <= known.keys() - {"dev"}
+    # the build context has neither runs nor packages of this machine
+    ignored = (REPOSITORY / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "outputs", "data/tokens"} <= set(ignored)
+
+
+def test_the_task_of_skypilot_has_ten_lines_and_the_commands_of_the_readme() -> None:
+    file = REPOSITORY / "docker/skypilot.yaml"
+    task = yaml.safe_load(file.read_text())
+    assert len(file.read_text().splitlines()) <= 10
+    assert task["setup"] == "make install"
+    assert "train.py $ARGS" in task["run"]

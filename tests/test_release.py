@@ -1,0 +1,25 @@
+"""What a release needs: one version in all of its files, with the same date, and a valid citation."""
+
+import re
+from datetime import date
+
+import yaml
+
+import depthlm
+from depthlm.locations import REPOSITORY
+
+
+def test_the_version_and_its_date_are_the_same_everywhere() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
+    assert versions[0] == (depthlm.__version__, str(citation["date-released"]))
+    assert citation["version"] == depthlm.__version__
+    assert versions == sorted(versions, key=lambda one: [int(part) for part in one[0].split(".")], reverse=True)
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert {"cff-version", "title", "message", "authors"} <= citation.keys()
+    assert isinstance(citation["date-released"], date)
+    assert citation["license"] in (REPOSITORY / "pyproject.toml").read_text()
