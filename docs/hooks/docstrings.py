@@ -22,13 +22,14 @@ def with_lists(docstring: str) -> str:
     inside = False
     for line in docstring.splitlines():
         match = MEANING.fullmatch(line)
+        # the text of a meaning continues in lines that are indented
+        continues = inside and line.startswith("    ")
         if match:
             names = ", ".join(f"`{name}`" for name in match[1].split(", "))
             lines += [*([] if inside else [""]), f"- {names}: {match[2]}"]
-        elif inside and line and not line.startswith("    "):
-            # the text of the last meaning continues
-            lines.append("    " + line)
+        elif inside and not continues:
+            lines += ["", line]
         else:
             lines.append(line)
-        inside = bool(match) or (inside and bool(line))
+        inside = bool(match) or continues
     return "\n".join(lines)

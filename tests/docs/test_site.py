@@ -35,6 +35,8 @@ def test_the_reference_is_complete(site: Path) -> None:
         assert f'id="depthlm.{name}"' in python
     # a line `name: meaning` of a docstring is an item of a list
     assert re.search(r"<li>\s*(<p>)?<code>config_dir</code>: an additional folder", python)
+    operators = (site / "reference/operators/index.html").read_text()
+    assert re.search(r"</ul>\s*<p>Raises, if Triton kernels run", operators)
     assert not [page for page in site.rglob("*.html") if "<!-- api:" in page.read_text()]
 
 
@@ -53,3 +55,9 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert link is not None
     page = site / "architecture" / link[1] / "index.html"
     assert "class Connection" in re.sub("<[^>]+>", "", page.read_text())
+
+
+def test_blocks_of_code_inside_of_lists_stay_inside(site: Path) -> None:
+    page = (site / "contributing/index.html").read_text()
+    (numbered,) = re.findall(r"<ol>.*?</ol>", page, re.DOTALL)
+    assert numbered.count("<pre") == 3
