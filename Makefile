@@ -23,7 +23,7 @@ gpu: .venv/.installed-dev
 
 # the documentation site, in site/; `.venv/bin/mkdocs serve` shows it at http://127.0.0.1:8000 and follows changes
 docs: .venv/.installed-dev
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
