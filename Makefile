@@ -4,7 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= -c constraints.txt
 BIN := .venv/bin
 
-.PHONY: train test test-slow gpu lint format install pins resolve clean
+.PHONY: train test test-slow gpu docs lint format install pins resolve clean
 
 train: .venv/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -20,6 +20,10 @@ test-slow: .venv/.installed-dev
 # the first hour on an H100 or H200, at most 25 minutes; ARGS=--list shows the rungs, ARGS=--rehearse needs no GPU
 gpu: .venv/.installed-dev
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+# the documentation site, in site/; `.venv/bin/mkdocs serve` shows it at http://127.0.0.1:8000 and follows changes
+docs: .venv/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
@@ -60,4 +64,4 @@ resolve: .venv/.installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv outputs data/tokens
+	rm -rf .venv outputs data/tokens site

@@ -3,8 +3,9 @@
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -110,23 +111,33 @@ def show_option(console: Console, group: str, option: str, config_dir: str | Pat
 
 def show_class(console: Console, name: str, settings: DictConfig) -> None:
     """Print the docstring of a connection or attention class, and each setting with its value and meaning."""
+    mechanism_class = imported_class(name, settings)
+    console.print(f"[bold]{name}[/bold]: {mechanism_class.__module__}.{mechanism_class.__qualname__}\n")
+    console.print(inspect.getdoc(mechanism_class) or "", markup=False, soft_wrap=True)
+    table = Table("setting", "value", "default", "meaning", box=box.SIMPLE)
+    for row in setting_rows(name, mechanism_class, settings):
+        table.add_row(*map(escape, row))
+    console.print(table if table.row_count else "\nno settings\n")
+
+
+def imported_class(name: str, settings: Mapping[str, Any]) -> type:
+    """Return the class that a connection or attention names with `_target_`. Raises UserError if there is none."""
     module, _, attribute = str(settings.get("_target_")).rpartition(".")
     try:
-        mechanism_class = getattr(importlib.import_module(module), attribute)
+        mechanism_class: type = getattr(importlib.import_module(module), attribute)
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(f"{name}._target_={settings.get('_target_')}: cannot be imported ({error})") from None
-    console.print(f"[bold]{name}[/bold]: {mechanism_class.__module__}.{mechanism_class.__qualname__}\n")
-    docstring = inspect.getdoc(mechanism_class) or ""
-    console.print(docstring, markup=False, soft_wrap=True)
-    meanings = setting_meanings(docstring)
-    table = Table("setting", "value", "default", "meaning", box=box.SIMPLE)
+    return mechanism_class
+
+
+def setting_rows(name: str, mechanism_class: type, settings: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield key, value, default and meaning of each setting of a connection or attention class."""
+    meanings = setting_meanings(inspect.getdoc(mechanism_class) or "")
     for parameter in inspect.signature(mechanism_class).parameters.values():
         if parameter.name not in ("spec", "size", "backbone") and parameter.kind is not parameter.VAR_KEYWORD:
             default = "" if parameter.default is parameter.empty else override_text(parameter.default)
             value = override_text(settings[parameter.name]) if parameter.name in settings else default
-            meaning = escape(meanings.get(parameter.name, ""))
-            table.add_row(f"{name}.{parameter.name}", escape(value), escape(default), meaning)
-    console.print(table if table.row_count else "\nno settings\n")
+            yield f"{name}.{parameter.name}", value, default, meanings.get(parameter.name, "")
 
 
 def setting_meanings(docstring: str) -> dict[str, str]:
@@ -153,11 +164,15 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
         if key.name.rpartition(".")[0] != section:
             table.add_section()
             section = key.name.rpartition(".")[0]
-        try:
-            value = OmegaConf.select(raw, key.name)
-        except OmegaConfBaseException:
-            value = None
-        default = "(see the group)" if isinstance(value, DictConfig) else override_text(value)
         choices = f" ({', '.join(key.choices)})" if key.choices else ""
-        table.add_row(key.name, escape(default), escape(key.metadata["doc"] + choices))
+        table.add_row(key.name, escape(default_text(raw, key.name)), escape(key.metadata["doc"] + choices))
     return table
+
+
+def default_text(raw: DictConfig, name: str) -> str:
+    """Return the default of a key as an override spells it."""
+    try:
+        value = OmegaConf.select(raw, name)
+    except OmegaConfBaseException:
+        value = None
+    return "(see the group)" if isinstance(value, DictConfig) else override_text(value)

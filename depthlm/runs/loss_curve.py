@@ -14,18 +14,17 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | 
     to: the picture; None: loss.png in the run directory. Returns its path.
     """
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = list(read_metrics(RunDirectory(directory).metrics, {"step", "loss", "tokens"}))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     seen = [row for row in rows if row["tokens"] is not None]
     losses = [(row["tokens"] / 1e6, loss) for row in seen if (loss := training_loss(row)) is not None]
     axes.plot([x for x, _ in losses], [loss for _, loss in losses], label="training", lw=1.5)
     names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
     # the usual ten colours, one of which is the training loss, would repeat
-    colours = plt.get_cmap("tab20" if len(names) > 9 else "tab10")
+    colours = matplotlib.colormaps["tab20" if len(names) > 9 else "tab10"]
     for number, name in enumerate(names, 1):
         key = loss_key(name)
         measured = [row for row in seen if finite(row.get(key)) is not None]
@@ -49,7 +48,6 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | 
         axes.legend(frameon=False)
     path = RunDirectory(directory).loss_curve if to is None else to
     figure.savefig(path, dpi=130)
-    plt.close(figure)
     return path
 
 

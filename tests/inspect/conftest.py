@@ -1,5 +1,4 @@
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -52,17 +51,8 @@ def arrays() -> Callable[..., Arrays]:
 
     def find(model: Decoder, *windows: torch.Tensor) -> Arrays:
         pictures, _ = collect(model, windows or (TOKENS[:2], TOKENS[2:]))
-        with drawn_and_closed():
-            for picture in pictures:
-                picture.draw()
+        for picture in pictures:
+            picture.draw()
         return {name: array for picture in pictures for name, array in picture.arrays.items()}
 
     return find
-
-
-@contextmanager
-def drawn_and_closed() -> Iterator[None]:
-    import matplotlib.pyplot as plt
-
-    yield
-    plt.close("all")

@@ -16,7 +16,7 @@ from depthlm.inspect.depth_mixing import mixing_picture
 from depthlm.model import Connection, Decoder, Observer
 from depthlm.model.connections.residual import Residual
 
-from .conftest import TOKENS, drawn_and_closed
+from .conftest import TOKENS
 
 Build = Callable[..., Decoder]
 Array = np.ndarray[Any, Any]
@@ -365,13 +365,11 @@ def test_matrices_share_one_scale_and_name_their_sublayers() -> None:
     small, large = np.tril(np.full((5, 5), 0.2)), np.tril(np.full((7, 7), -3.0))
     picture = mixing_picture([("one, micro", small), ("other, micro", large)])
     assert list(picture.arrays) == ["depth_mixing", "depth_mixing_2"]
-    with drawn_and_closed():
-        panels = [axes for axes in picture.draw().axes if axes.images]
-        assert [axes.get_title() for axes in panels] == ["one, micro", "other, micro"]
-        assert {axes.images[0].norm.vmax for axes in panels} == {3.0}
-        outputs, inputs = (
-            [label.get_text() for label in labels]
-            for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
-        )
+    panels = [axes for axes in picture.draw().axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["one, micro", "other, micro"]
+    assert {axes.images[0].norm.vmax for axes in panels} == {3.0}
+    outputs, inputs = (
+        [label.get_text() for label in labels] for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
+    )
     assert outputs == ["embedding", "layer 0 attention", "layer 0 MLP", "layer 1 attention", "layer 1 MLP"]
     assert inputs == [*outputs[1:], "final read"]

@@ -14,7 +14,7 @@ from depthlm.inspect.picture import Picture
 from depthlm.inspect.tokens import NAMED, named_tokens, token_names
 from depthlm.model import Decoder
 
-from .conftest import TOKENS, drawn_and_closed
+from .conftest import TOKENS
 
 Build = Callable[..., Decoder]
 NAMES = [f"t{number}" for number in range(12)]
@@ -25,9 +25,8 @@ def pictures_of(
 ) -> tuple[dict[str, Picture], dict[str, Any]]:
     """Return the pictures of a decoder by name, drawn once, and all their arrays."""
     pictures, _ = collect(model, windows or (TOKENS[:1],), names)
-    with drawn_and_closed():
-        for picture in pictures:
-            picture.draw()
+    for picture in pictures:
+        picture.draw()
     return {picture.name: picture for picture in pictures}, {
         name: array for picture in pictures for name, array in picture.arrays.items()
     }

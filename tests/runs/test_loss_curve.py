@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 
+from depthlm.report.figures.style import subplots
 from depthlm.runs.loss_curve import plot_loss, title_of
 
 
@@ -16,6 +19,21 @@ def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, render
     picture = plot_loss(tmp_path, unigram_entropy=4.0).read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
+
+
+def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1000, "loss": 5.0}\n')
+    earlier = matplotlib.get_backend()
+    try:
+        matplotlib.use("svg")
+        own = plt.figure()
+        plot_loss(tmp_path)
+        subplots(1, 2.0, 2.0)
+        assert matplotlib.get_backend() == "svg"
+        assert plt.get_fignums() == [own.number]
+    finally:
+        plt.close("all")
+        matplotlib.use(earlier)
 
 
 def test_the_mean_loss_of_the_interval_is_plotted_where_a_row_has_one(

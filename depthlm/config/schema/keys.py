@@ -21,7 +21,7 @@ from depthlm.fields import OnResume
 WORDS = {
     int: "an integer", float: "a number", bool: "true or false", str: "text", list[int]: "a list of integers",
     list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group", list[Any]: "a list",
-    dict[str, Column]: "a group", dict[str, list[float]]: "a group",
+    dict[str, Column]: "a group", dict[str, list[float]]: "a group", Any: "true, false, text or a number",
 }  # fmt: skip
 
 # the class of a mechanism or of an optimizer defines its settings, so the schema does not list them

@@ -80,19 +80,15 @@ def lightened(colour: str, share: float) -> str:
 
 
 def subplots(columns: int, width: float, height: float, rows: int = 1, **settings: Any) -> tuple[Any, Any]:
-    """Return a figure and its axes, [rows, columns], without a display."""
-    import matplotlib
+    """Return a figure and its axes, [rows, columns]. It belongs to no display and does not change the caller's."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False, **settings)
-    return figure, axes
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **settings)
 
 
 def save(figure: Any, path: Path, stamp: str = "") -> None:
-    """Write the figure to a file and close it. stamp: small grey text in a strip below it, where it covers nothing."""
-    import matplotlib.pyplot as plt
+    """Write the figure to a file. stamp: small grey text in a strip below it, where it covers nothing."""
     from matplotlib.transforms import Bbox
 
     width, height = figure.get_size_inches()
@@ -100,10 +96,7 @@ def save(figure: Any, path: Path, stamp: str = "") -> None:
     if stamp:
         figure.text(0.08 / width, -0.65 * strip / height, stamp, size=7, color="#777777", in_layout=False)
         _pin_legends(figure)
-    try:
-        figure.savefig(path, dpi=140, bbox_inches=Bbox.from_extents(0, -strip, width, height))
-    finally:
-        plt.close(figure)
+    figure.savefig(path, dpi=140, bbox_inches=Bbox.from_extents(0, -strip, width, height))
 
 
 def _pin_legends(figure: Any) -> None:

@@ -1,0 +1,112 @@
+"""Code blocks of the pages: commands are valid, Python compiles, YAML parses.
+
+A line with a placeholder, `...` or `<name>`, is skipped. tests/end_to_end runs the commands of your_own_mechanism.md.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+import yaml
+
+from depthlm.__main__ import COMMANDS
+from depthlm.commands.command_line import read_command_line
+from depthlm.config import compose
+from depthlm.config.arguments import read_arguments
+from depthlm.evaluation.evaluate import Evaluate
+from depthlm.evaluation.writing import Generate
+from depthlm.hugging_face.command import ExportArguments
+from depthlm.inspect import Inspect
+from depthlm.runs.listing import read_filters
+from depthlm.slurm.cluster import read_cluster
+from depthlm.sweeps.points import sweep_points
+
+from .pages import blocks, page_names
+
+PLACEHOLDER = re.compile(r"(?<!\w)\.\.\.|<\w")
+SCRIPTS = {
+    "train.py": "train",
+    "data/prepare.py": "prepare",
+    "slurm/submit.py": "submit",
+    "depthlm/slurm/train.sbatch": "train",
+}
+SCHEMAS = {"evaluate": Evaluate, "generate": Generate, "export": ExportArguments, "inspect": Inspect}
+# the directory of a run that the reader has trained
+OF_A_RUN = ("run=", "fork_from=", "init_from=")
+
+
+def commands(name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the depthlm commands of a page: the name of the command and its arguments."""
+    for block in blocks(name, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if any(PLACEHOLDER.search(word) for word in words):
+                continue
+            for number, word in enumerate(words):
+                if word in SCRIPTS:
+                    yield SCRIPTS[word], words[number + 1 :]
+                    break
+                if words[number : number + 2] == ["-m", "depthlm"]:
+                    yield words[number + 2], words[number + 3 :]
+                    break
+
+
+def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Raise an error if a command would not accept its arguments."""
+    if command in SCHEMAS:
+        read_arguments(SCHEMAS[command], arguments)
+        return
+    is_sweep = command in ("submit", "report")
+    if command == "train":
+        if "--help" in arguments:
+            with pytest.raises(SystemExit, match=r"^0$"):
+                read_command_line(arguments)
+            return
+        line = read_command_line(arguments)
+        arguments, is_sweep = line.overrides, line.multirun
+    else:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            COMMANDS[command](["--help"], f"depthlm {command}")
+        options = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+        assert {word for word in arguments if word.startswith("--")} <= options
+        arguments = [word for word in arguments if not word.startswith("--")]
+    if command == "runs":
+        read_filters(arguments)
+        return
+    if command == "submit":
+        read_cluster([word.removeprefix("slurm.") for word in arguments if word.startswith("slurm.")])
+    left_out = (*OF_A_RUN, "slurm.", "hydra/", *(("to=", "wandb=") if command == "report" else ()))
+    overrides = [word for word in arguments if not word.startswith(left_out)]
+    if is_sweep:
+        points = sweep_points(overrides)
+        overrides = points[0].overrides
+    compose(overrides, here=False)
+
+
+@pytest.mark.parametrize("name", [name for name in page_names() if "your_own_mechanism" not in name])
+def test_commands_are_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, arguments in commands(name):
+        try:
+            check(command, arguments, capsys)
+        except (Exception, SystemExit) as error:
+            pytest.fail(f"{name}: {command} {shlex.join(arguments)}\n{error!r}")
+
+
+def test_the_readme_has_commands_and_a_broken_one_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list(commands("README.md"))) > 20
+    for command, arguments in (
+        ("train", ["model=mch"]), ("train", ["-m", "optimzer.lr=1,2"]), ("train", ["--hlep"]),
+        ("evaluate", ["tasks=piqa"]), ("submit", ["model=mhc", "slurm.nodse=2"]), ("summary", ["--jsn"]),
+        ("runs", ["--srot", "x"]),
+    ):  # fmt: skip
+        with pytest.raises((Exception, SystemExit)):
+            check(command, arguments, capsys)
+
+
+@pytest.mark.parametrize("name", page_names())
+def test_python_compiles_and_yaml_parses(name: str) -> None:
+    for block in blocks(name, "python"):
+        compile(block, name, "exec")
+    for block in blocks(name, "yaml"):
+        assert yaml.safe_load(block)

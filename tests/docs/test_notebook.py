@@ -1,0 +1,27 @@
+"""The notebook runs, and its stored outputs are of what it computes."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from depthlm.locations import REPOSITORY
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """Return the kind of each output of each cell."""
+    return [
+        ["image/png" if "image/png" in output.get("data", {}) else output.output_type for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the folder of the runs
+    monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("notebook")))
+    notebook = nbformat.read(REPOSITORY / "docs/notebooks/across_depth.ipynb", as_version=4)
+    stored = kinds(notebook)
+    NotebookClient(notebook, timeout=300).execute()
+    assert kinds(notebook) == stored
+    assert sum("image/png" in outputs for outputs in stored) == 4

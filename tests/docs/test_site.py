@@ -1,0 +1,63 @@
+"""The site, built strictly: mkdocs fails for a broken link or anchor, and for a page outside of the navigation."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from depthlm.config.schema.keys import keys
+from depthlm.locations import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(REPOSITORY / "mkdocs.yml"), strict=True, site_dir=str(folder)))
+    return folder
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    loads = re.compile(r"""(?:src="|<link(?! rel="canonical")[^>]* href="|@import |url\(["']?)(?:https?:)?//""")
+    files = [*site.rglob("*.html"), *site.rglob("*.css")]
+    assert len(files) > 30
+    assert not [file for file in files if loads.search(file.read_text())]
+
+
+def test_the_reference_is_complete(site: Path) -> None:
+    configuration = (site / "reference/configuration/index.html").read_text()
+    assert not [name for name in keys() if f"<code>{name}</code>" not in configuration]
+    assert "<code>model.connection.own_embedding</code>" in configuration
+    assert "<code>attention_residuals_recency</code>" in configuration
+    python = (site / "reference/python/index.html").read_text()
+    for name in ("compose", "build_model", "train", "load"):
+        assert f'id="depthlm.{name}"' in python
+    # a line `name: meaning` of a docstring is an item of a list
+    assert re.search(r"<li>\s*(<p>)?<code>config_dir</code>: an additional folder", python)
+    operators = (site / "reference/operators/index.html").read_text()
+    assert re.search(r"</ul>\s*<p>Raises, if Triton kernels run", operators)
+    assert not [page for page in site.rglob("*.html") if "<!-- api:" in page.read_text()]
+
+
+def test_formulas_and_the_notebook_are_rendered(site: Path) -> None:
+    mechanisms = (site / "mechanisms/index.html").read_text()
+    assert mechanisms.count("<math") == (REPOSITORY / "docs/mechanisms.md").read_text().count("$$") // 2
+    assert "$$" not in mechanisms
+    notebook = site / "notebooks/across_depth/index.html"
+    pictures = re.findall(r'<img[^>]* src="([^"]+)"', notebook.read_text())
+    assert len(pictures) == 4
+    assert all((notebook.parent / picture).is_file() for picture in pictures)
+
+
+def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
+    link = re.search(r'href="([^"]+connection\.py/)"', (site / "architecture/index.html").read_text())
+    assert link is not None
+    page = site / "architecture" / link[1] / "index.html"
+    assert "class Connection" in re.sub("<[^>]+>", "", page.read_text())
+
+
+def test_blocks_of_code_inside_of_lists_stay_inside(site: Path) -> None:
+    page = (site / "contributing/index.html").read_text()
+    (numbered,) = re.findall(r"<ol>.*?</ol>", page, re.DOTALL)
+    assert numbered.count("<pre") == 3
