@@ -205,7 +205,7 @@ def sensitivity(experiment: str, key: str) -> Table:
         # the variance differs between settings
         cells_of_value = paired_cells(sweep, [(row, vanilla) for row in others], level)
         table.append([Cell(value), Cell(_with_deviation(measured(vanilla, sweep.first[1]))), *cells_of_value])
-    return Table([f"`{key}`", "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
+    return Table([key, "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
 
 
 if __name__ == "__main__":
