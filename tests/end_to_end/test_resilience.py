@@ -63,7 +63,7 @@ def test_a_signal_to_one_rank_makes_all_ranks_save_and_exit_for_a_requeue(
     outputs = [process.communicate(timeout=60)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [75, 75], outputs
     stopped_at = newest_step(tmp_path / "run")
-    assert f"stopped by a signal after step {stopped_at}; run the same command again to resume" in outputs[0]
+    assert f"stopped by a signal after step {stopped_at}; the same command resumes" in outputs[0]
     assert (tmp_path / f"run/checkpoints/step-{stopped_at:08d}/manifest.json").exists()
     forks.run_ranks(["train.py", *overrides, f"training.stop_after={stopped_at + 2}"])
     assert newest_step(tmp_path / "run") == stopped_at + 2
