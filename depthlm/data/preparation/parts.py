@@ -100,11 +100,11 @@ def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part, conso
 
 def missing_files(job: Job, partial: Path) -> int:
     """Return how many files that the quota needs are not encoded yet, by any part."""
-    before, missing = Totals(), 0
+    folder, before, missing = folder_of(job, partial), Totals(), 0
     for file in _files(job):
         if before.fill(job.quota):
             break
-        totals = _totals(folder_of(job, partial), *file)
+        totals = _totals(folder, *file)
         missing += totals is None
         before += totals or Totals()
     return missing
@@ -112,12 +112,12 @@ def missing_files(job: Job, partial: Path) -> int:
 
 def stored_batches(job: Job, partial: Path, position: Position) -> Generator[tuple[Batch, Encoded]]:
     """Yield the encoded batches of all files from a position on, in the order of the source."""
-    files = _files(job)
+    folder, files = folder_of(job, partial), _files(job)
     for number, (section, index) in enumerate(files):
         if (section, index) < position[:2]:
             continue
         first = position.record if (section, index) == position[:2] else 0
-        with _path(folder_of(job, partial), section, index).open("rb") as file:
+        with _path(folder, section, index).open("rb") as file:
             for rows, ids in _read(file):
                 kept = rows[:, 0] > first
                 ids = ids[np.repeat(kept, rows[:, 1])]
