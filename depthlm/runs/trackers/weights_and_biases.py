@@ -87,10 +87,10 @@ def start(
     return None if run is None else WeightsAndBiases(run, directory, config.artifacts)
 
 
-def init(tracker: TrackerConfig, **arguments: Any) -> Any:
+def init(tracker: TrackerConfig, *, dir: Path, **arguments: Any) -> Any:
     """Start or continue a W&B run: online if possible, otherwise offline; None, after a warning, if neither works.
 
-    arguments: of wandb.init.
+    dir: where W&B creates its folder; arguments: further ones of wandb.init.
     """
     import wandb
 
@@ -102,14 +102,15 @@ def init(tracker: TrackerConfig, **arguments: Any) -> Any:
                 project=tracker.project,
                 resume="allow",
                 mode=mode,  # type: ignore[arg-type]
+                # W&B's service resolves a relative path against the working directory it was started in
+                dir=dir.absolute(),
                 settings=wandb.Settings(init_timeout=ANSWER, console="off", silent=True),
                 **arguments,
             )
             for handler in logging.getLogger("wandb").handlers:
                 # on a full disk, W&B's own log would print a traceback for each line
                 handler.handleError = lambda record: None  # type: ignore[method-assign]
-            folder = Path(arguments["dir"]) / "wandb"
-            where = run.url if mode == "online" else f"offline in {folder}; `wandb sync` uploads it"
+            where = run.url if mode == "online" else f"offline in {dir / 'wandb'}; `wandb sync` uploads it"
             log.info("W&B run %s: %s", run.id, where)
             return run
         except Exception as error:

@@ -331,6 +331,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_a_relative_folder_is_that_of_the_current_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / name)
+        run = weights_and_biases.init(Tracker(mode="offline"), dir=Path("run"), id=name)
+        run.finish()
+        assert records(Path("run/wandb"))
+
+
 def test_only_a_complete_run_uploads_its_last_weights(tmp_path: Path) -> None:
     folder = RunDirectory(tmp_path).checkpoint(2)
     folder.mkdir(parents=True)
