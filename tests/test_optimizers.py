@@ -220,6 +220,9 @@ def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeyp
         (["optimizer=ademamix", "optimizer.betas=[0.9,0.95]"], "three numbers from 0 to below 1"),
         (["optimizer=adamw", "optimizer.betas=[0.9,0.95,0.9]"], "two numbers from 0 to below 1"),
         (["optimizer=ademamix", "optimizer.settings.alpha=-1"], "optimizer: pytorch_optimizer.AdEMAMix: .*alpha"),
+        (["optimizer=soap", "+optimizer.settings.precondition_frequencyy=3"],
+         "optimizer.settings.precondition_frequencyy: pytorch_optimizer.SOAP has no such setting; allowed: .*"
+         "did you mean `precondition_frequency`"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=error):
             depthlm.compose(["size=micro", *overrides], here=False)

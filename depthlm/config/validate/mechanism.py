@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from depthlm.model.connections.connection import ConnectionFactory
 
 # arguments of an optimizer that its parameter groups set, from the keys beside its settings
-SET_BY_GROUPS = ("lr", "weight_decay")
+SET_BY_GROUPS = {"lr", "weight_decay"}
 # packages of classes in conf/, and the extras that install them
 EXTRAS = {"pytorch_optimizer": "optimizers"}
 
@@ -64,16 +64,31 @@ def check_target(name: str, settings: Any) -> list[str]:
         return [f"{where}={target}: {module} has no {attribute}{nearest(attribute, classes)}"]
     if not (inspect.isclass(named_class) and issubclass(named_class, interface)):
         return [f"{where}={target}: not a subclass of {interface.__module__}.{interface.__name__}"]
-    parameters = inspect.signature(named_class).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    parameters = _parameters(named_class)
+    if parameters is None:
         return []
-    allowed = [p for p in list(parameters)[first_setting:] if name != "optimizer.settings" or p not in SET_BY_GROUPS]
+    not_settings = {*parameters[:first_setting], *inspect.signature(interface).parameters}
+    not_settings |= SET_BY_GROUPS if name == "optimizer.settings" else set()
+    allowed = [parameter for parameter in parameters if parameter not in not_settings]
     return [
         f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
         + nearest(setting, allowed)
         for setting in settings
         if not setting.startswith("_") and setting not in allowed
     ]
+
+
+def _parameters(named_class: type) -> list[str] | None:
+    """Return the parameters of a class; None: any. Those of `**kwargs` are what the classes above it name."""
+    names: dict[str, None] = {}
+    for ancestor in inspect.getmro(named_class)[:-1]:
+        if (init := vars(ancestor).get("__init__")) is None:
+            continue
+        _, *parameters = inspect.signature(init).parameters.values()
+        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return list(names)
+    return None
 
 
 def check_values(config: Config) -> list[str]:
