@@ -1,10 +1,13 @@
 """Add the complete runs of the study to its committed records.
 
     python benchmarks/study/collect.py
+    python benchmarks/study/collect.py --missing
 
-Runs that are recorded already stay as they are, also where their directories are gone.
+Runs that are recorded already stay as they are, also where their directories are gone. --missing prints the overrides
+of each run that has no record yet, a line each.
 """
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -21,9 +24,16 @@ NUMBERS = ("parameters", "steps", "tokens", "training_loss", "validation_loss", 
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--missing", action="store_true", help="print the runs without a record instead")
+    missing = parser.parse_args().missing
     for experiment in EXPERIMENTS:
         lines = lines_of(experiment)
         points = sweep_points([f"experiment=depthlm/{experiment}"])
+        if missing:
+            absent = (point for point in points if Path(point.directory).name not in lines)
+            print("".join(f"{' '.join(point.overrides)}\n" for point in absent), end="")
+            continue
         for point in points:
             name = Path(point.directory).name
             if name not in lines and (line := record(point)) is not None:

@@ -84,6 +84,20 @@ def test_losses_are_binned_into_means_at_the_last_tokens_of_each_group(study) ->
     assert archive.binned([{"tokens": 10, "loss": None, "mean_loss": None}]) == []
 
 
+def test_the_missing_runs_are_printed_as_overrides(
+    study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, collect = study("archive"), study("collect")
+    first, second, *others = sweep_points(["experiment=depthlm/rates"])
+    monkeypatch.setattr(archive, "ARCHIVE", tmp_path)
+    archive.write_lines("rates", [{"run": Path(point.directory).name} for point in others])
+    monkeypatch.setattr(collect, "EXPERIMENTS", ["rates"])
+    monkeypatch.setattr(sys, "argv", ["collect.py", "--missing"])
+    collect.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [sweep_points(line.split()) for line in lines] == [[first], [second]]
+
+
 @pytest.mark.slow
 def test_a_point_repeats_to_the_last_digit(study, tmp_path: Path) -> None:
     archive = study("archive")
