@@ -130,11 +130,10 @@ def task_manager(names: Sequence[str]) -> Any:
 
 def language_model(model: Decoder, config: Config, run: Path, batch_size: int, precision: str) -> Any:
     """Return a decoder as the harness's language model. precision: fp32, or the dtype of its autocast."""
-    from lm_eval.models.huggingface import HFLM
-
+    from depthlm.evaluation.harness_lm import HarnessLM
     from depthlm.hugging_face import as_causal_lm, as_tokenizer
 
-    return HFLM(
+    return HarnessLM(
         pretrained=as_causal_lm(model, config),
         tokenizer=as_tokenizer(run),
         batch_size=batch_size,

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Split
 
 pytest.importorskip("lm_eval")
 
@@ -15,6 +17,8 @@ from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
+from depthlm.evaluation.harness_lm import HarnessLM
+from depthlm.evaluation.shipped.read import python_words
 from depthlm.evaluation.tasks import SUITES
 
 TASK = """task: depth_words
@@ -95,6 +99,30 @@ def test_a_task_on_local_data_has_the_score_computed_by_hand(trained: Path, task
     assert found["zero_shot/depth_words/acc"] == pytest.approx(most_likely(trained, task.with_suffix(".jsonl")))
     assert "one_shot/depth_words/acc" in found
     assert json.loads((trained / "evaluation.json").read_text())["zero_shot/depth_words/acc"] is not None
+
+
+# where the tokenizers of depthlm and GPT-2, and those of GPT-4, Llama 3 and Qwen, may not merge
+SPLITS = [
+    ByteLevel(add_prefix_space=False),
+    Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
+]
+
+
+def test_the_answers_of_python_words_begin_where_no_tokenizer_merges() -> None:
+    for row in python_words()["test"]:
+        for answer in row["choices"]:
+            for split in SPLITS:
+                parts = split.pre_tokenize_str(row["question"] + answer)
+                assert len(row["question"]) in {end for _, (_, end) in parts}, (row["question"], answer)
+
+
+def test_an_answer_without_a_token_of_its_own_is_refused_with_what_to_do() -> None:
+    lm = HarnessLM.__new__(HarnessLM)
+    lm.backend = "causal"
+    lm.tok_encode = lambda text: [ord(character) for character in text.replace("b)", "b")]
+    assert lm._encode_pair("a", "b)") == ([ord("a")], [ord("b")])
+    with pytest.raises(UserError, match=r"merges the answer '\)' with the end of the text before it, 'ab'"):
+        lm._encode_pair("ab", ")")
 
 
 def test_results_on_a_part_of_the_questions_are_not_written(trained: Path, task: Path) -> None:
