@@ -30,6 +30,11 @@ def count_text(number: float) -> str:
     return f"{number:g}"
 
 
+def counted(number: int, unit: str) -> str:
+    """Format a number of things: `1 rank`, `2 ranks`."""
+    return f"{number} {unit}{'' if number == 1 else 's'}"
+
+
 def gib_text(count: float, digits: int = 2) -> str:
     """Format a number of bytes: 13.4e9 as `12.48 GiB`."""
     return f"{count / 2**30:.{digits}f} GiB"

@@ -105,10 +105,12 @@ def _optimizer(groups: list[dict[str, Any]], config: "OptimizerConfig", run_step
         return optimizer_class(config)(groups, **arguments(config, run_steps))
     except (ValueError, TypeError) as error:
         keys = {entry.name for entry in fields(config)}
+        # a value of a type that the class does not handle
+        given = f"; its settings are {config.settings}" if isinstance(error, TypeError) else ""
         lines = [
             f"optimizer.{'' if match[1] in keys else 'settings.'}{line}"
             if (match := re.match(r"(\w+)=", line))
-            else f"optimizer: {config._target_}: {line}"
+            else f"optimizer: {config._target_}: {line}{given}"
             for line in str(error).splitlines()
         ]
         raise UserError("\n".join(lines)) from None

@@ -193,7 +193,7 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
     for overrides, error in (
         (["optimizer.settings.share=2"], "optimizer.settings.share=2: must be above 0 and at most 1"),
         (["optimizer.settings.share=x"], "optimizer: my_optimizers.Sign: '<' not supported between instances of 'int' "
-                                         "and 'str'"),
+                                         "and 'str'; its settings are {'share': 'x'}"),
         (["deepspeed=zero1"], "optimizer=sign with deepspeed.stage=1: my_optimizers.Sign needs whole matrices, which "
                               "ZeRO 1 and above flatten; allowed: deepspeed=zero0, which runs on many ranks as well"),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: my_optimizers.Sign has no such setting; leave it out"),

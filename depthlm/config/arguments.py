@@ -7,6 +7,7 @@ from typing import TypeVar
 from depthlm.config.hydra_context import override_text
 from depthlm.config.schema.keys import Key, keys, validate
 from depthlm.config.validate.errors import listed, nearest
+from depthlm.counts import counted
 from depthlm.errors import UserError
 
 Arguments = TypeVar("Arguments")
@@ -42,9 +43,7 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
         if key.name not in values
     ]
     if errors:
-        raise UserError(
-            "\n".join([f"{len(errors)} mistake{'s' if len(errors) > 1 else ''}:", *(f"  - {e}" for e in errors)])
-        )
+        raise UserError("\n".join([f"{counted(len(errors), 'mistake')}:", *(f"  - {e}" for e in errors)]))
     return schema(**read)
 
 

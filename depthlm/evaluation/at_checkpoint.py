@@ -23,6 +23,7 @@ from depthlm.evaluation.harness import (
     Job,
     averages,
     check_datasets,
+    hub_or_cache,
     jobs_of,
     language_model,
     run_job,
@@ -61,7 +62,9 @@ def check_evaluation(config: Config, tokenizer: Tokenizer, starting: bool) -> No
     try:
         manager = task_manager(asked.tasks)
         if starting:
-            check_datasets(manager, jobs_of(asked.tasks, asked.shots), WITHOUT_HUB)
+            jobs = jobs_of(asked.tasks, asked.shots)
+            with hub_or_cache(jobs):
+                check_datasets(manager, jobs, WITHOUT_HUB)
     except UserError as error:
         raise UserError(re.sub(r"^tasks=", "evaluation.tasks=", str(error))) from None
 

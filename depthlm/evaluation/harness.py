@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def run_tasks(
     lm = language_model(model, config, run, batch_size, precision)
     results: dict[str, float] = {}
     # `datasets` prefers a folder of the dataset's name in the working directory to the hub
-    with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext():
+    with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext(), hub_or_cache(jobs):
         check_datasets(manager, jobs)
         for job in jobs:
             torch.manual_seed(SEED)
@@ -124,7 +124,7 @@ def task_manager(names: Sequence[str]) -> Any:
         raise UserError(f"tasks={tags[0]}: this is a tag of several tasks; give the names of the tasks")
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         known = [*manager.all_tasks, *SHIPPED, *SUITES]
-        raise UserError(f"tasks={unknown[0]}: no task of the harness{nearest(unknown[0], known)}")
+        raise UserError(f"tasks={unknown[0]}: no task of the harness{nearest(unknown[0], known, cutoff=0.75)}")
     return manager
 
 
@@ -173,6 +173,23 @@ def check_datasets(manager: Any, jobs: Sequence[Job], remedy: str = WITHOUT_HUB)
     if missing:
         head = f"tasks=: {len(missing)} of {len(tasks)} tasks have no dataset here:"
         raise UserError("\n".join([head, *missing, remedy]))
+
+
+@contextlib.contextmanager
+def hub_or_cache(jobs: Sequence[Job]) -> Iterator[None]:
+    """Let a hub that does not answer count as offline, where only its cache is used, instead of retrying every file."""
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    if any(job.task not in SHIPPED for job in jobs):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5)
+        except Exception:  # of the client, of a proxy, or offline mode itself
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _prefix(shots: int) -> str:

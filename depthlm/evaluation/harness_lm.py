@@ -12,7 +12,7 @@ class HarnessLM(HFLM):
         text, answer = super()._encode_pair(context, continuation)
         if not answer:
             raise UserError(
-                f"tasks=: the tokenizer merges the answer {continuation!r} with the end of the text before it, "
+                f"the tokenizer merges the answer {continuation!r} with the end of the text before it, "
                 f"{context[-20:]!r}, so it has no token of its own; begin the answers of this task with a space, or "
                 "move the end of its questions into them"
             )

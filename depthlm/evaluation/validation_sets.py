@@ -39,6 +39,9 @@ def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[Validation
     """
     sets: list[ValidationSet] = []
     for folder in map(Path, folders):
+        if not Manifest.exists(folder):
+            remedy = "Prepare them: python data/prepare.py with data.path=<folder> and the run's tokenizer, "
+            raise DataError("sets=: no token files", folder, remedy + "data.tokenizer=<run directory>/tokenizer.json.")
         manifest = Manifest.read(folder)
         if manifest.tokenizer != tokenizer.fingerprint:
             remedy = "Prepare it with the run's: data.tokenizer=<run directory>/tokenizer.json."

@@ -32,7 +32,7 @@ def check_push(repository: str) -> None:
     if constants.is_offline_mode():
         raise UserError(f"push_to={repository}: HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
     if get_token() is None:
-        raise UserError(f"push_to={repository}: there is no token of the hub; {LOG_IN}")
+        raise UserError(f"push_to={repository}: there is no token of the Hub; {LOG_IN}")
 
 
 def push(folder: Path, repository: str, private: bool | None = None) -> str:

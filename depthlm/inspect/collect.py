@@ -34,14 +34,14 @@ def collect(
     for tokens_bt in windows if collectors else ():
         model.hidden(tokens_bt.to(device), observer=observer)
     messages = [
-        f"the {part} {cls.__module__}.{cls.__qualname__} has no picture of its own: only depthlm's mechanisms have one"
+        f"the {part} {cls.__module__}.{cls.__qualname__} has no figure of its own: only depthlm's mechanisms have one"
         for part, cls in parts.items()
         if cls not in COLLECTORS and cls not in WITHOUT_WEIGHTS
     ]
     pictures = [picture for collector in collectors for picture in collector.pictures()]
     if not pictures and not messages:
         settings = "" if type(model.connections[0]) is Residual else ", with these settings,"
-        messages.append(f"this mechanism{settings} has no picture of its own")
+        messages.append(f"this mechanism{settings} has no figure of its own")
     return pictures, messages
 
 

@@ -1,4 +1,4 @@
-"""`python -m depthlm inspect`: write pictures of a run and the arrays that they show."""
+"""`python -m depthlm inspect`: write figures of a run and the arrays that they show."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class Inspect:
 
     run: str = key(doc="run directory; its newest complete checkpoint is inspected")
     compare: Optional[list[str]] = key(None, "other run directories, whose depth mixing matrices are drawn beside it")
-    to: Optional[str] = key(None, "folder for the pictures; null: inspect/ in the run directory")
+    to: Optional[str] = key(None, "folder for the figures; null: inspect/ in the run directory")
     tokens: Any = key(8192, "maximum number of tokens of the first validation set", minimum=1, count=True)
     text: Optional[str] = key(None, "your own text, instead of the validation set")
     device: str = key("auto", "auto: the GPU, or the CPU if there is none", choices=environment.DEVICES)
@@ -72,7 +72,7 @@ def inspect_run(arguments: Inspect) -> Path:
     if (blocks := block_picture(directory)) is not None:
         pictures.append(blocks)
     else:
-        messages.append("training.log_blocks_every was not set, so there is no picture of outputs over training")
+        messages.append("training.log_blocks_every was not set, so there is no figure of outputs over training")
     with writable(folder):
         write(folder, pictures)
     tokens = sum(part.numel() for part in batches)

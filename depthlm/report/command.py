@@ -1,5 +1,6 @@
 """`python -m depthlm report`: writes report.md and its figures, and prints the main table."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     """
     to, runs, project = _last(arguments, "to"), _last(arguments, "runs"), _last(arguments, "wandb")
     overrides = [text for text in arguments if not text.startswith(("to=", "runs=", "wandb="))]
+    if project is not None and not re.fullmatch(r"([^/]+/)?[^/]+", project):
+        raise UserError(f"wandb={project}: must be <project> or <team>/<project>")
     if runs is not None and overrides:
         raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
     if runs is None and not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):

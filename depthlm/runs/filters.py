@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from depthlm.config.validate.errors import nearest
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
+from depthlm.runs.records import STATES
 
 AGE = "age"
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -18,6 +20,7 @@ ORDERS: dict[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 # a pattern of directories, such as `*/lr=0.1`, begins with another character than a key
 COMPARISON = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*", re.DOTALL)
+WITHOUT_KEY = re.compile(r"\s*(!=|[=<>])")
 COUNT = re.compile(rf"\d[\d_]*(\.\d+)?[{''.join(SCALES)}]", re.IGNORECASE)
 AGE_TEXT = re.compile(rf"(\d+(?:\.\d+)?)\s*([{''.join(SECONDS)}])")
 
@@ -49,12 +52,19 @@ class Comparison:
 def parse_comparison(text: str) -> Comparison | None:
     """Return the comparison that a filter states, or None for a word or a pattern.
 
-    Raises UserError if it compares with something other than a number by <, <=, > or >=, or an age with no time.
+    Raises UserError if the key or the value is missing, if the state is none that a run can have, or if it compares
+    with something other than a number by <, <=, > or >=, or an age with no time.
     """
     match = COMPARISON.fullmatch(text)
     if match is None:
+        if WITHOUT_KEY.match(text):
+            raise UserError(f"{text}: a comparison begins with a key, as in `loss<3.2` or `model=mhc`")
         return None
     key, sign, value = match[1], match[2].replace("==", "="), match[3]
+    if not value and sign not in ORDERS:
+        raise UserError(f"{text}: nothing to compare {key} with; give a value, as in `model=mhc`")
+    if key == "state" and sign not in ORDERS and not any(fnmatchcase(state, value) for state in STATES):
+        raise UserError(f"{text}: no run has this state; allowed: {', '.join(STATES)}{nearest(value, STATES)}")
     if key == AGE:
         seconds = _seconds(value)
         if seconds is None:

@@ -14,7 +14,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
 
 # the states of a run, as printed in the tables of a sweep
-WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
+STATES = WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
 
 @dataclass(frozen=True)

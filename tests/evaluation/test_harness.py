@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
@@ -17,6 +18,7 @@ from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
+from depthlm.evaluation.harness import hub_or_cache, jobs_of
 from depthlm.evaluation.harness_lm import HarnessLM
 from depthlm.evaluation.shipped.read import python_words
 from depthlm.evaluation.tasks import SUITES
@@ -182,3 +184,12 @@ def test_unknown_tasks_are_refused(trained: Path, tasks: str, words: str) -> Non
 def test_an_unknown_task_is_refused_with_the_nearest_name(trained: Path) -> None:
     with pytest.raises(UserError, match="did you mean `piqa`"):
         run(f"run={trained}", "tasks=piqua")
+
+
+def test_a_hub_that_does_not_answer_is_offline_until_the_tasks_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for tasks, offline in ((["piqa"], True), (["python_words"], False)):
+        with hub_or_cache(jobs_of(tasks, None)):
+            assert constants.is_offline_mode() == offline
+        assert not constants.is_offline_mode()

@@ -129,7 +129,7 @@ def test_mistakes_are_reported_before_anything_is_written(
     with pytest.raises(UserError, match="private=: has an effect only with push_to=; give push_to="):
         export(run, private=True)
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="there is no token of the hub; run `hf auth login`, or set HF_TOKEN"):
+    with pytest.raises(UserError, match="there is no token of the Hub; run `hf auth login`, or set HF_TOKEN"):
         export(run, push_to="me/model")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, so nothing can be pushed; unset it"):

@@ -246,7 +246,7 @@ def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
 
 
 def test_missing_pictures_are_reported(build: Build) -> None:
-    assert collect(build("model=vanilla"), [TOKENS]) == ([], ["this mechanism has no picture of its own"])
+    assert collect(build("model=vanilla"), [TOKENS]) == ([], ["this mechanism has no figure of its own"])
     pictures, messages = collect(build("model=laurel", "model.connection.variant=lr"), [TOKENS])
     assert not pictures
     assert "with these settings" in messages[0]
@@ -260,4 +260,4 @@ def test_missing_pictures_are_reported(build: Build) -> None:
     pictures, messages = collect(model, [TOKENS])
     assert [picture.name for picture in pictures] == ["depth_attention"]
     assert "the connection" in messages[0]
-    assert "Mine has no picture of its own" in messages[0]
+    assert "Mine has no figure of its own" in messages[0]

@@ -94,6 +94,12 @@ def test_durations_are_formatted_with_units() -> None:
     assert [duration(value) for value in (None, 12.34, 98.7, 7500.0)] == ["–", "12.3 s", "1 min 39 s", "2 h 05 min"]
 
 
+def test_a_project_that_wandb_cannot_have_is_refused() -> None:
+    for project in ("", "a/b/c", "team/"):
+        with pytest.raises(UserError, match="must be <project> or <team>/<project>"):
+            report(["runs=outputs/a/base", f"wandb={project}"])
+
+
 @pytest.mark.usefixtures("rendered")
 def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

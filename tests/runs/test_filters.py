@@ -74,7 +74,7 @@ def test_a_bound_that_is_no_number_is_an_error(text: str) -> None:
         parse_comparison(text)
 
 
-@pytest.mark.parametrize("text", ["mhc", "outputs/sweep/*", "*/lr=0.1", "360m", "=", "<3", "[=]"])
+@pytest.mark.parametrize("text", ["mhc", "outputs/sweep/*", "*/lr=0.1", "360m", "[=]"])
 def test_a_word_or_a_pattern_is_no_comparison(text: str) -> None:
     assert parse_comparison(text) is None
 

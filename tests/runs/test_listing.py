@@ -127,6 +127,12 @@ def test_a_newest_loss_that_is_not_finite_matches_no_bound(root: Path) -> None:
         (["age<2"], "s, m, h or d"),
         (["loss<low"], "needs a number"),
         ([""], "an empty filter"),
+        (["state!="], "nothing to compare state with"),
+        (["model="], "nothing to compare model with"),
+        (["<3"], "begins with a key"),
+        (["!="], "begins with a key"),
+        (["state=complet"], "did you mean `complete`?"),
+        (["state!=broken"], "allowed: waiting, running, stopped, failed, complete"),
     ],
 )
 def test_a_filter_that_cannot_be_right_is_an_error(root: Path, filters: list[str], message: str) -> None:

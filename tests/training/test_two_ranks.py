@@ -83,7 +83,7 @@ def test_two_ranks_equal_one_that_accumulates_two_batches(
     trained: Callable[..., Path], stage: str, precision: str
 ) -> None:
     one = trained(stage, precision, world_size=1)
-    assert "1 ranks x 2 accumulated x 2 sequences" in (one / "train.log").read_text()
+    assert "1 rank x 2 accumulated x 2 sequences" in (one / "train.log").read_text()
     two = trained(stage, precision)
     assert "2 ranks x 1 accumulated x 2 sequences" in (two / "train.log").read_text()
     assert_close(two, one, precision)

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
+from depthlm.counts import counted
 from depthlm.errors import UserError
 
 
@@ -11,17 +12,19 @@ class ConfigError(UserError):
 
     def __init__(self, errors: Iterable[str]) -> None:
         self.errors = list(dict.fromkeys(errors))
-        count = len(self.errors)
-        head = f"{count} error{'s' if count > 1 else ''} in the configuration:"
+        head = f"{counted(len(self.errors), 'error')} in the configuration:"
         super().__init__("\n".join([head, *(f"  - {error}" for error in self.errors)]))
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return `; did you mean ...?` if an allowed value is similar, otherwise an empty string."""
+def nearest(given: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean ...?` if an allowed value is similar, otherwise an empty string.
+
+    cutoff: the least similarity, from 0 to 1; among thousands of values, some is similar to any text.
+    """
     candidates = list(allowed)
     # a leaf typed without its group, as in `lr` for `optimizer.lr`
     close = sorted((name for name in candidates if name.rsplit(".", 1)[-1] == given), key=_is_size_key)[:3]
-    close = close or difflib.get_close_matches(given, candidates, n=1, cutoff=0.6)
+    close = close or difflib.get_close_matches(given, candidates, n=1, cutoff=cutoff)
     return f"; did you mean {' or '.join(f'`{name}`' for name in close)}?" if close else ""
 
 

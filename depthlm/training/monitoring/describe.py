@@ -6,7 +6,7 @@ from typing import Any
 from depthlm.accounting import count_parameters
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
-from depthlm.counts import count_text, gib_text
+from depthlm.counts import count_text, counted, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
 from depthlm.machine import environment
@@ -45,9 +45,9 @@ def derived(
         **({"mixture": mixture(plan, batches)} if len(corpus.train) > 1 else {}),
         "validation": ", ".join(f"{name} ({count_text(len(tokens))})" for name, tokens in corpus.validation.items()),
         "run": f"{plan.max_steps} steps, {count_text(plan.total_tokens)} tokens{epochs}, "
-        f"warm-up {plan.warmup_steps} steps, {config.schedule.name} from {config.optimizer.lr:g}",
+        f"warm-up {counted(plan.warmup_steps, 'step')}, {config.schedule.name} from {config.optimizer.lr:g}",
         "batch": f"{plan.batch_size} sequences x {plan.sequence_length} = {plan.tokens_per_step:,} tokens = "
-        f"{plan.world_size} ranks x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
+        f"{counted(plan.world_size, 'rank')} x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
         "memory estimate": memory_text(config, memory),
         "dtypes": dtypes(config),
