@@ -77,7 +77,7 @@ def _draw_sensitivity(path: Path) -> None:
     sweeps = {experiment: study_sweep(experiment) for experiment in SENSITIVITY}
     if not any(run.state == COMPLETE for sweep in sweeps.values() for run in sweep.runs):
         return
-    figure, axes = subplots(len(SENSITIVITY), 15, 4.4, sharey=True)
+    figure, axes = subplots(len(SENSITIVITY), 15, 4.4)
     for panel, (experiment, (key, title)) in zip(axes[0], SENSITIVITY.items(), strict=True):
         sweep = sweeps[experiment]
         values = values_of(sweep, key)
@@ -92,7 +92,7 @@ def _draw_sensitivity(path: Path) -> None:
         grid(panel)
     handles = {label: h for panel in axes[0] for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
-    save(figure, path, "differences of runs with one seed; error bars: 95% intervals")
+    save(figure, path, "differences are paired by seed; error bars: 95% intervals")
 
 
 def _differences(sweep: Sweep, key: str, value: str) -> dict[str, Measured]:

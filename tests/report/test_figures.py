@@ -1,5 +1,6 @@
 """Every kind of figure, drawn from made-up runs, and its notes."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from depthlm.config import mechanisms
 from depthlm.report.figures.axis import axis_title, ordered, setting
 from depthlm.report.figures.heatmap import _panels
-from depthlm.report.figures.lines import _lines
+from depthlm.report.figures.lines import Line, Mark, _lines, _shifts
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, colour_of, looks
 from depthlm.report.rows import Row, measured
@@ -147,6 +148,17 @@ def test_error_bars_of_lines_are_intervals_over_seeds() -> None:
     # Student's t of two degrees of freedom, times the deviation 0.1, divided by the root of three
     assert [mark.interval for mark in line.marks] == pytest.approx([4.3027 * 0.1 / 3**0.5] * 2, rel=1e-4)
     assert "Error bars: 95% intervals over seeds." in reported(of, "paper", ["1", "2", "3"])
+
+
+@pytest.mark.parametrize(("positions", "logarithmic"), [([0.012, 0.024, 0.048], False), ([1.0, 10.0, 1000.0], True)])
+def test_error_bars_of_several_lines_lie_side_by_side(positions: list[float], logarithmic: bool) -> None:
+    ours = [Line(name, looks([name])[0], [Mark(x, 3.0, 0.1) for x in positions], False) for name in ("a", "b", "c")]
+    theirs = Line("a", looks(["a"])[0], [Mark(x, 3.0) for x in positions], True)
+    *shifts, unmoved = _shifts([*ours, theirs], positions, logarithmic)
+    gap = math.log(10) if logarithmic else 0.012
+    assert shifts == pytest.approx([-gap / 9, 0, gap / 9])
+    assert unmoved == 0
+    assert _shifts(ours, positions[:1], logarithmic) == [0, 0, 0]
 
 
 def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable() -> None:

@@ -1,5 +1,6 @@
 """A line chart of the first column over a setting or a number: one line per series, hollow markers for the paper."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,19 +99,21 @@ def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
     exact = is_setting(sweep, sweep.experiment.x)
     order = ordered([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
     words = any(isinstance(mark.x, str) for line in lines for mark in line.marks)
-    seen: list[float] = []
-    for line in lines:
+    positions = [_points(line.marks, order, exact) for line in lines]
+    seen = [x for points in positions for x, _ in points if math.isfinite(x)]
+    logarithmic = not words and _is_wide(seen)
+    shifts = _shifts(lines, seen, logarithmic)
+    for line, points, shift in zip(lines, positions, shifts, strict=True):
         look = line.look
         style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "ms": 7, "ls": look.dash, "lw": 1.5}
         if line.hollow:
             style |= {"mfc": "white", "mew": 1.4, "lw": 0.9, "alpha": 0.9}
         label = f"{short(line.name)}{PAPER}" if line.hollow else short(line.name)
-        points = _points(line.marks, order, exact)
         if any(math.isfinite(mark.y) for _, mark in points):
-            x, y = [x for x, _ in points], [mark.y for _, mark in points]
+            x = [x * math.exp(shift) if logarithmic else x + shift for x, _ in points]
+            y = [mark.y for _, mark in points]
             intervals = [mark.interval or 0 for _, mark in points]
             axes.errorbar(x, y, intervals if any(intervals) else None, capsize=3, label=label, **style)
-        seen += [x for x, _ in points if math.isfinite(x)]
         for mark in line.marks:
             if mark.x is None and math.isfinite(mark.y):
                 axes.axhline(mark.y, color=look.colour, ls=":" if line.hollow else "--", lw=1.3, label=label)
@@ -136,6 +139,20 @@ def _points(marks: Sequence[Mark], order: Sequence[str], exact: bool) -> list[tu
     return sorted(points, key=lambda point: point[0]) if exact else points
 
 
+def _is_wide(numbers: Sequence[float]) -> bool:
+    """Return whether an axis of these numbers is logarithmic."""
+    return bool(numbers) and 0 < LOGARITHMIC * min(numbers) < max(numbers)
+
+
+def _shifts(lines: Sequence[Line], positions: Sequence[float], logarithmic: bool) -> list[float]:
+    """Return how far each line is moved along the axis, so that the error bars of several lie side by side."""
+    ours = [line for line in lines if not line.hollow and any(mark.interval for mark in line.marks)]
+    places = sorted({math.log(x) if logarithmic else x for x in positions})
+    gap = min((right - left for left, right in itertools.pairwise(places)), default=0.0)
+    # all of them within a third of the gap
+    return [gap / 3 * ((ours.index(line) + 0.5) / len(ours) - 0.5) if line in ours else 0.0 for line in lines]
+
+
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
     """Draw one legend for all panels, below them, with ours above the paper's."""
     shown: dict[str, Any] = {}
@@ -158,7 +175,7 @@ def _legend(figure: Any, panels: Sequence[Any]) -> None:
 def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
     """Make the axis logarithmic for a wide range. exact: put the ticks at the numbers themselves, if they are few."""
     low, high = min(numbers), max(numbers)
-    if low > 0 and high > LOGARITHMIC * low:
+    if _is_wide(numbers):
         axes.set_xscale("log")
     if exact and len(set(numbers)) <= 10:
         axes.set_xticks(sorted(set(numbers)), [f"{x:g}" for x in sorted(set(numbers))])

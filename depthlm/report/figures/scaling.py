@@ -140,9 +140,11 @@ def _draw_gaps(axes: Any, of: Sequence[Gap], look: Look, shift: float) -> None:
 def _segment(axes: Any, start: float, needs: Needed, loss: float, text: str) -> None:
     end = start * needs.factor
     axes.plot([start, end], [loss, loss], color="black", ls="--", lw=1.6, zorder=4)
-    # there is space above and to the right of falling curves
+    # there is space below and to the left of falling curves
     label = f"{text}, extrapolated" if needs.extrapolated else text
-    axes.annotate(label, (max(start, end), loss), xytext=(3, 9), textcoords="offset points", size=9, ha="center")
+    axes.annotate(
+        label, (max(start, end), loss), xytext=(0, -9), textcoords="offset points", size=9, ha="right", va="top"
+    )
 
 
 def _limit(axes: Any, losses: Sequence[float], what: str, title: str, counts: bool) -> None:
