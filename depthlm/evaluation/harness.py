@@ -183,7 +183,7 @@ def hub_or_cache(jobs: Sequence[Job]) -> Iterator[None]:
     before = constants.HF_HUB_OFFLINE
     if any(job.task not in SHIPPED for job in jobs):
         try:
-            get_session().head(constants.ENDPOINT, timeout=5)
+            get_session().head(constants.ENDPOINT, timeout=10)
         except Exception:  # of the client, of a proxy, or offline mode itself
             constants.HF_HUB_OFFLINE = True
     try:
