@@ -6,16 +6,17 @@ trained; those of CURVES also have their training losses, in at most BINS means.
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from depthlm.config import Config, compose
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, difference, pooled
+from depthlm.report.rows import Measured, Row, difference, measured, pooled
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
 
@@ -75,10 +76,10 @@ def training_times() -> dict[tuple[int, int, str], float]:
     """Return the measured seconds per token of each width, number of layers and mechanism, on an idle machine."""
     times = {}
     for path in TIMES.glob("study-nano_*.json"):
-        measured = json.loads(path.read_text())
-        size = compose(measured["shape"], here=False).size
-        vanilla = 1e-6 * measured["presets"]["vanilla"]["microseconds_per_token"]
-        for name, line in measured["presets"].items():
+        speeds = json.loads(path.read_text())
+        size = compose(speeds["shape"], here=False).size
+        vanilla = 1e-6 * speeds["presets"]["vanilla"]["microseconds_per_token"]
+        for name, line in speeds["presets"].items():
             times[size.hidden_size, size.num_layers, name] = vanilla * (1 + line["overhead"])
     return times
 
@@ -101,7 +102,45 @@ def values_of(sweep: Sweep, key: str) -> list[str]:
     return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
 
 
-def paired_differences(sweep: Sweep, pairs: Sequence[tuple[Row, Row]]) -> list[Measured | None]:
-    """Return the difference of each pair of rows over their common seeds, with pooled deviations; None without any."""
-    found = [difference(row, reference, sweep.first[1]) for row, reference in pairs]
-    return pooled([number if number is not None and number.count else None for number in found])
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two losses in nats per token, and its 95% interval, which `strict` says for another level."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+    strict: bool
+
+
+def relative_differences(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Difference | None]:
+    """Return the difference of each pair of rows, with the deviation of their log ratios pooled over the pairs.
+
+    strict: whether the interval at this level excludes 0. The laws and the factors use the same log ratios.
+    """
+    column, found = sweep.first[1], []
+    log_ratios = pooled([_common(difference(row, reference, column, math.log)) for row, reference in pairs])
+    for number, (_, reference) in zip(log_ratios, pairs, strict=True):
+        base = measured(reference, column)
+        if number is None or base is None:
+            found.append(None)
+            continue
+        half, wide = number.interval or 0.0, number.half_width(level) or math.inf
+        mean, low, high = (base.mean * math.expm1(number.mean + end) for end in (0, -half, half))
+        found.append(Difference(mean, low, high, number.count, abs(number.mean) > wide))
+    return found
+
+
+def own_difference(values: Mapping[str, float], reference: Mapping[str, float], level: float) -> Difference | None:
+    """Return the difference of numbers by seed, with the deviation of their common seeds alone; None without two."""
+    paired = [values[seed] - reference[seed] for seed in values if seed in reference]
+    if len(paired) < 2:
+        return None
+    number = Measured(fmean(paired), stdev(paired), len(paired))
+    half, wide = number.interval or 0.0, number.half_width(level) or math.inf
+    return Difference(number.mean, number.mean - half, number.mean + half, number.count, abs(number.mean) > wide)
+
+
+def _common(number: Measured | None) -> Measured | None:
+    """Return the difference of two rows if they have a common seed."""
+    return number if number is not None and number.count else None

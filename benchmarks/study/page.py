@@ -5,10 +5,10 @@
 The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs/results/README.md.
 """
 
+import itertools
 import re
-from collections.abc import Sequence
 
-from archive import EXPERIMENTS, RESULTS, paired_differences, study_sweep, values_of
+from archive import EXPERIMENTS, RESULTS, Difference, own_difference, relative_differences, study_sweep, values_of
 from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
@@ -16,7 +16,7 @@ from depthlm.build import build_model
 from depthlm.config.schema.experiment import Column
 from depthlm.config.schema.length import run_steps
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, measured
+from depthlm.report.rows import Measured, Row, by_seed, measured
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, signed_text
@@ -49,6 +49,8 @@ def blocks(scaling: Sweep) -> dict[str, str]:
     """Return the tables of the page, as Markdown, by the names of their blocks."""
     tables = {
         "sizes": sizes(scaling),
+        "shapes": sizes(study_sweep("sensitivity_depth"), "size.num_layers"),
+        "costs": costs(scaling),
         "losses": losses(scaling),
         "differences": differences(scaling),
         "fits": fit_table(scaling, curves(scaling)),
@@ -78,8 +80,29 @@ def row_of(sweep: Sweep, **settings: str) -> Row:
     return next(row for row in sweep.rows if wanted.items() <= row.settings.items())
 
 
-def sizes(sweep: Sweep) -> Table:
-    """Return the sizes, their parameters and how long they train."""
+def costs(sweep: Sweep) -> Table:
+    """Return the parameters, training FLOPs and training time of each model, as ratios to vanilla's."""
+    table, columns = [], views_of(sweep).values()
+    for model in values_of(sweep, "model")[1:]:
+        texts = []
+        for size in values_of(sweep, "size"):
+            pairs = [
+                (
+                    measured(row_of(sweep, model=model, size=size), c),
+                    measured(row_of(sweep, model="vanilla", size=size), c),
+                )
+                for c in columns
+            ]
+            known = [
+                number_text(own.mean / base.mean, 2) for own, base in pairs if own is not None and base is not None
+            ]
+            texts.append(", ".join(known) or DASH)
+        table.append(cells([model, *texts]))
+    return Table(["times vanilla's", *values_of(sweep, "size")], table)
+
+
+def sizes(sweep: Sweep, label: str = "size") -> Table:
+    """Return vanilla's sizes, their parameters and how long they train. label: the setting that names them."""
     table = []
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
         if row.settings["model"] != "vanilla":
@@ -89,13 +112,17 @@ def sizes(sweep: Sweep) -> Table:
         outside = counts["total"] - counts["embedding"]
         steps = run_steps(config) or 0
         tokens = steps * config.training.batch_size * config.training.sequence_length
-        shape = [size.num_layers, size.hidden_size, size.intermediate_size, counts["total"], outside, steps, tokens]
+        heads = f"{size.num_heads} ({size.num_kv_heads})"
+        shape = [size.num_layers, size.hidden_size, size.intermediate_size]
+        length = [counts["total"], outside, steps, tokens]
         rest = [number_text(tokens / outside, 2), f"{config.optimizer.lr:g}"]
-        table.append(cells([size.name, *(f"{number:,}" for number in shape), *rest]))
+        texts = [*map(str, shape), heads, *(f"{number:,}" for number in length), *rest]
+        table.append(cells([row.settings[label], *texts]))
     head = [
         "layers",
         "D",
         "MLP",
+        "heads (key/value)",
         "parameters",
         "outside the embedding",
         "steps",
@@ -124,32 +151,27 @@ def _with_deviation(number: Measured | None) -> str:
 
 
 def differences(sweep: Sweep) -> Table:
-    """Return the differences against vanilla, paired by seed, with 95% intervals of pooled deviations.
+    """Return the differences against vanilla, paired by seed, with 95% intervals of deviations pooled over the sizes.
 
     Bold: those that exclude 0 also with Bonferroni's correction for the number of cells.
     """
     sizes, models = values_of(sweep, "size"), values_of(sweep, "model")[1:]
     level = 1 - 0.05 / (len(sizes) * len(models))
-    pairs = [[(row_of(sweep, model=m, size=s), row_of(sweep, model="vanilla", size=s)) for s in sizes] for m in models]
-    table = [[Cell(model), *paired_cells(sweep, of, level)] for model, of in zip(models, pairs, strict=True)]
+    table = []
+    for model in models:
+        pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model="vanilla", size=s)) for s in sizes]
+        numbers = relative_differences(sweep, pairs, level)
+        of = [_difference_cell(n, len(row.points)) for n, (row, _) in zip(numbers, pairs, strict=True)]
+        table.append([Cell(model), *of])
     return Table(["against vanilla", *sizes], table)
 
 
-def paired_cells(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Cell]:
-    """Return the differences of pairs of rows with their intervals, pooled over the pairs."""
-    numbers = paired_differences(sweep, pairs)
-    return [_difference_cell(n, level, len(row.points)) for n, (row, _) in zip(numbers, pairs, strict=True)]
-
-
-def _difference_cell(number: Measured | None, level: float, planned: int) -> Cell:
+def _difference_cell(number: Difference | None, planned: int) -> Cell:
     if number is None:
         return Cell(DASH)
     partly = f" ({number.count} of {planned} seeds)" if number.count < planned else ""
-    half, strict = number.interval, number.half_width(level)
-    if half is None:
-        return Cell(f"{signed_text(number.mean, 3)}{partly}")
-    ends = f"[{signed_text(number.mean - half, 3)}, {signed_text(number.mean + half, 3)}]"
-    return Cell(f"{signed_text(number.mean, 3)} {ends}{partly}", strict is not None and abs(number.mean) > strict)
+    ends = f"[{signed_text(number.low, 3)}, {signed_text(number.high, 3)}]"
+    return Cell(f"{signed_text(number.mean, 3)} {ends}{partly}", number.strict)
 
 
 def needs(sweep: Sweep) -> Table:
@@ -195,16 +217,27 @@ def rates() -> Table:
 
 
 def sensitivity(experiment: str, key: str) -> Table:
-    """Return, for each value of a setting, vanilla's loss and the differences of the others against it."""
+    """Return vanilla's loss and the differences of the others at each value of a setting, then how both change."""
     sweep = study_sweep(experiment)
     models, values = values_of(sweep, "model"), values_of(sweep, key)
-    level = 1 - 0.05 / (len(values) * len(models[1:]))
-    table = []
+    changes = list(itertools.combinations(values, 2))
+    level = 1 - 0.05 / ((len(values) + len(changes)) * len(models[1:]))
+    table, apart = [], {}
     for value in values:
-        vanilla, *others = (row_of(sweep, model=model, **{key: value}) for model in models)
-        # the variance differs between settings
-        cells_of_value = paired_cells(sweep, [(row, vanilla) for row in others], level)
-        table.append([Cell(value), Cell(_with_deviation(measured(vanilla, sweep.first[1]))), *cells_of_value])
+        rows = {model: row_of(sweep, model=model, **{key: value}) for model in models}
+        losses = {model: by_seed(row, sweep.first[1]) for model, row in rows.items()}
+        planned = len(rows["vanilla"].points)
+        differences = [
+            _difference_cell(own_difference(losses[m], losses["vanilla"], level), planned) for m in models[1:]
+        ]
+        table.append([Cell(value), Cell(_with_deviation(measured(rows["vanilla"], sweep.first[1]))), *differences])
+        apart[value] = losses | {
+            m: {seed: losses[m][seed] - losses["vanilla"][seed] for seed in losses[m] if seed in losses["vanilla"]}
+            for m in models[1:]
+        }
+    for one, other in changes:
+        moved = [_difference_cell(own_difference(apart[other][m], apart[one][m], level), planned) for m in models]
+        table.append([Cell(f"change from {one} to {other}"), *moved])
     return Table([key, "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from archive import paired_differences, study_sweep, values_of
+from archive import Difference, own_difference, study_sweep, values_of
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.lines import draw_lines
@@ -13,7 +13,7 @@ from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, grid, save, subplots
-from depthlm.report.rows import Measured, Row, measured
+from depthlm.report.rows import Row, by_seed, measured
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import COMPLETE
@@ -82,7 +82,7 @@ def _draw_sensitivity(path: Path) -> None:
         sweep = sweeps[experiment]
         values = values_of(sweep, key)
         for place, value in enumerate(values):
-            for number, (model, gap) in enumerate(_differences(sweep, key, value).items()):
+            for number, (model, gap) in enumerate(_differences(sweep, key, value)):
                 _draw_difference(panel, place + 0.06 * number, gap, model)
         panel.set_xlim(-0.4, len(values) - 0.6)
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
@@ -95,16 +95,16 @@ def _draw_sensitivity(path: Path) -> None:
     save(figure, path, "differences are paired by seed; error bars: 95% intervals")
 
 
-def _differences(sweep: Sweep, key: str, value: str) -> dict[str, Measured]:
-    """Return the differences of each mechanism against vanilla at one value of a setting, with pooled deviations."""
-    rows = {row.settings["model"]: row for row in sweep.rows if row.settings[key] == value}
-    vanilla = rows.pop("vanilla")
-    numbers = paired_differences(sweep, [(row, vanilla) for row in rows.values()])
-    return {model: number for model, number in zip(rows, numbers, strict=True) if number is not None}
+def _differences(sweep: Sweep, key: str, value: str) -> list[tuple[str, Difference]]:
+    """Return the differences of each mechanism against vanilla at one value of a setting."""
+    losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
+    vanilla = losses.pop("vanilla")
+    numbers = {model: own_difference(of, vanilla, 0.95) for model, of in losses.items()}
+    return [(model, number) for model, number in numbers.items() if number is not None]
 
 
-def _draw_difference(panel: Any, place: float, number: Measured, model: str) -> None:
+def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:
     shown = panel.get_legend_handles_labels()[1]
     label = None if model in shown else model
     style = {"color": COLOURS[model], "marker": "o", "ls": "", "capsize": 3, "label": label}
-    panel.errorbar([place], [number.mean], [number.interval or 0], **style)
+    panel.errorbar([place], [number.mean], [[number.mean - number.low], [number.high - number.mean]], **style)
