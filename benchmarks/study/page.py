@@ -53,6 +53,7 @@ def blocks(scaling: Sweep) -> dict[str, str]:
         "costs": costs(scaling),
         "losses": losses(scaling),
         "differences": differences(scaling),
+        "rivals": rivals(scaling),
         "fits": fit_table(scaling, curves(scaling)),
         "needs": needs(scaling),
         "start": start(),
@@ -155,15 +156,26 @@ def differences(sweep: Sweep) -> Table:
 
     Bold: those that exclude 0 also with Bonferroni's correction for the number of cells.
     """
-    sizes, models = values_of(sweep, "size"), values_of(sweep, "model")[1:]
+    models = values_of(sweep, "model")[1:]
+    return _against(sweep, "against vanilla", {model: (model, "vanilla") for model in models})
+
+
+def rivals(sweep: Sweep) -> Table:
+    """Return the differences of Depth-Attention against the mechanisms that its paper compares it with."""
+    others = ("uniform_mix", "attention_residuals", "mhc", "denseformer")
+    return _against(sweep, "depth_attention against", {model: ("depth_attention", model) for model in others})
+
+
+def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Table:
+    """Return the differences of pairs of models at each size, with the correction for the number of cells."""
+    table, sizes = [], values_of(sweep, "size")
     level = 1 - 0.05 / (len(sizes) * len(models))
-    table = []
-    for model in models:
-        pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model="vanilla", size=s)) for s in sizes]
+    for label, (model, reference) in models.items():
+        pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model=reference, size=s)) for s in sizes]
         numbers = relative_differences(sweep, pairs, level)
         of = [_difference_cell(n, len(row.points)) for n, (row, _) in zip(numbers, pairs, strict=True)]
-        table.append([Cell(model), *of])
-    return Table(["against vanilla", *sizes], table)
+        table.append([Cell(label), *of])
+    return Table([title, *sizes], table)
 
 
 def _difference_cell(number: Difference | None, planned: int) -> Cell:

@@ -20,7 +20,7 @@ from depthlm.runs.records import COMPLETE
 
 PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
 SENSITIVITY = {
-    "sensitivity_embedding": ("size.embedding_init_std", "standard deviation of the embedding at the start"),
+    "sensitivity_embedding": ("size.embedding_init_std", "initial standard deviation of the embedding"),
     "sensitivity_rate": ("optimizer.lr", "peak learning rate"),
     "sensitivity_depth": ("size.num_layers", "layers, at equal parameters"),
 }
@@ -45,7 +45,7 @@ def best_of(rows: Sequence[Row], column: Column) -> float | None:
 
 
 def _draw_start(path: Path) -> None:
-    """Draw vanilla's loss over the start of the embedding, a line per start of the matrices, a panel per size."""
+    """Draw vanilla's loss over the embedding's initial deviation, a line per that of the matrices, a panel per size."""
     sweep = study_sweep("start")
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for size in values_of(sweep, "size"):

@@ -57,9 +57,8 @@ def draw_scaling(
         _limit(places[view], losses, column.title, title, counts=view == "parameters")
         places[view].set_title(f"loss over {column.title.split(' (')[0]}", fontsize="medium")
         if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
-            _segment(
-                places[view], entry.gap.size.x[view], needs, entry.gap.size.loss, f"{needs.factor:.2f} {NEEDS[view]}"
-            )
+            text = f"{short(entry.curve.name)}: {needs.factor:.2f} {NEEDS[view]}"
+            _segment(places[view], entry.gap.size.x[view], needs, entry.gap.size.loss, text)
     notes = []
     if any(law is not None and law.usable for curve in shown for law in curve.laws.values()):
         notes.append("Dashed lines: the fits with R² of at least 0.9, each over its own points.")
