@@ -7,16 +7,16 @@ trained; those of CURVES also have their training losses, in at most BINS means.
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from depthlm.config import Config, compose
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, difference, measured, pooled
+from depthlm.report.rows import Measured, Row, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
 
@@ -104,7 +104,7 @@ def values_of(sweep: Sweep, key: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two losses in nats per token, and its 95% interval, which `strict` says for another level."""
+    """A difference of losses in nats per token with its 95% interval. strict: whether a wider interval excludes 0."""
 
     mean: float
     low: float
@@ -116,31 +116,32 @@ class Difference:
 def relative_differences(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Difference | None]:
     """Return the difference of each pair of rows, with the deviation of their log ratios pooled over the pairs.
 
-    strict: whether the interval at this level excludes 0. The laws and the factors use the same log ratios.
+    level: of the wider interval. The laws and the factors use the same log ratios.
     """
-    column, found = sweep.first[1], []
-    log_ratios = pooled([_common(difference(row, reference, column, math.log)) for row, reference in pairs])
-    for number, (_, reference) in zip(log_ratios, pairs, strict=True):
-        base = measured(reference, column)
-        if number is None or base is None:
-            found.append(None)
-            continue
-        half, wide = number.interval or 0.0, number.half_width(level) or math.inf
-        mean, low, high = (base.mean * math.expm1(number.mean + end) for end in (0, -half, half))
-        found.append(Difference(mean, low, high, number.count, abs(number.mean) > wide))
-    return found
+    column = sweep.first[1]
+    log_ratios = [difference(row, reference, column, math.log) for row, reference in pairs]
+    # without a common seed, there is nothing to pair
+    log_ratios = pooled([number if number is not None and number.count else None for number in log_ratios])
+    bases = [measured(reference, column) for _, reference in pairs]
+    return [
+        None if base is None else _with_interval(number, level, lambda log, loss=base.mean: loss * math.expm1(log))
+        for number, base in zip(log_ratios, bases, strict=True)
+    ]
 
 
-def own_difference(values: Mapping[str, float], reference: Mapping[str, float], level: float) -> Difference | None:
-    """Return the difference of numbers by seed, with the deviation of their common seeds alone; None without two."""
-    paired = [values[seed] - reference[seed] for seed in values if seed in reference]
-    if len(paired) < 2:
+def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
+    """Return the differences of numbers by seed, of the seeds that both have."""
+    return {seed: values[seed] - reference[seed] for seed in values if seed in reference}
+
+
+def own_difference(differences: Mapping[str, float], level: float) -> Difference | None:
+    """Return the mean of differences by seed, with their own deviation; None without two seeds."""
+    return _with_interval(over_seeds(list(differences.values())), level, float)
+
+
+def _with_interval(number: Measured | None, level: float, nats: Callable[[float], float]) -> Difference | None:
+    """Return a number with its intervals; None without a deviation. nats: turns it into a difference of losses."""
+    if number is None or (half := number.interval) is None or (wide := number.half_width(level)) is None:
         return None
-    number = Measured(fmean(paired), stdev(paired), len(paired))
-    half, wide = number.interval or 0.0, number.half_width(level) or math.inf
-    return Difference(number.mean, number.mean - half, number.mean + half, number.count, abs(number.mean) > wide)
-
-
-def _common(number: Measured | None) -> Measured | None:
-    """Return the difference of two rows if they have a common seed."""
-    return number if number is not None and number.count else None
+    ends = nats(number.mean - half), nats(number.mean + half)
+    return Difference(nats(number.mean), *ends, number.count, abs(number.mean) > wide)

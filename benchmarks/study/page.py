@@ -8,7 +8,16 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 import itertools
 import re
 
-from archive import EXPERIMENTS, RESULTS, Difference, own_difference, relative_differences, study_sweep, values_of
+from archive import (
+    EXPERIMENTS,
+    RESULTS,
+    Difference,
+    minus,
+    own_difference,
+    relative_differences,
+    study_sweep,
+    values_of,
+)
 from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
@@ -239,16 +248,13 @@ def sensitivity(experiment: str, key: str) -> Table:
         rows = {model: row_of(sweep, model=model, **{key: value}) for model in models}
         losses = {model: by_seed(row, sweep.first[1]) for model, row in rows.items()}
         planned = len(rows["vanilla"].points)
-        differences = [
-            _difference_cell(own_difference(losses[m], losses["vanilla"], level), planned) for m in models[1:]
-        ]
-        table.append([Cell(value), Cell(_with_deviation(measured(rows["vanilla"], sweep.first[1]))), *differences])
-        apart[value] = losses | {
-            m: {seed: losses[m][seed] - losses["vanilla"][seed] for seed in losses[m] if seed in losses["vanilla"]}
-            for m in models[1:]
-        }
+        apart[value] = losses | {model: minus(losses[model], losses["vanilla"]) for model in models[1:]}
+        against = [_difference_cell(own_difference(apart[value][model], level), planned) for model in models[1:]]
+        table.append([Cell(value), Cell(_with_deviation(measured(rows["vanilla"], sweep.first[1]))), *against])
     for one, other in changes:
-        moved = [_difference_cell(own_difference(apart[other][m], apart[one][m], level), planned) for m in models]
+        moved = [
+            _difference_cell(own_difference(minus(apart[other][m], apart[one][m]), level), planned) for m in models
+        ]
         table.append([Cell(f"change from {one} to {other}"), *moved])
     return Table([key, "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
 

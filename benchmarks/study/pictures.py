@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from archive import Difference, own_difference, study_sweep, values_of
+from archive import Difference, minus, own_difference, study_sweep, values_of
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.lines import draw_lines
@@ -99,7 +99,7 @@ def _differences(sweep: Sweep, key: str, value: str) -> list[tuple[str, Differen
     """Return the differences of each mechanism against vanilla at one value of a setting."""
     losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
     vanilla = losses.pop("vanilla")
-    numbers = {model: own_difference(of, vanilla, 0.95) for model, of in losses.items()}
+    numbers = {model: own_difference(minus(of, vanilla), 0.95) for model, of in losses.items()}
     return [(model, number) for model, number in numbers.items() if number is not None]
 
 

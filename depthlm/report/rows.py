@@ -128,7 +128,7 @@ def by_seed(row: Row, column: Column) -> dict[str, float]:
 
 def measured(row: Row, column: Column) -> Measured | None:
     """Return the column's number over the seeds that have one, in the paper's unit."""
-    return _over_seeds(list(by_seed(row, column).values()))
+    return over_seeds(list(by_seed(row, column).values()))
 
 
 def difference(row: Row, reference: Row, column: Column, scale: Callable[[float], float] = float) -> Measured | None:
@@ -139,11 +139,12 @@ def difference(row: Row, reference: Row, column: Column, scale: Callable[[float]
     ours, theirs = by_seed(row, column), by_seed(reference, column)
     paired = [scale(ours[seed]) - scale(theirs[seed]) for seed in ours if seed in theirs]
     if paired or not ours or not theirs:
-        return _over_seeds(paired)
+        return over_seeds(paired)
     return Measured(scale(mean(ours.values())) - scale(mean(theirs.values())), None, 0)
 
 
-def _over_seeds(values: list[float]) -> Measured | None:
+def over_seeds(values: Sequence[float]) -> Measured | None:
+    """Return the mean and deviation of the numbers of some seeds, or None without any."""
     if not values:
         return None
     return Measured(mean(values), stdev(values) if len(values) > 1 else None, len(values))
