@@ -6,9 +6,8 @@ trained; those of CURVES also have their training losses, in at most BINS means.
 
 import itertools
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 from depthlm.config import Config, compose
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
 
@@ -100,48 +98,3 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], dir
 def values_of(sweep: Sweep, key: str) -> list[str]:
     """Return the values of a setting, in the order of the rows."""
     return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A difference of losses in nats per token with its 95% interval. strict: whether a wider interval excludes 0."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-    strict: bool
-
-
-def relative_differences(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Difference | None]:
-    """Return the difference of each pair of rows, with the deviation of their log ratios pooled over the pairs.
-
-    level: of the wider interval. The laws and the factors use the same log ratios.
-    """
-    column = sweep.first[1]
-    log_ratios = [difference(row, reference, column, math.log) for row, reference in pairs]
-    # without a common seed, there is nothing to pair
-    log_ratios = pooled([number if number is not None and number.count else None for number in log_ratios])
-    bases = [measured(reference, column) for _, reference in pairs]
-    return [
-        None if base is None else _with_interval(number, level, lambda log, loss=base.mean: loss * math.expm1(log))
-        for number, base in zip(log_ratios, bases, strict=True)
-    ]
-
-
-def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
-    """Return the differences of numbers by seed, of the seeds that both have."""
-    return {seed: values[seed] - reference[seed] for seed in values if seed in reference}
-
-
-def own_difference(differences: Mapping[str, float], level: float) -> Difference | None:
-    """Return the mean of differences by seed, with their own deviation; None without two seeds."""
-    return _with_interval(over_seeds(list(differences.values())), level, float)
-
-
-def _with_interval(number: Measured | None, level: float, nats: Callable[[float], float]) -> Difference | None:
-    """Return a number with its intervals; None without a deviation. nats: turns it into a difference of losses."""
-    if number is None or (half := number.interval) is None or (wide := number.half_width(level)) is None:
-        return None
-    ends = nats(number.mean - half), nats(number.mean + half)
-    return Difference(nats(number.mean), *ends, number.count, abs(number.mean) > wide)

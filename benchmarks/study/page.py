@@ -8,16 +8,8 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 import itertools
 import re
 
-from archive import (
-    EXPERIMENTS,
-    RESULTS,
-    Difference,
-    minus,
-    own_difference,
-    relative_differences,
-    study_sweep,
-    values_of,
-)
+from archive import EXPERIMENTS, RESULTS, study_sweep, values_of
+from differences import Difference, minus, own_difference, rate_changes, relative_differences
 from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
@@ -226,15 +218,18 @@ def start() -> Table:
 
 
 def rates() -> Table:
-    """Return the losses of each mechanism at each learning rate: mean ± deviation over seeds; the best in bold."""
+    """Return the loss of each mechanism at the learning rate of the study, and its changes at the others tried.
+
+    Bold: changes whose 95% interval, paired by seed, excludes 0.
+    """
     sweep = study_sweep("rates")
-    tried = values_of(sweep, "optimizer.lr")
+    rate, others, changes = rate_changes(sweep)
     table = []
-    for model in values_of(sweep, "model"):
-        numbers = [measured(row_of(sweep, model=model, optimizer__lr=rate), sweep.first[1]) for rate in tried]
-        best = min((number.mean for number in numbers if number is not None), default=None)
-        table.append([Cell(model), *(Cell(_with_deviation(n), n is not None and n.mean == best) for n in numbers)])
-    return Table(["validation loss at rate", *tried], table)
+    for model, of in changes.items():
+        row = row_of(sweep, model=model, optimizer__lr=rate)
+        changed = [_difference_cell(change, len(row.points)) for change in of]
+        table.append([Cell(model), Cell(_with_deviation(measured(row, sweep.first[1]))), *changed])
+    return Table(["validation loss", f"at {rate}", *(f"change at {other}" for other in others)], table)
 
 
 def sensitivity(experiment: str, key: str) -> Table:

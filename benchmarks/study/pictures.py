@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from archive import Difference, minus, own_difference, study_sweep, values_of
+from archive import study_sweep, values_of
+from differences import Difference, minus, own_difference, rate_changes
 
 from depthlm.config.schema.experiment import Column
-from depthlm.report.figures.lines import draw_lines
 from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
@@ -32,7 +32,7 @@ def draw_all(scaling: Sweep, views: Mapping[str, Column], folder: Path) -> None:
         # the picture of other records must not stay
         (folder / name).unlink(missing_ok=True)
     _draw_start(folder / "start.png")
-    draw_lines(study_sweep("rates"), folder / "rates.png")
+    _draw_rates(folder / "rates.png")
     draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", stamp_of(scaling))
     fitted = curves(scaling, views)
     draw_scaling(scaling, fitted, savings(scaling, fitted), folder / "scaling.png", views)
@@ -59,6 +59,8 @@ def _draw_start(path: Path) -> None:
                     points.append((float(start), loss))
             if points:
                 groups.setdefault(size, {})[std] = sorted(points)
+    # a panel needs more than one initialization of the embedding
+    groups = {size: lines for size, lines in groups.items() if any(len(points) > 1 for points in lines.values())}
     if not groups:
         return
     figure, axes = subplots(len(groups), 5.2 * len(groups), 4.2)
@@ -70,6 +72,33 @@ def _draw_start(path: Path) -> None:
         panel.legend(frameon=False, fontsize="small")
         grid(panel)
     save(figure, path, stamp_of(sweep))
+
+
+def _draw_rates(path: Path) -> None:
+    """Draw how the loss of each mechanism differs at other learning rates than that of the study."""
+    sweep = study_sweep("rates")
+    rate, others, changes = rate_changes(sweep)
+    if not any(change is not None for of in changes.values() for change in of):
+        return
+    figure, axes = subplots(1, 8, 4.8)
+    panel = axes[0, 0]
+    for number, (other, marker) in enumerate(zip(others, "os", strict=True)):
+        look = {"marker": marker, "ls": "", "fillstyle": "none" if number else "full"}
+        for place, (model, of) in enumerate(changes.items()):
+            if (change := of[number]) is not None:
+                ends = [[change.mean - change.low], [change.high - change.mean]]
+                y = place - 0.12 + 0.24 * number
+                panel.errorbar([change.mean], [y], None, ends, capsize=3, color=COLOURS[model], **look)
+        panel.plot([], [], color=COLOURS["vanilla"], label=f"at {other}", **look)
+    panel.axvline(0, color=COLOURS["vanilla"], lw=1.3)
+    panel.set_yticks(range(len(changes)), list(changes))
+    panel.invert_yaxis()
+    panel.set(xlabel=f"validation loss - that at the rate of the study, {rate}")
+    size = sweep.configs[0].size.name
+    panel.set_title(f"the loss at half and at twice the learning rate, {size}", fontsize="medium")
+    panel.legend(frameon=False, fontsize="small")
+    grid(panel)
+    save(figure, path, f"{stamp_of(sweep)}; paired by seed; error bars: 95% intervals")
 
 
 def _draw_sensitivity(path: Path) -> None:
@@ -88,7 +117,8 @@ def _draw_sensitivity(path: Path) -> None:
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), [f"{float(value):g}" for value in values])
-        panel.set_title(f"{sweep.experiment.title.lower()}\n{stamp_of(sweep)}", fontsize="medium")
+        size = sweep.configs[0].size.name
+        panel.set_title(f"{sweep.experiment.title.lower()}\n{size}, {stamp_of(sweep)}", fontsize="medium")
         grid(panel)
     handles = {label: h for panel in axes[0] for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))

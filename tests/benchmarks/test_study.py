@@ -28,7 +28,7 @@ def study(monkeypatch: pytest.MonkeyPatch):
         return importlib.import_module(name)
 
     yield load
-    for name in ("archive", "pictures", "page", "collect"):
+    for name in ("archive", "differences", "pictures", "page", "collect"):
         sys.modules.pop(name, None)
 
 

@@ -180,6 +180,15 @@ def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable()
     assert stamp_of(changed, beside_paper=True) == f"ours: budget paper with a changed protocol, 1 seed{not_comparable}"
 
 
+def test_the_stamp_of_an_experiment_without_a_budget_has_its_tokens() -> None:
+    of = experiment(points=[{"model": ["vanilla", "dca"]}])
+    first, second = directories(of, "paper")
+    write_run(first, tokens=188_416)
+    assert stamp_of(sweep(of)) == "188.4K tokens, 1 seed"
+    write_run(second, tokens=1_908_736)
+    assert stamp_of(sweep(of)) == "188.4K to 1.909M tokens, 1 seed"
+
+
 @pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
 def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [

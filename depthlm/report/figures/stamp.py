@@ -1,5 +1,7 @@
 """The stamp of a report's figure: what it shows, for readers who see the figure without its report."""
 
+from depthlm.counts import count_text
+from depthlm.report.rows import number
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import COMPLETE
 
@@ -7,16 +9,24 @@ from depthlm.runs.records import COMPLETE
 def stamp_of(sweep: Sweep, beside_paper: bool = False) -> str:
     """Return the budget and the number of seeds, as in `budget smoke, 3 seeds`.
 
-    Without a smaller budget, an experiment that has no paper's numbers has no budget either. beside_paper: whether the
-    figure also has the paper's numbers; if ours are not comparable with them, it says so.
+    An experiment without a paper's numbers has a budget only if that is smaller than the experiment's own; otherwise,
+    the stamp has the tokens that its runs trained on. beside_paper: whether the figure also has the paper's numbers; if
+    ours are not comparable with them, it says so.
     """
     budgets = " and ".join(dict.fromkeys(config.budget.name for config in sweep.configs))
     has_paper = bool(sweep.experiment.fits) or any(row.paper for row in sweep.rows)
-    ours = f"budget {budgets}, {_seeds(sweep)}" if has_paper or budgets != "paper" else _seeds(sweep)
+    length = f"budget {budgets}, " if has_paper or budgets != "paper" else _tokens(sweep)
+    ours = f"{length}{_seeds(sweep)}"
     if not beside_paper or sweep.as_printed:
         return ours
     changed = " with a changed protocol" if sweep.changed else ""
     return f"ours: budget {budgets}{changed}, {_seeds(sweep)}; not comparable with the paper's numbers"
+
+
+def _tokens(sweep: Sweep) -> str:
+    """Return the tokens that the complete runs trained on, followed by a comma; empty without a complete run."""
+    counts = {tokens for run in sweep.runs if (tokens := number(run, "tokens")) is not None}
+    return f"{' to '.join(dict.fromkeys(map(count_text, (min(counts), max(counts)))))} tokens, " if counts else ""
 
 
 def _seeds(sweep: Sweep) -> str:
