@@ -22,7 +22,15 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
 # the speeds measured by benchmarks/mechanisms.py
 TIMES = Path(__file__).resolve().parents[1] / "results"
-EXPERIMENTS = ("start", "rates", "scaling", "sensitivity_embedding", "sensitivity_rate", "sensitivity_depth")
+EXPERIMENTS = (
+    "start",
+    "rates",
+    "scaling",
+    "sensitivity_embedding",
+    "sensitivity_rate",
+    "sensitivity_depth",
+    "sensitivity_rate_dca",
+)
 # experiments whose loss curves are drawn
 CURVES = ("scaling",)
 BINS = 48
