@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from archive import values_of
 
@@ -13,7 +13,7 @@ from depthlm.report.sweep import Sweep
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of losses in nats per token with its 95% interval. strict: whether a wider interval excludes 0."""
+    """A difference of losses with its 95% interval, over `count` seeds. strict: whether a wider interval excludes 0."""
 
     mean: float
     low: float
@@ -22,20 +22,34 @@ class Difference:
     strict: bool
 
 
-def relative_differences(sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float) -> list[Difference | None]:
-    """Return the difference of each pair of rows, with the deviation of their log ratios pooled over the pairs.
+def corrected(comparisons: int) -> float:
+    """Return the level of an interval with Bonferroni's correction for the comparisons of its table."""
+    return 1 - 0.05 / comparisons
 
-    level: of the wider interval. The laws and the factors use the same log ratios.
+
+def relative_differences(
+    sweep: Sweep, pairs: Sequence[tuple[Row, Row]], level: float
+) -> tuple[list[Difference | None], Difference | None]:
+    """Return the difference of each pair of rows, in nats per token, and the mean over all their runs, in percent.
+
+    The deviation of the log ratios is pooled over the pairs. level: of the wider interval. The laws and the factors use
+    the same log ratios.
     """
     column = sweep.first[1]
     log_ratios = [difference(row, reference, column, math.log) for row, reference in pairs]
     # without a common seed, there is nothing to pair
     log_ratios = pooled([number if number is not None and number.count else None for number in log_ratios])
     bases = [measured(reference, column) for _, reference in pairs]
-    return [
+    each = [
         None if base is None else _with_interval(number, level, lambda log, loss=base.mean: loss * math.expm1(log))
         for number, base in zip(log_ratios, bases, strict=True)
     ]
+    known = [number for number in log_ratios if number is not None]
+    if not known:
+        return each, None
+    seeds = sum(number.count for number in known)
+    mean = sum(number.count * number.mean for number in known) / seeds
+    return each, _with_interval(replace(known[0], mean=mean, count=seeds), level, lambda log: 100 * math.expm1(log))
 
 
 def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
@@ -50,12 +64,14 @@ def own_difference(differences: Mapping[str, float], level: float) -> Difference
 
 def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Difference | None]]]:
     """Return the learning rate of the study, the others tried, and by how much each changes the loss of each model."""
+    models = values_of(sweep, "model")
     rate = f"{compose([f'size={sweep.configs[0].size.name}'], here=False).size.lr:g}"
     others = [other for other in values_of(sweep, "optimizer.lr") if other != rate]
     losses = {(row.settings["model"], row.settings["optimizer.lr"]): by_seed(row, sweep.first[1]) for row in sweep.rows}
+    level = corrected(len(models) * len(others))
     changes = {
-        model: [own_difference(minus(losses[model, other], losses[model, rate]), 0.95) for other in others]
-        for model in values_of(sweep, "model")
+        model: [own_difference(minus(losses[model, other], losses[model, rate]), level) for other in others]
+        for model in models
     }
     return rate, others, changes
 

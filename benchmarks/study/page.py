@@ -9,7 +9,7 @@ import itertools
 import re
 
 from archive import EXPERIMENTS, RESULTS, study_sweep, values_of
-from differences import Difference, minus, own_difference, rate_changes, relative_differences
+from differences import Difference, corrected, minus, own_difference, rate_changes, relative_differences
 from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
@@ -62,6 +62,7 @@ def blocks(scaling: Sweep) -> dict[str, str]:
         "embedding": sensitivity("sensitivity_embedding", "size.embedding_init_std"),
         "rate": sensitivity("sensitivity_rate", "optimizer.lr"),
         "depth": sensitivity("sensitivity_depth", "size.num_layers"),
+        "dca": sensitivity("sensitivity_rate_dca", "optimizer.lr"),
     }
     return {"state": state()} | {name: markdown(table) for name, table in tables.items()}
 
@@ -153,38 +154,39 @@ def _with_deviation(number: Measured | None) -> str:
 
 
 def differences(sweep: Sweep) -> Table:
-    """Return the differences against vanilla, paired by seed, with 95% intervals of deviations pooled over the sizes.
-
-    Bold: those that exclude 0 also with Bonferroni's correction for the number of cells.
-    """
+    """Return the differences against vanilla, paired by seed."""
     models = values_of(sweep, "model")[1:]
     return _against(sweep, "against vanilla", {model: (model, "vanilla") for model in models})
 
 
 def rivals(sweep: Sweep) -> Table:
     """Return the differences of Depth-Attention against the mechanisms that its paper compares it with."""
-    others = ("uniform_mix", "attention_residuals", "mhc", "denseformer")
+    others = ("uniform_mix", "attention_residuals", "attention_residuals_recency", "mhc", "denseformer")
     return _against(sweep, "depth_attention against", {model: ("depth_attention", model) for model in others})
 
 
 def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Table:
-    """Return the differences of pairs of models at each size, with the correction for the number of cells."""
+    """Return the differences of pairs of models at each size, in nats per token, and over all sizes, in percent.
+
+    Bold: those whose interval excludes 0 also with the correction for the number of cells.
+    """
     table, sizes = [], values_of(sweep, "size")
-    level = 1 - 0.05 / (len(sizes) * len(models))
+    level = corrected((len(sizes) + 1) * len(models))
     for label, (model, reference) in models.items():
         pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model=reference, size=s)) for s in sizes]
-        numbers = relative_differences(sweep, pairs, level)
-        of = [_difference_cell(n, len(row.points)) for n, (row, _) in zip(numbers, pairs, strict=True)]
-        table.append([Cell(label), *of])
-    return Table([title, *sizes], table)
+        each, overall = relative_differences(sweep, pairs, level)
+        planned = [len(row.points) for row, _ in pairs]
+        of = [_difference_cell(number, seeds) for number, seeds in zip(each, planned, strict=True)]
+        table.append([Cell(label), *of, _difference_cell(overall, sum(planned), 2)])
+    return Table([title, *sizes, "all sizes, in %"], table)
 
 
-def _difference_cell(number: Difference | None, planned: int) -> Cell:
+def _difference_cell(number: Difference | None, planned: int, digits: int = 3) -> Cell:
     if number is None:
         return Cell(DASH)
     partly = f" ({number.count} of {planned} seeds)" if number.count < planned else ""
-    ends = f"[{signed_text(number.low, 3)}, {signed_text(number.high, 3)}]"
-    return Cell(f"{signed_text(number.mean, 3)} {ends}{partly}", number.strict)
+    ends = f"[{signed_text(number.low, digits)}, {signed_text(number.high, digits)}]"
+    return Cell(f"{signed_text(number.mean, digits)} {ends}{partly}", number.strict)
 
 
 def needs(sweep: Sweep) -> Table:
@@ -220,7 +222,7 @@ def start() -> Table:
 def rates() -> Table:
     """Return the loss of each mechanism at the learning rate of the study, and its changes at the others tried.
 
-    Bold: changes whose 95% interval, paired by seed, excludes 0.
+    Bold: changes whose interval excludes 0 also with the correction for the number of changes.
     """
     sweep = study_sweep("rates")
     rate, others, changes = rate_changes(sweep)
@@ -237,7 +239,7 @@ def sensitivity(experiment: str, key: str) -> Table:
     sweep = study_sweep(experiment)
     models, values = values_of(sweep, "model"), values_of(sweep, key)
     changes = list(itertools.combinations(values, 2))
-    level = 1 - 0.05 / ((len(values) + len(changes)) * len(models[1:]))
+    level = corrected(len(values) * len(models[1:]) + len(changes) * len(models))
     table, apart = [], {}
     for value in values:
         rows = {model: row_of(sweep, model=model, **{key: value}) for model in models}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from archive import study_sweep, values_of
@@ -16,13 +17,15 @@ from depthlm.report.figures.style import COLOURS, grid, save, subplots
 from depthlm.report.rows import Row, by_seed, measured
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
+from depthlm.report.tables import number_text
 from depthlm.runs.records import COMPLETE
 
 PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
 SENSITIVITY = {
+    "sensitivity_depth": ("size.num_layers", "layers, at equal parameters outside the embedding"),
     "sensitivity_embedding": ("size.embedding_init_std", "initial standard deviation of the embedding"),
     "sensitivity_rate": ("optimizer.lr", "peak learning rate"),
-    "sensitivity_depth": ("size.num_layers", "layers, at equal parameters"),
+    "sensitivity_rate_dca": ("optimizer.lr", "peak learning rate"),
 }
 
 
@@ -66,7 +69,7 @@ def _draw_start(path: Path) -> None:
     figure, axes = subplots(len(groups), 5.2 * len(groups), 4.2)
     for panel, (size, lines) in zip(axes[0], groups.items(), strict=True):
         for std, points in lines.items():
-            panel.plot(*zip(*points, strict=True), "o-", label=f"matrices: {std}")
+            panel.plot(*zip(*points, strict=True), "o-", label=f"initial standard deviation of matrices: {std}")
         panel.set(xscale="log", xlabel="standard deviation of the embedding", ylabel="validation loss")
         panel.set_title(f"vanilla, {size}, at the best rate tried", fontsize="medium")
         panel.legend(frameon=False, fontsize="small")
@@ -93,12 +96,12 @@ def _draw_rates(path: Path) -> None:
     panel.axvline(0, color=COLOURS["vanilla"], lw=1.3)
     panel.set_yticks(range(len(changes)), list(changes))
     panel.invert_yaxis()
-    panel.set(xlabel=f"validation loss - that at the rate of the study, {rate}")
+    panel.set(xlabel=f"change of the validation loss from that at {rate} (right of 0: worse)")
     size = sweep.configs[0].size.name
-    panel.set_title(f"the loss at half and at twice the learning rate, {size}", fontsize="medium")
+    panel.set_title(f"Change of the loss at half and at twice the learning rate, {size}", fontsize="medium")
     panel.legend(frameon=False, fontsize="small")
     grid(panel)
-    save(figure, path, f"{stamp_of(sweep)}; paired by seed; error bars: 95% intervals")
+    save(figure, path, f"{stamp_of(sweep)}; error bars: 95% intervals, paired by seed, without a correction")
 
 
 def _draw_sensitivity(path: Path) -> None:
@@ -106,31 +109,39 @@ def _draw_sensitivity(path: Path) -> None:
     sweeps = {experiment: study_sweep(experiment) for experiment in SENSITIVITY}
     if not any(run.state == COMPLETE for sweep in sweeps.values() for run in sweep.runs):
         return
-    figure, axes = subplots(len(SENSITIVITY), 15, 4.4)
-    for panel, (experiment, (key, title)) in zip(axes[0], SENSITIVITY.items(), strict=True):
+    figure, axes = subplots(2, 11, 8.6, rows=2)
+    for panel, (experiment, (key, title)) in zip(axes.flat, SENSITIVITY.items(), strict=True):
         sweep = sweeps[experiment]
         values = values_of(sweep, key)
+        ticks = []
         for place, value in enumerate(values):
-            for number, (model, gap) in enumerate(_differences(sweep, key, value)):
+            vanilla, gaps = _differences(sweep, key, value)
+            ticks.append(f"{float(value):g}\n(vanilla: {number_text(vanilla, 3)})")
+            for number, (model, gap) in enumerate(gaps):
                 _draw_difference(panel, place + 0.06 * number, gap, model)
         panel.set_xlim(-0.4, len(values) - 0.6)
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
-        panel.set_xticks(range(len(values)), [f"{float(value):g}" for value in values])
-        size = sweep.configs[0].size.name
-        panel.set_title(f"{sweep.experiment.title.lower()}\n{size}, {stamp_of(sweep)}", fontsize="medium")
+        panel.set_xticks(range(len(values)), ticks)
+        config = sweep.configs[0]
+        size = "330K parameters" if key == "size.num_layers" else config.size.name
+        panel.set_title(f"{sweep.experiment.title}\n{size}, {stamp_of(sweep)}", fontsize="medium")
         grid(panel)
-    handles = {label: h for panel in axes[0] for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
-    save(figure, path, "differences are paired by seed; error bars: 95% intervals")
+    below = (
+        "below 0: better than vanilla; error bars: 95% intervals of differences paired by seed, without a correction"
+    )
+    save(figure, path, below)
 
 
-def _differences(sweep: Sweep, key: str, value: str) -> list[tuple[str, Difference]]:
-    """Return the differences of each mechanism against vanilla at one value of a setting."""
+def _differences(sweep: Sweep, key: str, value: str) -> tuple[float | None, list[tuple[str, Difference]]]:
+    """Return vanilla's loss at one value of a setting, and the difference of each mechanism against it."""
     losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
     vanilla = losses.pop("vanilla")
     numbers = {model: own_difference(minus(of, vanilla), 0.95) for model, of in losses.items()}
-    return [(model, number) for model, number in numbers.items() if number is not None]
+    known = [(model, number) for model, number in numbers.items() if number is not None]
+    return fmean(vanilla.values()) if vanilla else None, known
 
 
 def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:

@@ -20,7 +20,18 @@ from depthlm.report.figures.style import (
     short,
     subplots,
 )
-from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Gap, Needed, Saving, baseline_of, gaps, paper_fit
+from depthlm.report.scaling_laws import (
+    NEEDS,
+    VIEWS,
+    Curve,
+    Gap,
+    Needed,
+    Saving,
+    baseline_of,
+    factor_text,
+    gaps,
+    paper_fit,
+)
 from depthlm.report.sweep import Sweep, title_of
 
 # the smallest factor that is drawn as a segment, which is then longer than a marker
@@ -57,7 +68,7 @@ def draw_scaling(
         _limit(places[view], losses, column.title, title, counts=view == "parameters")
         places[view].set_title(f"loss over {column.title.split(' (')[0]}", fontsize="medium")
         if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
-            text = f"{short(entry.curve.name)}: {needs.factor:.2f} {NEEDS[view]}"
+            text = f"{short(entry.curve.name)}: {factor_text(needs)} {NEEDS[view]}"
             _segment(places[view], entry.gap.size.x[view], needs, entry.gap.size.loss, text)
     notes = []
     if any(law is not None and law.usable for curve in shown for law in curve.laws.values()):

@@ -64,12 +64,18 @@ def needed_text(needs: Needed | None) -> str:
     """Return a factor with its interval and a mark where it is extrapolated; a dash where the interval includes 1."""
     if needs is None or not needs.is_clear:
         return DASH
+    return f"{factor_text(needs)}{' *' if needs.extrapolated else ''}"
+
+
+def factor_text(needs: Needed) -> str:
+    """Return a factor with its interval."""
     ends = "" if needs.interval is None else f" [{', '.join(_end_text(end) for end in needs.interval)}]"
-    return f"{number_text(needs.factor, 2)}{ends}{' *' if needs.extrapolated else ''}"
+    return f"{number_text(needs.factor, 2)}{ends}"
 
 
 def _end_text(end: float) -> str:
-    return number_text(end, 2) if end <= REACH else f"over {REACH:g}"
+    # an interval that excludes 1 must not end at 1.00
+    return number_text(end, 2 if round(end, 2) != 1 else 3) if end <= REACH else f"over {REACH:g}"
 
 
 def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> list[str]:
