@@ -106,6 +106,7 @@ def costs(sweep: Sweep) -> Table:
 
 def sizes(sweep: Sweep, label: str = "size") -> Table:
     """Return vanilla's sizes, their parameters and how long they train. label: the setting that names them."""
+    compute = Column(metric="training_flops", scale=1e12)
     table = []
     for row, config in zip(sweep.rows, sweep.configs, strict=True):
         if row.settings["model"] != "vanilla":
@@ -118,7 +119,9 @@ def sizes(sweep: Sweep, label: str = "size") -> Table:
         heads = f"{size.num_heads} ({size.num_kv_heads})"
         shape = [size.num_layers, size.hidden_size, size.intermediate_size]
         length = [counts["total"], outside, steps, tokens]
-        rest = [number_text(tokens / outside, 2), f"{config.optimizer.lr:g}"]
+        flops = measured(row, compute)
+        trillions = DASH if flops is None else number_text(flops.mean, 2)
+        rest = [number_text(tokens / outside, 2), trillions, f"{config.optimizer.lr:g}"]
         texts = [*map(str, shape), heads, *(f"{number:,}" for number in length), *rest]
         table.append(cells([row.settings[label], *texts]))
     head = [
@@ -131,6 +134,7 @@ def sizes(sweep: Sweep, label: str = "size") -> Table:
         "steps",
         "tokens",
         "tokens per parameter",
+        "TFLOPs",
         "rate",
     ]
     return Table(["vanilla", *head], table)
@@ -212,7 +216,7 @@ def start() -> Table:
             by_rate = {r.settings["optimizer.lr"]: measured(r, sweep.first[1]) for r in own}
             known = {rate: number.mean for rate, number in by_rate.items() if number is not None}
             best = min(known, key=lambda rate: known[rate], default=None)
-            tried = ", ".join(by_rate)
+            tried = ", ".join(sorted(by_rate, key=float))
             loss = None if best is None else known[best]
             table.append(cells([size, *pair, tried, best or DASH, number_text(loss, 3)]))
     head = ["size", "init_std", "embedding_init_std", "rates tried", "best rate", "validation loss"]

@@ -68,7 +68,7 @@ def draw_scaling(
         _limit(places[view], losses, column.title, title, counts=view == "parameters")
         places[view].set_title(f"loss over {column.title.split(' (')[0]}", fontsize="medium")
         if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
-            text = f"{short(entry.curve.name)}: {factor_text(needs)} {NEEDS[view]}"
+            text = f"{short(entry.curve.name)}: {factor_text(needs)}\n{NEEDS[view]}"
             _segment(places[view], entry.gap.size.x[view], needs, entry.gap.size.loss, text)
     notes = []
     if any(law is not None and law.usable for curve in shown for law in curve.laws.values()):
@@ -161,7 +161,8 @@ def _limit(axes: Any, losses: Sequence[float], what: str, title: str, counts: bo
     """Set logarithmic axes with a margin around the losses, independent of what else is drawn."""
     low, high = min(losses), max(losses)
     room = (high / low) ** 0.08 if high > low else 1.02
-    axes.set(xscale="log", yscale="log", xlabel=what, ylabel=title, ylim=(low / room, high * room))
+    # below, there is space for the two lines of a label
+    axes.set(xscale="log", yscale="log", xlabel=what, ylabel=title, ylim=(low / room**1.8, high * room))
     axes.margins(x=0.08)
     log_ticks(axes.xaxis, axes.get_xlim(), counts=counts)
     log_ticks(axes.yaxis, axes.get_ylim())

@@ -57,8 +57,8 @@ class Needed:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval, where there is one, excludes a factor of 1."""
-        return self.interval is None or not self.interval[0] <= 1 <= self.interval[1]
+        """Whether the interval, where there is one, excludes a factor of 1 as printed, with two digits."""
+        return self.interval is None or not round(self.interval[0], 2) <= 1 <= round(self.interval[1], 2)
 
 
 def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:

@@ -74,8 +74,7 @@ def factor_text(needs: Needed) -> str:
 
 
 def _end_text(end: float) -> str:
-    # an interval that excludes 1 must not end at 1.00
-    return number_text(end, 2 if round(end, 2) != 1 else 3) if end <= REACH else f"over {REACH:g}"
+    return number_text(end, 2) if end <= REACH else f"over {REACH:g}"
 
 
 def remarks(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> list[str]:

@@ -133,4 +133,6 @@ def test_a_factor_is_clear_if_its_interval_excludes_one() -> None:
     assert Needed(1.2, (1.1, 1.4), False).is_clear
     assert Needed(0.8, (0.7, 0.9), False).is_clear
     assert not Needed(1.2, (0.9, 1.6), False).is_clear
+    # it is printed as [0.84, 1.00]
+    assert not Needed(0.91, (0.84, 0.997), False).is_clear
     assert Needed(1.2, None, False).is_clear
