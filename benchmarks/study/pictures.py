@@ -1,6 +1,7 @@
 """The five pictures of docs/results."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -70,11 +71,15 @@ def _draw_start(path: Path) -> None:
     for panel, (size, lines) in zip(axes[0], groups.items(), strict=True):
         for std, points in lines.items():
             panel.plot(*zip(*points, strict=True), "o-", label=f"initial standard deviation of matrices: {std}")
-        panel.set(xscale="log", xlabel="standard deviation of the embedding", ylabel="validation loss")
+        panel.set(xscale="log", xlabel="initial standard deviation of the embedding", ylabel="validation loss")
+        drawn = sorted({start for points in lines.values() for start, _ in points})
+        panel.set_xticks(drawn, [f"{start:g}" for start in drawn])
+        panel.minorticks_off()
         panel.set_title(f"vanilla, {size}, at the best rate tried", fontsize="medium")
         panel.legend(frameon=False, fontsize="small")
         grid(panel)
-    save(figure, path, stamp_of(sweep))
+    shown = replace(sweep, rows=[row for row in sweep.rows if row.settings["size"] in groups])
+    save(figure, path, stamp_of(shown))
 
 
 def _draw_rates(path: Path) -> None:
