@@ -8,7 +8,7 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 import itertools
 import re
 
-from archive import EXPERIMENTS, RESULTS, study_sweep, values_of
+from archive import EXPERIMENTS, RESULTS, lines_of, study_sweep, values_of
 from differences import Difference, corrected, minus, own_difference, rate_changes, relative_differences
 from pictures import draw_all
 
@@ -64,7 +64,7 @@ def blocks(scaling: Sweep) -> dict[str, str]:
         "depth": sensitivity("sensitivity_depth", "size.num_layers"),
         "dca": sensitivity("sensitivity_rate_dca", "optimizer.lr"),
     }
-    return {"state": state()} | {name: markdown(table) for name, table in tables.items()}
+    return {"state": state(), "point": point()} | {name: markdown(table) for name, table in tables.items()}
 
 
 def state() -> str:
@@ -75,6 +75,15 @@ def state() -> str:
         complete = sum(run.state == COMPLETE for run in runs)
         counts.append(f"{complete} of {len(runs)} (`{experiment}`)")
     return f"Complete runs: {', '.join(counts)}."
+
+
+def point() -> str:
+    """Return what the run gives that the page repeats, and where that holds."""
+    (run,) = study_sweep("scaling", "size=nano_60k", "model=vanilla", "seed=1").runs
+    line = lines_of("scaling")[run.directory.name]
+    loss, place = line["summary"]["validation_loss"], line["environment"]
+    versions = f"Python {place['python']} and torch {place['torch']}"
+    return f"Its validation loss is {loss} on the processor {place['device']} with {versions}."
 
 
 def row_of(sweep: Sweep, **settings: str) -> Row:

@@ -68,9 +68,15 @@ def _draw_start(path: Path) -> None:
     if not groups:
         return
     figure, axes = subplots(len(groups), 5.2 * len(groups), 4.2)
+    colours = {std: f"C{number}" for number, std in enumerate(values_of(sweep, "size.init_std"))}
     for panel, (size, lines) in zip(axes[0], groups.items(), strict=True):
         for std, points in lines.items():
-            panel.plot(*zip(*points, strict=True), "o-", label=f"initial standard deviation of matrices: {std}")
+            panel.plot(
+                *zip(*points, strict=True),
+                "o-",
+                color=colours[std],
+                label=f"initial standard deviation of matrices: {std}",
+            )
         panel.set(xscale="log", xlabel="initial standard deviation of the embedding", ylabel="validation loss")
         drawn = sorted({start for points in lines.values() for start, _ in points})
         panel.set_xticks(drawn, [f"{start:g}" for start in drawn])
@@ -129,7 +135,7 @@ def _draw_sensitivity(path: Path) -> None:
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), ticks)
         config = sweep.configs[0]
-        size = "330K parameters" if key == "size.num_layers" else config.size.name
+        size = "330K parameters outside the embedding" if key == "size.num_layers" else config.size.name
         panel.set_title(f"{sweep.experiment.title}\n{size}, {stamp_of(sweep)}", fontsize="medium")
         grid(panel)
     handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}

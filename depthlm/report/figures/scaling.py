@@ -70,7 +70,7 @@ def draw_scaling(
         if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
             text = f"{short(entry.curve.name)}: {factor_text(needs)}\n{NEEDS[view]}"
             _segment(places[view], entry.gap.size.x[view], needs, entry.gap.size.loss, text)
-    notes = []
+    notes, bars = [], ""
     if any(law is not None and law.usable for curve in shown for law in curve.laws.values()):
         notes.append("Dashed lines: the fits with R² of at least 0.9, each over its own points.")
     if sweep.as_printed and any(paper_fit(sweep, curve) for curve in shown):
@@ -90,16 +90,17 @@ def draw_scaling(
             _draw_gaps(panel, apart.get(curve.series, []), look, 1 + 0.015 * (number - len(shown) / 2))
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
         panel.set(xscale="log", xlim=places["parameters"].get_xlim())
-        panel.set(xlabel=f"parameters of {baseline.name}", ylabel=f"loss below or above {baseline.name}'s (%)")
+        panel.set(xlabel=f"parameters of {baseline.name}", ylabel=f"difference in loss from {baseline.name} (%)")
         panel.set_title(f"the same size, against {baseline.name}", fontsize="medium")
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
         grid(panel)
         notes.append(f"The last panel compares runs of one size, protocol and seed with {baseline.name}.")
         if any(gap.log_ratio.interval is not None for of in apart.values() for gap in of):
             notes.append("Its bars are 95% intervals, from the variance between seeds pooled over the sizes.")
+            bars = "; error bars: 95% intervals"
     handles, labels = places["parameters"].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(shown)))
-    save(figure, path, stamp_of(sweep))
+    save(figure, path, f"{stamp_of(sweep)}{bars}")
     return notes
 
 
