@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from depthlm.config import mechanisms
 from depthlm.report.figures.axis import axis_title, ordered, setting
 from depthlm.report.figures.heatmap import _panels
-from depthlm.report.figures.lines import Line, Mark, _lines, _shifts
+from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _shifts
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, colour_of, looks
 from depthlm.report.rows import Row, measured
@@ -159,6 +159,14 @@ def test_error_bars_of_several_lines_lie_side_by_side(positions: list[float], lo
     assert shifts == pytest.approx([-gap / 9, 0, gap / 9])
     assert unmoved == 0
     assert _shifts(ours, positions[:1], logarithmic) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "logarithmic"),
+    [([0.006, 0.012, 0.024], True), ([1, 2, 3], False), ([1, 2, 7], True), ([2, 4], False), ([0, 1, 10], False)],
+)
+def test_an_axis_is_logarithmic_over_a_wide_range_or_a_constant_factor(numbers: list[float], logarithmic: bool) -> None:
+    assert _is_logarithmic([*numbers, *numbers]) == logarithmic
 
 
 def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable() -> None:

@@ -14,7 +14,8 @@ from depthlm.report.rows import Row, measured, paper
 from depthlm.report.series import series_names, series_of
 from depthlm.report.sweep import Sweep, title_of
 
-# a numeric axis that spans more than this factor becomes logarithmic
+# a numeric axis that spans more than this factor becomes logarithmic, and so does one with a constant factor between
+# its numbers
 LOGARITHMIC = 6
 PAPER = ", the paper's"
 
@@ -101,7 +102,7 @@ def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
     words = any(isinstance(mark.x, str) for line in lines for mark in line.marks)
     positions = [_points(line.marks, order, exact) for line in lines]
     seen = [x for points in positions for x, _ in points if math.isfinite(x)]
-    logarithmic = not words and _is_wide(seen)
+    logarithmic = not words and _is_logarithmic(seen)
     shifts = _shifts(lines, seen, logarithmic)
     for line, points, shift in zip(lines, positions, shifts, strict=True):
         look = line.look
@@ -139,9 +140,14 @@ def _points(marks: Sequence[Mark], order: Sequence[str], exact: bool) -> list[tu
     return sorted(points, key=lambda point: point[0]) if exact else points
 
 
-def _is_wide(numbers: Sequence[float]) -> bool:
+def _is_logarithmic(numbers: Sequence[float]) -> bool:
     """Return whether an axis of these numbers is logarithmic."""
-    return bool(numbers) and 0 < LOGARITHMIC * min(numbers) < max(numbers)
+    places = sorted(set(numbers))
+    if not places or places[0] <= 0:
+        return False
+    factors = [right / left for left, right in itertools.pairwise(places)]
+    is_geometric = len(factors) > 1 and max(factors) < 1.01 * min(factors)
+    return is_geometric or LOGARITHMIC * places[0] < places[-1]
 
 
 def _shifts(lines: Sequence[Line], positions: Sequence[float], logarithmic: bool) -> list[float]:
@@ -173,9 +179,9 @@ def _legend(figure: Any, panels: Sequence[Any]) -> None:
 
 
 def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
-    """Make the axis logarithmic for a wide range. exact: put the ticks at the numbers themselves, if they are few."""
+    """Make the axis logarithmic where that fits its numbers. exact: put the ticks at the numbers, if they are few."""
     low, high = min(numbers), max(numbers)
-    if _is_wide(numbers):
+    if _is_logarithmic(numbers):
         axes.set_xscale("log")
     if exact and len(set(numbers)) <= 10:
         axes.set_xticks(sorted(set(numbers)), [f"{x:g}" for x in sorted(set(numbers))])
