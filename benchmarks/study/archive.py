@@ -15,6 +15,7 @@ from typing import Any
 from depthlm.config import Config, compose
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
+from depthlm.report.rows import Row
 from depthlm.report.sweep import Sweep, read_sweep
 from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
 
@@ -70,11 +71,16 @@ def binned(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
     return [[group[-1][0], round(fmean(loss for _, loss in group), 5)] for group in groups]
 
 
-def study_sweep(experiment: str, *overrides: str) -> Sweep:
+def study_sweeps() -> dict[str, Sweep]:
+    """Return the sweep of each experiment of the study, with its committed runs."""
+    return {experiment: study_sweep(experiment) for experiment in EXPERIMENTS}
+
+
+def study_sweep(experiment: str) -> Sweep:
     """Return the sweep of an experiment of the study, with its committed runs."""
     lines, times = lines_of(experiment), training_times()
     return read_sweep(
-        [f"experiment=depthlm/{experiment}", *overrides], read=lambda directory: _record(lines, times, Path(directory))
+        [f"experiment=depthlm/{experiment}"], read=lambda directory: _record(lines, times, Path(directory))
     )
 
 
@@ -106,3 +112,9 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], dir
 def values_of(sweep: Sweep, key: str) -> list[str]:
     """Return the values of a setting, in the order of the rows."""
     return list(dict.fromkeys(row.settings[key] for row in sweep.rows))
+
+
+def row_of(sweep: Sweep, **settings: str) -> Row:
+    """Return the row with these settings; `__` in a name stands for a dot."""
+    wanted = {name.replace("__", "."): value for name, value in settings.items()}
+    return next(row for row in sweep.rows if wanted.items() <= row.settings.items())

@@ -21,6 +21,11 @@ class Difference:
     count: int
     strict: bool
 
+    @property
+    def arms(self) -> list[list[float]]:
+        """The lengths of its error bar below and above the mean, as matplotlib takes them."""
+        return [[self.mean - self.low], [self.high - self.mean]]
+
 
 def corrected(comparisons: int) -> float:
     """Return the level of an interval with Bonferroni's correction for the comparisons of its table."""
@@ -60,6 +65,13 @@ def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[s
 def own_difference(differences: Mapping[str, float], level: float) -> Difference | None:
     """Return the mean of differences by seed, with their own deviation; None without two seeds."""
     return _with_interval(over_seeds(list(differences.values())), level, float)
+
+
+def apart_from_vanilla(sweep: Sweep, key: str, value: str) -> dict[str, dict[str, float]]:
+    """Return vanilla's losses at one value of a setting, and by how much the other models' exceed them, by seed."""
+    losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
+    vanilla = losses.pop("vanilla")
+    return {"vanilla": vanilla} | {model: minus(of, vanilla) for model, of in losses.items()}
 
 
 def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Difference | None]]]:

@@ -7,9 +7,18 @@ The tables replace the blocks between `<!-- name -->` and `<!-- end -->` in docs
 
 import itertools
 import re
+from collections.abc import Mapping
 
-from archive import EXPERIMENTS, RESULTS, lines_of, study_sweep, values_of
-from differences import Difference, corrected, minus, own_difference, rate_changes, relative_differences
+from archive import RESULTS, lines_of, row_of, study_sweeps, values_of
+from differences import (
+    Difference,
+    apart_from_vanilla,
+    corrected,
+    minus,
+    own_difference,
+    rate_changes,
+    relative_differences,
+)
 from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
@@ -17,7 +26,7 @@ from depthlm.build import build_model
 from depthlm.config.schema.experiment import Column
 from depthlm.config.schema.length import run_steps
 from depthlm.files import replace_text
-from depthlm.report.rows import Measured, Row, by_seed, measured
+from depthlm.report.rows import Measured, measured, over_seeds
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, signed_text
@@ -28,9 +37,9 @@ VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)",
 
 
 def main() -> None:
-    scaling = study_sweep("scaling")
-    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(scaling)))
-    draw_all(scaling, views_of(scaling), RESULTS)
+    sweeps = study_sweeps()
+    replace_text(PAGE, with_blocks(PAGE.read_text(), blocks(sweeps)))
+    draw_all(sweeps, views_of(sweeps["scaling"]), RESULTS)
     print(f"written to {PAGE}")
 
 
@@ -46,50 +55,44 @@ def with_blocks(text: str, content: dict[str, str]) -> str:
     return pattern.sub(lambda found: f"<!-- {found[1]} -->\n\n{content[found[1]]}\n\n<!-- end -->", text)
 
 
-def blocks(scaling: Sweep) -> dict[str, str]:
-    """Return the tables of the page, as Markdown, by the names of their blocks."""
+def blocks(sweeps: Mapping[str, Sweep]) -> dict[str, str]:
+    """Return the tables of the page, as Markdown, by the names of their blocks. sweeps: by experiment."""
+    scaling = sweeps["scaling"]
     tables = {
         "sizes": sizes(scaling),
-        "shapes": sizes(study_sweep("sensitivity_depth"), "size.num_layers"),
+        "shapes": sizes(sweeps["sensitivity_depth"], "size.num_layers"),
         "costs": costs(scaling),
         "losses": losses(scaling),
         "differences": differences(scaling),
         "rivals": rivals(scaling),
         "fits": fit_table(scaling, curves(scaling)),
         "needs": needs(scaling),
-        "start": start(),
-        "rates": rates(),
-        "embedding": sensitivity("sensitivity_embedding", "size.embedding_init_std"),
-        "rate": sensitivity("sensitivity_rate", "optimizer.lr"),
-        "depth": sensitivity("sensitivity_depth", "size.num_layers"),
-        "dca": sensitivity("sensitivity_rate_dca", "optimizer.lr"),
+        "start": start(sweeps["start"]),
+        "rates": rates(sweeps["rates"]),
+        "embedding": sensitivity(sweeps["sensitivity_embedding"], "size.embedding_init_std"),
+        "rate": sensitivity(sweeps["sensitivity_rate"], "optimizer.lr"),
+        "depth": sensitivity(sweeps["sensitivity_depth"], "size.num_layers"),
+        "dca": sensitivity(sweeps["sensitivity_rate_dca"], "optimizer.lr"),
     }
-    return {"state": state(), "point": point()} | {name: markdown(table) for name, table in tables.items()}
+    return {"state": state(sweeps), "point": point(scaling)} | {name: markdown(table) for name, table in tables.items()}
 
 
-def state() -> str:
+def state(sweeps: Mapping[str, Sweep]) -> str:
     """Return how many runs of each experiment are complete."""
     counts = []
-    for experiment in EXPERIMENTS:
-        runs = study_sweep(experiment).runs
-        complete = sum(run.state == COMPLETE for run in runs)
-        counts.append(f"{complete} of {len(runs)} (`{experiment}`)")
+    for experiment, sweep in sweeps.items():
+        complete = sum(run.state == COMPLETE for run in sweep.runs)
+        counts.append(f"{complete} of {len(sweep.runs)} (`{experiment}`)")
     return f"Complete runs: {', '.join(counts)}."
 
 
-def point() -> str:
+def point(sweep: Sweep) -> str:
     """Return what the run gives that the page repeats, and where that holds."""
-    (run,) = study_sweep("scaling", "size=nano_60k", "model=vanilla", "seed=1").runs
-    line = lines_of("scaling")[run.directory.name]
+    row = row_of(sweep, model="vanilla", size="nano_60k")
+    line = lines_of("scaling")[row.runs[row.seeds.index("1")].directory.name]
     loss, place = line["summary"]["validation_loss"], line["environment"]
     versions = f"Python {place['python']} and torch {place['torch']}"
     return f"Its validation loss is {loss} on the processor {place['device']} with {versions}."
-
-
-def row_of(sweep: Sweep, **settings: str) -> Row:
-    """Return the row with these settings; `__` in a name stands for a dot."""
-    wanted = {name.replace("__", "."): value for name, value in settings.items()}
-    return next(row for row in sweep.rows if wanted.items() <= row.settings.items())
 
 
 def costs(sweep: Sweep) -> Table:
@@ -214,9 +217,8 @@ def needs(sweep: Sweep) -> Table:
     return Table(["vanilla needs", *(NEEDS[view] for view in views)], table)
 
 
-def start() -> Table:
+def start(sweep: Sweep) -> Table:
     """Return vanilla's loss by the start of its weights: the best learning rate of each."""
-    sweep = study_sweep("start")
     table = []
     for size in values_of(sweep, "size"):
         rows = [row for row in sweep.rows if row.settings["size"] == size]
@@ -232,12 +234,11 @@ def start() -> Table:
     return Table(head, table)
 
 
-def rates() -> Table:
+def rates(sweep: Sweep) -> Table:
     """Return the loss of each mechanism at the learning rate of the study, and its changes at the others tried.
 
     Bold: changes whose interval excludes 0 also with the correction for the number of changes.
     """
-    sweep = study_sweep("rates")
     rate, others, changes = rate_changes(sweep)
     table = []
     for model, of in changes.items():
@@ -247,20 +248,16 @@ def rates() -> Table:
     return Table(["validation loss", f"at {rate}", *(f"change at {other}" for other in others)], table)
 
 
-def sensitivity(experiment: str, key: str) -> Table:
+def sensitivity(sweep: Sweep, key: str) -> Table:
     """Return vanilla's loss and the differences of the others at each value of a setting, then how both change."""
-    sweep = study_sweep(experiment)
     models, values = values_of(sweep, "model"), values_of(sweep, key)
     changes = list(itertools.combinations(values, 2))
     level = corrected(len(values) * len(models[1:]) + len(changes) * len(models))
-    table, apart = [], {}
-    for value in values:
-        rows = {model: row_of(sweep, model=model, **{key: value}) for model in models}
-        losses = {model: by_seed(row, sweep.first[1]) for model, row in rows.items()}
-        planned = len(rows["vanilla"].points)
-        apart[value] = losses | {model: minus(losses[model], losses["vanilla"]) for model in models[1:]}
-        against = [_difference_cell(own_difference(apart[value][model], level), planned) for model in models[1:]]
-        table.append([Cell(value), Cell(_with_deviation(measured(rows["vanilla"], sweep.first[1]))), *against])
+    planned = len(sweep.rows[0].points)
+    table, apart = [], {value: apart_from_vanilla(sweep, key, value) for value in values}
+    for value, of in apart.items():
+        against = [_difference_cell(own_difference(of[model], level), planned) for model in models[1:]]
+        table.append([Cell(value), Cell(_with_deviation(over_seeds(list(of["vanilla"].values())))), *against])
     for one, other in changes:
         moved = [
             _difference_cell(own_difference(minus(apart[other][m], apart[one][m]), level), planned) for m in models

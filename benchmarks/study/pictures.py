@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from archive import study_sweep, values_of
-from differences import Difference, minus, own_difference, rate_changes
+from archive import values_of
+from differences import Difference, apart_from_vanilla, own_difference, rate_changes
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves
@@ -15,7 +14,7 @@ from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import COLOURS, grid, save, subplots
-from depthlm.report.rows import Row, by_seed, measured
+from depthlm.report.rows import Row, measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
@@ -30,17 +29,18 @@ SENSITIVITY = {
 }
 
 
-def draw_all(scaling: Sweep, views: Mapping[str, Column], folder: Path) -> None:
-    """Draw the pictures of the page into a folder."""
+def draw_all(sweeps: Mapping[str, Sweep], views: Mapping[str, Column], folder: Path) -> None:
+    """Draw the pictures of the page into a folder. sweeps: by experiment. views: of the scaling laws."""
+    scaling = sweeps["scaling"]
     for name in PICTURES:
         # the picture of other records must not stay
         (folder / name).unlink(missing_ok=True)
-    _draw_start(folder / "start.png")
-    _draw_rates(folder / "rates.png")
+    _draw_start(sweeps["start"], folder / "start.png")
+    _draw_rates(sweeps["rates"], folder / "rates.png")
     draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", stamp_of(scaling))
     fitted = curves(scaling, views)
     draw_scaling(scaling, fitted, savings(scaling, fitted), folder / "scaling.png", views)
-    _draw_sensitivity(folder / "sensitivity.png")
+    _draw_sensitivity(sweeps, folder / "sensitivity.png")
 
 
 def best_of(rows: Sequence[Row], column: Column) -> float | None:
@@ -48,9 +48,8 @@ def best_of(rows: Sequence[Row], column: Column) -> float | None:
     return min((number.mean for row in rows if (number := measured(row, column)) is not None), default=None)
 
 
-def _draw_start(path: Path) -> None:
+def _draw_start(sweep: Sweep, path: Path) -> None:
     """Draw vanilla's loss over the embedding's initial deviation, a line per that of the matrices, a panel per size."""
-    sweep = study_sweep("start")
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for size in values_of(sweep, "size"):
         rows = [row for row in sweep.rows if row.settings["size"] == size]
@@ -88,9 +87,8 @@ def _draw_start(path: Path) -> None:
     save(figure, path, stamp_of(shown))
 
 
-def _draw_rates(path: Path) -> None:
+def _draw_rates(sweep: Sweep, path: Path) -> None:
     """Draw how the loss of each mechanism differs at other learning rates than that of the study."""
-    sweep = study_sweep("rates")
     rate, others, changes = rate_changes(sweep)
     if not any(change is not None for of in changes.values() for change in of):
         return
@@ -100,9 +98,8 @@ def _draw_rates(path: Path) -> None:
         look = {"marker": marker, "ls": "", "fillstyle": "none" if number else "full"}
         for place, (model, of) in enumerate(changes.items()):
             if (change := of[number]) is not None:
-                ends = [[change.mean - change.low], [change.high - change.mean]]
                 y = place - 0.12 + 0.24 * number
-                panel.errorbar([change.mean], [y], None, ends, capsize=3, color=COLOURS[model], **look)
+                panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=COLOURS[model], **look)
         panel.plot([], [], color=COLOURS["vanilla"], label=f"at {other}", **look)
     panel.axvline(0, color=COLOURS["vanilla"], lw=1.3)
     panel.set_yticks(range(len(changes)), list(changes))
@@ -115,10 +112,9 @@ def _draw_rates(path: Path) -> None:
     save(figure, path, f"{stamp_of(sweep)}; error bars: 95% intervals, paired by seed, without a correction")
 
 
-def _draw_sensitivity(path: Path) -> None:
+def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
     """Draw the differences against vanilla over each setting that the study varies."""
-    sweeps = {experiment: study_sweep(experiment) for experiment in SENSITIVITY}
-    if not any(run.state == COMPLETE for sweep in sweeps.values() for run in sweep.runs):
+    if not any(run.state == COMPLETE for experiment in SENSITIVITY for run in sweeps[experiment].runs):
         return
     figure, axes = subplots(2, 11, 8.6, rows=2)
     for panel, (experiment, (key, title)) in zip(axes.flat, SENSITIVITY.items(), strict=True):
@@ -126,37 +122,27 @@ def _draw_sensitivity(path: Path) -> None:
         values = values_of(sweep, key)
         ticks = []
         for place, value in enumerate(values):
-            vanilla, gaps = _differences(sweep, key, value)
-            ticks.append(f"{float(value):g}\n(vanilla: {number_text(vanilla, 3)})")
-            for number, (model, gap) in enumerate(gaps):
-                _draw_difference(panel, place + 0.06 * number, gap, model)
+            gaps = apart_from_vanilla(sweep, key, value)
+            vanilla = over_seeds(list(gaps.pop("vanilla").values()))
+            ticks.append(f"{float(value):g}\n(vanilla: {number_text(None if vanilla is None else vanilla.mean, 3)})")
+            for number, (model, gap) in enumerate(gaps.items()):
+                if (difference := own_difference(gap, 0.95)) is not None:
+                    _draw_difference(panel, place + 0.06 * number, difference, model)
         panel.set_xlim(-0.4, len(values) - 0.6)
         panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), ticks)
-        config = sweep.configs[0]
-        size = "330K parameters outside the embedding" if key == "size.num_layers" else config.size.name
+        size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
         panel.set_title(f"{sweep.experiment.title}\n{size}, {stamp_of(sweep)}", fontsize="medium")
         grid(panel)
     handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
-    below = (
-        "below 0: better than vanilla; error bars: 95% intervals of differences paired by seed, without a correction"
-    )
-    save(figure, path, below)
-
-
-def _differences(sweep: Sweep, key: str, value: str) -> tuple[float | None, list[tuple[str, Difference]]]:
-    """Return vanilla's loss at one value of a setting, and the difference of each mechanism against it."""
-    losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
-    vanilla = losses.pop("vanilla")
-    numbers = {model: own_difference(minus(of, vanilla), 0.95) for model, of in losses.items()}
-    known = [(model, number) for model, number in numbers.items() if number is not None]
-    return fmean(vanilla.values()) if vanilla else None, known
+    bars = "error bars: 95% intervals of differences paired by seed, without a correction"
+    save(figure, path, f"below 0: better than vanilla; {bars}; scales differ")
 
 
 def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:
     shown = panel.get_legend_handles_labels()[1]
     label = None if model in shown else model
     style = {"color": COLOURS[model], "marker": "o", "ls": "", "capsize": 3, "label": label}
-    panel.errorbar([place], [number.mean], [[number.mean - number.low], [number.high - number.mean]], **style)
+    panel.errorbar([place], [number.mean], number.arms, **style)

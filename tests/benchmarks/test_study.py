@@ -35,9 +35,7 @@ def study(monkeypatch: pytest.MonkeyPatch):
 def test_the_tables_of_the_page_are_those_of_the_records(study) -> None:
     page = study("page")
     text = page.PAGE.read_text()
-    assert page.with_blocks(text, page.blocks(page.study_sweep("scaling"))) == text, (
-        "run `python benchmarks/study/page.py`"
-    )
+    assert page.with_blocks(text, page.blocks(page.study_sweeps())) == text, "run `python benchmarks/study/page.py`"
 
 
 # settings of the protocol, which the test of the recorded runs compares

@@ -15,8 +15,8 @@ def stamp_of(sweep: Sweep, beside_paper: bool = False) -> str:
     """
     budgets = " and ".join(dict.fromkeys(config.budget.name for config in sweep.configs))
     has_paper = bool(sweep.experiment.fits) or any(row.paper for row in sweep.rows)
-    length = f"budget {budgets}, " if has_paper or budgets != "paper" else _tokens(sweep)
-    ours = f"{length}{_seeds(sweep)}"
+    length = f"budget {budgets}" if has_paper or budgets != "paper" else _tokens(sweep)
+    ours = ", ".join(filter(None, [length, _seeds(sweep)]))
     if not beside_paper or sweep.as_printed:
         return ours
     changed = " with a changed protocol" if sweep.changed else ""
@@ -24,9 +24,12 @@ def stamp_of(sweep: Sweep, beside_paper: bool = False) -> str:
 
 
 def _tokens(sweep: Sweep) -> str:
-    """Return the tokens that the complete runs trained on, followed by a comma; empty without a complete run."""
-    counts = {tokens for run in sweep.runs if (tokens := number(run, "tokens")) is not None}
-    return f"{' to '.join(dict.fromkeys(map(count_text, (min(counts), max(counts)))))} tokens, " if counts else ""
+    """Return the tokens that the complete runs trained on; empty without a complete run."""
+    counts = [tokens for run in sweep.runs if (tokens := number(run, "tokens")) is not None]
+    if not counts:
+        return ""
+    low, high = count_text(min(counts)), count_text(max(counts))
+    return f"{low} tokens" if low == high else f"{low} to {high} tokens"
 
 
 def _seeds(sweep: Sweep) -> str:
