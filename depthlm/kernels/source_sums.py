@@ -34,7 +34,9 @@ class Source(torch.autograd.Function):
 
 def tokens_of(sources: Sequence[Tensor]) -> list[Tensor]:
     """Return a token of each source, or an empty list if autograd itself must sum the gradients of the sources."""
-    if not torch.is_grad_enabled() or any(x.grad_fn is None for x in sources):
+    # two rows of a tile would add to the one sum of a source that occurs twice, in no order
+    repeated = len({id(x) for x in sources}) < len(sources)
+    if repeated or not torch.is_grad_enabled() or any(x.grad_fn is None for x in sources):
         return []
     for x in sources:
         if not hasattr(x, "source_token"):

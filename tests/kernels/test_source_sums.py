@@ -65,6 +65,15 @@ def test_gradients_of_sources_that_many_reads_share_equal_those_of_autograd(read
     assert_same(gradients("triton", read, leaves), gradients("torch", read, leaves))
 
 
+@pytest.mark.parametrize("read", [attend, weighted, gated])
+def test_a_source_that_is_read_twice_in_one_call_has_the_gradient_of_both(read: Any) -> None:
+    def repeated(reads: int, sources: list[Tensor]) -> Tensor:
+        return read(reads, [*sources, sources[0]])
+
+    leaves = [normal(1, 3, 8, seed=seed) for seed in range(2)]
+    assert_same(gradients("triton", repeated, leaves), gradients("torch", repeated, leaves))
+
+
 @pytest.mark.parametrize("read", [attend, pytest.param(weighted, marks=pytest.mark.slow)])
 def test_sources_of_two_dtypes(read: Any) -> None:
     leaves = [normal(1, 3, 8, seed=seed) for seed in range(3)]
