@@ -1,7 +1,9 @@
 """The points that have a job in the queue of SLURM."""
 
 import json
+import re
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +13,12 @@ from depthlm.runs.records import COMPLETE, RUNNING, WAITING, read_run
 JOBS = "jobs.jsonl"
 # the default of SLURM, for a cluster that does not report its own
 MAX_ARRAY_SIZE = 1001
+# states of jobs that squeue may list for a moment after their end, and of jobs that have not begun
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+NOT_BEGUN = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 
 
 def remember_jobs(snapshot: Path, job: str, directories: list[str]) -> None:
@@ -34,12 +42,13 @@ def queued_points(folders: Iterable[Path]) -> dict[str, str]:
         raise UserError("squeue does not answer, so it is unknown which points have a job")
     states = {}
     for line in queue.splitlines():
-        job, index, state = line.split()
-        if job in arrays and index.isdigit():
-            # squeue still lists a job for a moment after its end
-            directory, ended = arrays[job][int(index)], state not in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING")
-            if not ended and read_run(directory).state != COMPLETE:
-                states[directory] = WAITING if state == "PENDING" else RUNNING
+        # clusters print other lines too, such as warnings of plugins
+        if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)", line.strip())) is None:
+            continue
+        job, index, state = entry.groups()
+        directory = dict(enumerate(arrays.get(job, []))).get(int(index))
+        if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
+            states[directory] = WAITING if state in NOT_BEGUN else RUNNING
     return states
 
 
@@ -47,9 +56,12 @@ def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
     arrays = {}
     for folder in set(folders):
         for file in folder.glob(f"*/{JOBS}"):
-            for line in file.read_text().splitlines():
-                array = json.loads(line)
-                arrays[array["job"]] = array["directories"]
+            for number, line in enumerate(file.read_bytes().splitlines(), 1):
+                try:
+                    array = json.loads(line)
+                    arrays[str(array["job"])] = [str(directory) for directory in array["directories"]]
+                except (ValueError, KeyError, TypeError):
+                    print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
     return arrays
 
 
@@ -64,7 +76,7 @@ def max_array_size() -> int:
 
 def _run(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -1,9 +1,11 @@
 """A snapshot of the code when a sweep is submitted, so that later changes do not reach waiting jobs."""
 
+import fcntl
 import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from depthlm.errors import UserError
@@ -21,17 +23,34 @@ def take_snapshot(snapshot: Path, lines: list[str]) -> None:
     """Copy the code, and write the file of points beside it.
 
     From a git checkout, copy tracked files and new files that git does not ignore; otherwise, copy the installed
-    package. Raises UserError if the files cannot be written.
+    package. Raises UserError if the folder exists or the files cannot be written.
     """
     try:
+        snapshot.mkdir(parents=True)
         for name in _files():
             target = snapshot / "code" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, target)
         (snapshot / "code" / "git.json").write_text(json.dumps(git_state()) + "\n")
-        (snapshot / "points").write_text("\n".join(lines) + "\n")
+        # an argument may contain a path that is not UTF-8
+        (snapshot / "points").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise UserError(f"{snapshot}: the code cannot be copied there ({error})") from None
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Wait until no other process submits a sweep from this folder. Raises UserError if it cannot be created."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be created ({error})") from None
+    with lock:
+        # a file system without locks; `take_snapshot` still refuses a folder of another process
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _files() -> Iterator[Path]:

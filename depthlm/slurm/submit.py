@@ -9,10 +9,12 @@ not affect waiting jobs. Repeating the command submits the points that are neith
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from depthlm.config.arguments import described
@@ -20,7 +22,7 @@ from depthlm.errors import UserError
 from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
 from depthlm.slurm.cluster import SETTINGS, Cluster, read_cluster
 from depthlm.slurm.jobs import max_array_size, queued_points, remember_jobs, submitted
-from depthlm.slurm.snapshot import next_snapshot, take_snapshot
+from depthlm.slurm.snapshot import exclusive, next_snapshot, take_snapshot
 from depthlm.sweeps import Point, check_points
 from depthlm.sweeps.points import STARTS
 from depthlm.sweeps.table import print_points
@@ -45,8 +47,13 @@ def main(arguments: list[str], program: str) -> None:
     overrides = [text for text in parsed.overrides if not text.startswith("slurm.")]
     if parsed.status:
         status(overrides, parsed.config_dir)
-    else:
-        submit(overrides, cluster_overrides, parsed.config_dir, parsed.dry_run)
+        return
+    cluster = read_cluster(cluster_overrides)
+    points = check_points(overrides, parsed.config_dir, here=False)
+    folder = sweep_folder(points[0])
+    # without the lock, a second command would submit the same points, because it would not see the jobs of this one
+    with nullcontext() if parsed.dry_run else exclusive(folder):
+        submit(points, cluster, folder, parsed.dry_run)
 
 
 def status(overrides: list[str], config_dir: str | None) -> None:
@@ -61,10 +68,8 @@ def status(overrides: list[str], config_dir: str | None) -> None:
     print_points(points, known)
 
 
-def submit(overrides: list[str], cluster_overrides: list[str], config_dir: str | None, dry_run: bool) -> None:
-    """Submit every point that is neither complete nor queued."""
-    cluster = read_cluster(cluster_overrides)
-    every = check_points(overrides, config_dir, here=False)
+def submit(every: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
+    """Submit every point that is neither complete nor queued, from a snapshot in the folder."""
     directories = {point.directory: point for point in every}
     queued = queued_points([sweep_folder(point) for point in every])
     wanted = {
@@ -81,7 +86,7 @@ def submit(overrides: list[str], cluster_overrides: list[str], config_dir: str |
     if not wanted:
         return
     waves = in_order(wanted)
-    snapshot = next_snapshot(sweep_folder(every[0]))
+    snapshot = next_snapshot(folder)
     lines = [line(wanted[directory]) for wave in waves for directory in wave]
     if dry_run:
         print("\n".join(f"{number:4}  {text}" for number, text in enumerate(lines)))
@@ -116,9 +121,10 @@ def starts(point: Point) -> list[str]:
 
 
 def line(point: Point) -> str:
-    """Return the arguments of train.py, quoted for a shell."""
+    """Return the command of a point as one line, quoted for bash."""
     flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
-    return shlex.join([*flags, *point.overrides])
+    # shlex writes a line break as it is, within single quotes
+    return shlex.join(["train.py", *flags, *point.overrides]).replace("\n", "'$'\\n''")
 
 
 def parts(directories: list[str], most: int) -> list[list[str]]:
@@ -142,12 +148,19 @@ def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequen
         print("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(command)]))
         return "<the job above>"
     try:
-        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         raise UserError("sbatch: no such command; submit on a machine of the cluster") from None
     if done.returncode:
         raise UserError(f"sbatch: {done.stderr.strip()}")
-    job = done.stdout.strip().partition(";")[0]
+    # the job's id, followed by the name of the cluster if there are several; some clusters print a banner as well
+    ids = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, flags=re.MULTILINE)
+    if len(ids) != 1:
+        raise UserError(
+            f"sbatch has submitted a job but printed no id of it: {done.stdout.strip()!r}. `squeue --me` lists it; "
+            "cancel it before you submit the sweep again"
+        )
+    (job,) = ids
     print(f"job {job}: {size} points, logs in {snapshot}")
     return job
 

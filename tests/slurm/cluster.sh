@@ -25,6 +25,9 @@ SelectTypeParameters=CR_CPU
 ReturnToService=2
 MpiDefault=none
 KillWait=10
+# a job of the partition urgent takes the place of one in main, which gets SIGTERM and has GraceTime to save
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MaxArraySize=101
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool.%n
@@ -33,7 +36,8 @@ SlurmdPidFile=$folder/slurmd.%n.pid
 SlurmctldLogFile=$folder/slurmctld.log
 SlurmdLogFile=$folder/slurmd.%n.log
 NodeName=n[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[17001-17002] CPUs=2 State=UNKNOWN
-PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4 GraceTime=60
+PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 CONF
 }
 

@@ -105,31 +105,51 @@ class Fragile(Residual):
     assert "2 points: 2 complete" in submit("--status", *sweep, **path)
 
 
-def test_a_signalled_job_saves_is_requeued_and_resumes(
-    cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
+@pytest.mark.parametrize("event", ["signalled", "timed out", "preempted"])
+def test_every_point_of_an_array_that_is_stopped_saves_is_requeued_and_resumes(
+    event: str, cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    sweep = [*small_run("training.max_steps=4000", "training.log_every=10"), "seed=1"]
-    assert "1 points to train" in submit(*sweep, *ONE_RANK, "slurm.nodes=2")
-    metrics = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120, "a few steps")
-    environment = json.loads((tmp_path / "run/environment.json").read_text())
-    assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", 2, 2)
-    job = run(cluster, "squeue", "--noheader", "--format=%i").strip()
-    # signal only the batch script, as SLURM does before the time limit; it forwards the signal to the ranks
-    run(cluster, "scancel", "--batch", "--signal=USR1", job)
-    wait_until(lambda: "PD" in run(cluster, "squeue", "--noheader", "--format=%t"), 60, "the job is queued again")
-    # a second submission does not submit it again
+    kept = [
+        text for text in small_run("training.max_steps=1000000", "training.log_every=10") if "output_dir=" not in text
+    ]
+    sweep = [*kept, "seed=1,2", f"output_dir={tmp_path}/runs/${{seed}}"]
+    limit = {"timed out": ["slurm.time=00:01:00", "slurm.signal_seconds=25"], "signalled": ["slurm.nodes=2"]}
+    assert "2 points to train" in submit(*sweep, *ONE_RANK, "slurm.cpus_per_task=2", *limit.get(event, []))
+    runs = [tmp_path / "runs" / seed for seed in ("1", "2")]
+    wait_until(lambda: all(last_step(directory) > 20 for directory in runs), 120, "a few steps")
+    environment = json.loads((runs[0] / "environment.json").read_text())
+    nodes = 2 if event == "signalled" else 1
+    assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", nodes, nodes)
+    (array,) = {*run(cluster, "squeue", "--noheader", "--array", "--format=%F").split()}
+    if event == "signalled":
+        # signal only the batch scripts, as SLURM does before the time limit; they forward the signal to the ranks
+        run(cluster, "scancel", "--batch", "--signal=USR1", f"{array}_0", f"{array}_1")
+    elif event == "preempted":
+        urgent = ["--partition=urgent", "--nodes=2", "--ntasks=2", "--cpus-per-task=2", "--output=/dev/null"]
+        run(cluster, "sbatch", *urgent, "--wrap", "srun sleep 5")
+    wait_until(lambda: {*states(cluster, array)} == {"PENDING"}, 150, "both points are queued again")
+    # a second submission does not submit them again
     assert "0 points to train" in submit(*sweep, *ONE_RANK)
-    assert "1 waiting" in submit("--status", *sweep)
-    saved = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    log = tmp_path / "run/train.log"
-    wait_until(lambda: log.read_text().count("started by srun") == 2, 300, "the job runs again")
-    wait_until(lambda: json.loads(metrics.read_text().splitlines()[-1])["step"] > saved, 120, "the run resumes")
-    assert f"step-{saved:08d}" in log.read_text().rpartition("started by srun")[2]
+    assert "2 waiting" in submit("--status", *sweep)
+    for directory in runs:
+        saved, log = last_step(directory), directory / "train.log"
+        wait_until(lambda log=log: log.read_text().count("started by srun") == 2, 300, "the job runs again")
+        wait_until(lambda at=saved, run=directory: last_step(run) > at, 120, "the run resumes")
+        assert f"step-{saved:08d}" in log.read_text().rpartition("started by srun")[2]
     # a cancelled job also saves, and is not requeued
-    run(cluster, "scancel", job)
+    run(cluster, "scancel", array)
     wait_for_jobs(cluster, 60)
-    assert "1 stopped" in submit("--status", *sweep)
+    assert "2 stopped" in submit("--status", *sweep)
+
+
+def last_step(directory: Path) -> int:
+    file = directory / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def states(cluster: dict[str, str], array: str) -> list[str]:
+    return run(cluster, "squeue", "--noheader", "--array", f"--jobs={array}", "--format=%T").split()
 
 
 def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(

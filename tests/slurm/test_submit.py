@@ -1,17 +1,24 @@
 """slurm/submit.py without a cluster."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
+from depthlm.slurm.jobs import queued_points, remember_jobs
 from depthlm.slurm.snapshot import next_snapshot, take_snapshot
-from depthlm.sweeps import sweep_points
+from depthlm.slurm.submit import line
+from depthlm.sweeps import Point, sweep_points
 
 from ..forks import Forks, environment_with
 
@@ -29,7 +36,7 @@ def test_a_dry_run_prints_the_script_and_the_points_of_the_same_sweep(
 ) -> None:
     done = submit("--dry-run", *four_points, "slurm.throttle=3", "slurm.nodes=2", "slurm.mem=8G", "slurm.time=12:00:00")
     assert done.returncode == 0, done.stderr
-    printed = [shlex.split(line)[3:] for line in done.stdout.splitlines() if "--config-dir" in line]
+    printed = [shlex.split(line)[4:] for line in done.stdout.splitlines() if "--config-dir" in line]
     points = sweep_points(four_points[2:], four_points[1])
     assert printed == [point.overrides for point in points]
     assert len(points) == 4
@@ -101,3 +108,105 @@ def test_a_snapshot_copies_the_checkout(tmp_path: Path, monkeypatch: pytest.Monk
             assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
         assert not (folder / "code/.venv").exists()
         assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}
+
+
+# a snapshot whose train.sbatch prints its arguments
+PRINTS = """printf '%s\\0' "$@"\n"""
+ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), min_size=1)
+
+
+def run_job(sweep: Path, index: int) -> subprocess.CompletedProcess[bytes]:
+    """Run the job of a point, as SLURM would, in a sweep whose code only prints its arguments."""
+    script = sweep / "code/depthlm/slurm/train.sbatch"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(PRINTS)
+    variables = {"DEPTHLM_SWEEP": str(sweep), "SLURM_ARRAY_TASK_ID": str(index)}
+    command = ["bash", REPOSITORY / "depthlm/slurm/sweep.sbatch"]
+    return subprocess.run(command, env={"PATH": os.environ["PATH"], **variables}, capture_output=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(points=st.lists(ARGUMENTS, min_size=1, max_size=3))
+def test_a_job_gets_the_overrides_that_were_submitted_whatever_characters_they_have(
+    points: list[list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sweep = tmp_path_factory.mktemp("sweep")
+    lines = [line(Point(overrides, "runs")) for overrides in points]
+    (sweep / "points").write_text("\n".join(lines) + "\n", newline="")
+    for index, overrides in enumerate(points):
+        printed = run_job(sweep, index).stdout.decode()
+        assert printed == lines[index] + "\n" + "".join(f"{text}\0" for text in overrides)
+
+
+@pytest.mark.parametrize("stored", [None, "", "train.py seed=1\n"])
+def test_a_job_that_does_not_find_its_point_exits_with_2(stored: str | None, tmp_path: Path) -> None:
+    if stored is not None:
+        (tmp_path / "points").write_text(stored)
+    done = run_job(tmp_path, 1)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"no point for index 1" in done.stderr
+
+
+def fake(folder: Path, name: str, script: str) -> None:
+    """Put a command of SLURM into a folder, written in bash."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("#!/usr/bin/env bash\n" + script)
+    (folder / name).chmod(0o755)
+
+
+def test_two_submissions_at_once_train_every_point_once(four_points: list[str], tmp_path: Path, submit: Submit) -> None:
+    bin_folder, queue = tmp_path / "bin", tmp_path / "queue"
+    # an id of its own for each array, whose tasks wait in the queue, after a line of the cluster's own
+    fake(
+        bin_folder,
+        "sbatch",
+        f'echo "Welcome to the cluster"; echo $$; for i in 0 1 2 3; do echo "$$ $i PENDING" >> {queue}; done\n',
+    )
+    fake(bin_folder, "squeue", f'echo "squeue: 2 nodes are down"; echo "7 N/A PENDING"; cat {queue} 2>/dev/null\n')
+    path = f"{bin_folder}:{os.environ['PATH']}"
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: submit(*four_points, PATH=path), range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert sorted(text.stdout.splitlines()[0] for text in (first, second)) == [
+        "0 points to train (4 more are complete, or have a job)",
+        "4 points to train",
+    ]
+    assert [folder.name for folder in (tmp_path / "runs/.slurm").glob("0*")] == ["0001"]
+
+
+def test_a_job_whose_id_sbatch_does_not_print_is_reported(
+    four_points: list[str], tmp_path: Path, submit: Submit
+) -> None:
+    fake(tmp_path / "bin", "sbatch", 'echo "Welcome to the cluster"\n')
+    done = submit(*four_points, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert done.returncode == 2
+    assert "printed no id" in done.stderr
+    assert "squeue --me" in done.stderr
+
+
+def test_a_snapshot_is_never_shared(tmp_path: Path) -> None:
+    take_snapshot(tmp_path / "0001", ["a"])
+    with pytest.raises(UserError, match="0001: the code cannot be copied there"):
+        take_snapshot(tmp_path / "0001", ["b"])
+
+
+def test_broken_records_of_jobs_are_named_and_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(
+        tmp_path / "bin",
+        "squeue",
+        'echo "12 0 CONFIGURING"; echo "12 1 RUNNING"; echo "12 2 TIMEOUT"; echo "12 9 RUNNING"\n',
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    snapshot = tmp_path / ".slurm/0001"
+    snapshot.mkdir(parents=True)
+    (snapshot / "jobs.jsonl").write_bytes(b'{"job": "11", "dir\n\xff\n[]\n')
+    runs = [str(tmp_path / name) for name in "abc"]
+    remember_jobs(snapshot, "12", runs)
+    assert queued_points([tmp_path / ".slurm"]) == {runs[0]: "waiting", runs[1]: "running"}
+    assert [text.partition(": ")[0].rpartition(":")[2] for text in capsys.readouterr().err.splitlines()] == [
+        "1",
+        "2",
+        "3",
+    ]
