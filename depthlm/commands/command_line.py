@@ -70,9 +70,10 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         print(f"depthlm {depthlm.__version__}")
         sys.exit(0)
     # Hydra's modes (--cfg, --info, ...) show a configuration without running it
-    parsed, unknown = get_args_parser().parse_known_args(kept)
+    parsed, unknown = get_args_parser().parse_known_intermixed_args(kept)
     if unknown and not parsed.shell_completion:
-        raise UserError(f"{' '.join(unknown)}: no such flag; settings are key=value, and --help lists them")
+        wrong = [text for text in unknown if text.startswith("-")] or unknown
+        raise UserError(f"{' '.join(wrong)}: no such flag; settings are key=value, and --help lists them")
     if parsed.config_name or parsed.config_path:
         raise UserError(
             "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
@@ -87,7 +88,8 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         multirun=parsed.multirun,
         shows=bool(parsed.cfg or parsed.info),
         completion=parsed.shell_completion,
-        hydra=open_names(kept, settings=parsed.multirun),
+        # flags first: Hydra takes none between the overrides
+        hydra=open_names(sorted(kept, key=parsed.overrides.__contains__), settings=parsed.multirun),
     )
 
 

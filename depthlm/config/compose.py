@@ -15,6 +15,7 @@ from depthlm.config.renamed import KEYS
 from depthlm.config.resolve import resolve
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
+from depthlm.config.schema.keys import keys
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.checks import check_fields, check_together
 from depthlm.config.validate.errors import ConfigError
@@ -67,7 +68,13 @@ def resolve_and_check(
     saved: the configuration of the run that `run=` names.
     """
     run, own = run_of(overrides), own_overrides(overrides)
-    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own)}
+    parsed = OverridesParser.create().parse_overrides(own)
+    given = {override.key_or_group for override in parsed}
+    for override in parsed:
+        name = override.key_or_group
+        # Hydra reads 2024_01_15 as a number, which as text would be 20240115
+        if name in keys() and keys()[name].plain_type is str and isinstance(override.value(), int | float):
+            OmegaConf.update(raw, name, (override.input_line or "").partition("=")[2].strip())
     config = OmegaConf.to_object(raw)
     assert isinstance(config, Config)
     type_sources(config.data)

@@ -18,7 +18,7 @@ from depthlm.config.saved import as_text, check_trusted, compare, load_config, t
 from depthlm.config.schema import Config
 from depthlm.config.schema.keys import keys, on_resume
 from depthlm.config.validate.errors import ConfigError, nearest
-from depthlm.config.validate.explain import OPEN, explain_overrides, one_line
+from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
 
 RUN, TRUST = "run=", "trust="
@@ -118,7 +118,7 @@ def _parsed(
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException:
-            errors.append(f"{text}: not an override; write key=value, and quote a value that holds spaces or commas")
+            errors.append(not_an_override(text))
             continue
         name = override.key_or_group
         if name in PROTOCOL:

@@ -77,7 +77,7 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
     if run_of(overrides) is not None:
         raise ConfigError(["run=: resumes or varies one run; define a sweep by its overrides or by experiment="])
     points = sweep_points(overrides, config_dir)
-    errors: list[str] = []
+    errors = [] if points else [_no_points(overrides)]
     directories: set[str | None] = set()
     for point in points:
         try:
@@ -96,6 +96,13 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
     if errors:
         raise ConfigError(errors)
     return points
+
+
+def _no_points(overrides: Sequence[str]) -> str:
+    """Return why the product of the axes is empty."""
+    with hydra_at_conf():
+        empty = [text for text in overrides if not any(_product([text]))]
+    return f"{', '.join(empty)}: gives no value, so the sweep has no points; glob() selects options of a group"
 
 
 def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:

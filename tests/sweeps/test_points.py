@@ -152,6 +152,11 @@ def test_every_point_is_checked_before_any_runs(folder: Path) -> None:
     assert {error.partition("=")[0] for error in caught.value.errors} == {"training.max_steps", "optimizer.lr"}
 
 
+def test_an_axis_without_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.source=glob\(\*\.md\): gives no value"):
+        check_points(["seed=1,2", "data.source=glob(*.md)"])
+
+
 def test_two_points_in_one_directory_are_refused() -> None:
     with pytest.raises(ConfigError, match="several points of the sweep would write there"):
         check_points(["seed=1,2", "output_dir=x"])

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from depthlm.config.hydra_context import available_groups
+from depthlm.config.hydra_context import available_groups, value_text
 from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves
 from depthlm.config.schema.sources import NAMED
 from depthlm.config.validate.checks import check_fields
@@ -34,7 +35,7 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
-            errors.append(f"{text}: not an override; write key=value, and quote a value that holds spaces or commas")
+            errors.append(not_an_override(text))
     available = available_groups(config_dir)
     groups: list[str] = []
     values: dict[str, Override] = {}
@@ -79,6 +80,21 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     elif not errors:
         errors.extend(failure)
     return errors
+
+
+def not_an_override(text: str) -> str:
+    """Return the mistake of a text that Hydra cannot parse, with the quoted form if that is what it lacks."""
+    key, equals, value = text.partition("=")
+    quoted = f"{key}={value_text(key, value)}"
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:
+        equals = ""
+    if not equals or quoted == text or value[:1] in "'\"[{":
+        return f"{text}: not an override; write key=value"
+    # in double quotes if the shell changes nothing inside them, which is easier to read
+    shell = shlex.quote(quoted) if set(quoted) & {*'"$`\\!'} else f'"{quoted}"'
+    return f"{text}: not an override; its value has characters that need quotes: {shell}"
 
 
 def _try(

@@ -89,6 +89,8 @@ BROKEN_OVERRIDES = [
     ("seed", ["seed", "write key=value"]),
     ("seed=1,2", ["seed=1,2", "add -m"]),
     ("training.sample='unclosed", ["not an override"]),
+    ("data.source=/data/lang=en", ["need quotes: \"data.source='/data/lang=en'\""]),
+    ("data.source=été[1]", ["need quotes: \"data.source='été[1]'\""]),
 ]
 # several overrides, or mistakes that are found only if every override is valid
 BROKEN = [
