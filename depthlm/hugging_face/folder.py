@@ -9,11 +9,14 @@ depthlm.json                              the exported run, and the files of the
 """
 
 import dataclasses
+import fcntl
+import glob
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,23 +179,49 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """Yield a staging folder, which replaces `folder` when the context exits without an error. Raises OSError."""
+    """Yield a staging folder, which replaces `folder` when the context exits without an error. Raises OSError.
+
+    Of several processes that replace one folder, each has its own staging folder, and the last one wins.
+    """
     folder = folder.absolute()
-    staging = folder.with_name(f".{folder.name}.partial")
-    # may remain from an export that was killed
-    shutil.rmtree(staging, ignore_errors=True)
-    new = staging / "new"
-    new.mkdir(parents=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        # an export that was killed leaves a staging folder without a lock
+        with locked(folder.parent):
+            for abandoned in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+                with suppress(OSError), locked(abandoned, fcntl.LOCK_NB):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+            held.callback(shutil.rmtree, staging, ignore_errors=True)
+            held.enter_context(locked(staging))
+        new, old = staging / "new", staging / "old"
+        new.mkdir()
         yield new
-        old = staging / "old"
-        if folder.exists():
-            os.replace(folder, old)
+        # otherwise, another process could move its folder there between the two renames
+        with locked(folder.parent):
+            if folder.exists():
+                os.replace(folder, old)
+            try:
+                os.replace(new, folder)
+            except OSError:
+                if old.exists():
+                    os.replace(old, folder)
+                raise
+
+
+@contextmanager
+def locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    """Lock a folder against other processes; with LOCK_NB, raise BlockingIOError if another one has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         try:
-            os.replace(new, folder)
-        except OSError:
-            if old.exists():
-                os.replace(old, folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        except BlockingIOError:
             raise
+        except OSError:
+            # a file system without locks: nothing tells an abandoned folder from one in use
+            if flags:
+                raise
+        yield
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        os.close(descriptor)

@@ -4,6 +4,7 @@ The folder is flat because transformers copies only the files that a chain of `f
 """
 
 import ast
+import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable
@@ -35,17 +36,23 @@ def write_code(model: Decoder, folder: Path) -> None:
     """
     connection, attention = type(model.connections[0]), attention_class(layer.attention for layer in model.layers)
     sources = collect([DepthLMConfig.__module__, CausalLM.__module__, connection.__module__, attention.__module__])
-    for module, text in sources.items():
-        head = f"# Copied from {module.replace('.', '/')}.py by `python -m depthlm export`.\n"
-        (folder / f"{flat_name(module)}.py").write_text(head + text, encoding="utf-8")
+    files = {
+        flat_name(module): f"# Copied from {module.replace('.', '/')}.py by `python -m depthlm export`.\n{text}"
+        for module, text in sources.items()
+    }
     names = [(CausalLM, "CausalLM"), (connection, "ConnectionClass"), (attention, "AttentionClass")]
     imports = "\n".join(f"from .{flat_name(c.__module__)} import {c.__qualname__} as {name}" for c, name in names)
-    (folder / f"{MODELING}.py").write_text(
+    files[MODELING] = (
         f'"""A decoder with {connection.__qualname__} connections and {attention.__qualname__}."""\n\n{imports}\n\n\n'
         "class DepthLMForCausalLM(CausalLM):\n"
-        "    connection_class = ConnectionClass\n    attention_class = AttentionClass\n",
-        encoding="utf-8",
+        "    connection_class = ConnectionClass\n    attention_class = AttentionClass\n"
     )
+    # transformers knows a class by the text of its own file, and the model's class by that of the configuration. With
+    # the same file, two exports of the same folder name in one process would share the model's class.
+    digest = hashlib.sha256("".join(f"{name}\n{files[name]}" for name in sorted(files)).encode()).hexdigest()
+    files[flat_name(DepthLMConfig.__module__)] += f"\n# SHA-256 of all code of this export: {digest}\n"
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
 
 def collect(modules: Iterable[str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """An export, loaded in a process without depthlm, computes and generates the same as the run."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -58,9 +59,9 @@ CASES |= {
     for name in PRESETS
     if name not in ("vanilla", "depth_attention")
 }
-OWN = "of a reader"
+OWN, EDITED = "of a reader", "of a reader, edited since"
 # in the default suite: a native type, a connection, an attention, and a mechanism of a reader
-DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", "depth_attention, kimi, documents", OWN}
+DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", "depth_attention, kimi, documents", OWN, EDITED}
 TEXTS = ["the depth", "a<|endoftext|>b", "naïve"]
 PARTS = {
     "connection": '''"""A connection in two files."""
@@ -127,9 +128,17 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         models, requests = {}, {}
         tokens = torch.randint(0, 256, (3, 14), generator=torch.Generator().manual_seed(0))
         tokens[:, 4], tokens[0, 9] = 256, 256
+        if EDITED in wanted:
+            runs[EDITED] = write_run(root / "edited", "model/connection=own", config_dir=str(root / "conf"))
         for name, run in runs.items():
-            trust = ["own_mechanism"] if name == OWN else []
-            written = export(run, root / "exports" / run.name, trust)
+            trust = ["own_mechanism"] if name in (OWN, EDITED) else []
+            if name == EDITED:
+                (own / "own_scale.py").write_text(PARTS["scale"].replace("sqrt(factor)", "sqrt(factor) / 3"))
+                for module in [module for module in sys.modules if module.startswith("own_mechanism")]:
+                    del sys.modules[module]
+                importlib.invalidate_caches()
+            # the same folder name for all, which one process loads
+            written = export(run, root / "exports" / run.name / "export", trust)
             assert written.native == (name in NATIVE)
             models[name] = depthlm.load(run, trust=trust)[0]
             requests[name] = {
@@ -148,7 +157,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {name: Case(models[name], Path(requests[name]["folder"]), answers[name], tokens) for name in runs}
 
 
-@pytest.fixture(params=marked([*CASES, OWN]))
+@pytest.fixture(params=marked([*CASES, OWN, EDITED]))
 def case(cases: dict[str, Case], request: pytest.FixtureRequest) -> Case:
     return cases[request.param]
 
