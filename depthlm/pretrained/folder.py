@@ -5,10 +5,12 @@ This needs no transformers and unpickles nothing.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer as Encoder
 from torch import Tensor
@@ -63,7 +65,11 @@ def read_pretrained(folder: Path) -> Pretrained:
         raise UserError(f"init_from={folder}: {CONFIG} has a value of a wrong type ({error})") from None
     if config.get("quantization_config"):
         beyond.append("quantized weights")
-    return Pretrained(folder, model_type, _weight_files(folder), settings, beyond)
+    source = Pretrained(folder, model_type, _weight_files(folder), settings, beyond)
+    if settings["backbone"]["tie_embeddings"] and _has_own_head(source):
+        # as in transformers, the weights decide
+        settings["backbone"]["tie_embeddings"] = False
+    return source
 
 
 def differences(source: Pretrained, config: "Config") -> list[str]:
@@ -134,10 +140,27 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
         weights = stack_experts(weights)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"init_from={source.folder}: the weights of the experts are incomplete ({error})") from None
-    if source.settings["backbone"]["tie_embeddings"]:
-        # some checkpoints contain the tied matrix twice
-        weights.pop("head.weight", None)
+    if source.settings["backbone"]["tie_embeddings"] and "head.weight" in weights:
+        # some checkpoints contain the tied matrix twice, or under this name only
+        weights.setdefault("embedding.weight", weights.pop("head.weight"))
     return weights
+
+
+def _has_own_head(source: Pretrained) -> bool:
+    """Return whether the files contain an embedding and a head that differ."""
+    places: dict[str, Path] = {}
+    for file in source.files:
+        # a file that cannot be read is reported when the weights are loaded
+        with suppress(OSError, SafetensorError), safe_open(file, "pt") as stored:
+            places |= dict.fromkeys(stored.keys(), file)
+    names = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in places]
+    if len(names) < 2:
+        return False
+    matrices = []
+    for name in names:
+        with safe_open(places[name], "pt") as stored:
+            matrices.append(stored.get_tensor(name))
+    return not torch.equal(*matrices)
 
 
 def _own_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -164,7 +187,8 @@ def _pairs(theirs: Mapping[str, Any], ours: Any) -> list[tuple[str, Any, Any]]:
 def _weight_files(folder: Path) -> list[Path]:
     index, names = folder / INDEX, [WEIGHTS]
     try:
-        if index.is_file():
+        # as in transformers, an index beside the file is not read: it is from an earlier save
+        if index.is_file() and not (folder / WEIGHTS).is_file():
             names = sorted({*json.loads(index.read_text())["weight_map"].values()})
         missing = [name for name in names if not (folder / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -168,10 +168,8 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
     native, mixers, beyond = NATIVE[config["model_type"]], {"mixers": ["attention"]}, list[str]()
     if config["model_type"] == "kimi_linear":
         config, mixers, beyond = normalized(config)
-    rope = config.get("rope_parameters") or {}
-    scaling = rope.get("rope_type", "default") if rope else config.get("rope_scaling")
-    if scaling not in (None, "default"):
-        beyond.append(f"rope scaling {scaling}")
+    theta, scaling = _rope(config)
+    beyond += scaling
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         beyond.append("sliding-window attention")
     if config.get("hidden_act", "silu") != "silu":
@@ -190,13 +188,29 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
     size = {ours: config[theirs] for ours, theirs in sizes.items() if ours not in ("num_kv_heads", "head_size")}
     if "num_kv_heads" in sizes:
         size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
-    head_size = config.get(sizes["head_size"]) or (128 if config["model_type"].startswith("qwen3") else None)
+    head_size = config.get(sizes["head_size"]) or (128 if config["model_type"] == "qwen3" else None)
     size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
     backbone = native.backbone | native.defaults | mixers
     backbone |= {ours: config[theirs] for ours, theirs in native.keys.items() if theirs in config}
-    theta = rope.get("rope_theta", config.get("rope_theta")) if native.backbone["position"] == "rope" else None
-    backbone |= {} if theta is None else {"rope_theta": theta}
+    backbone |= {"rope_theta": theta} if theta is not None and native.backbone["position"] == "rope" else {}
     return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, beyond
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float | None, list[str]]:
+    """Return rope_theta as transformers reads it, None if it is not given, and the features that are not supported.
+
+    `rope_scaling` comes before `rope_parameters`, which may have parameters for each type of layers, and `type` is an
+    earlier name of `rope_type`.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    layer_types = config.get("layer_types") or ["full_attention"]
+    parameters = [rope[name] for name in dict.fromkeys(layer_types) if name in rope] or [rope]
+    kinds = dict.fromkeys(one.get("rope_type", one.get("type", "default")) for one in parameters)
+    thetas = dict.fromkeys(one.get("rope_theta", config.get("rope_theta")) for one in parameters)
+    beyond = [f"rope scaling {kind}" for kind in kinds if kind != "default"]
+    if len(thetas) > 1:
+        beyond.append(f"several values of rope_theta ({', '.join(map(str, thetas))})")
+    return next(iter(thetas)), beyond
 
 
 def our_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import depthlm
 from depthlm.config import ConfigError
@@ -229,6 +229,17 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         "rope scaling yarn, which is not supported",
     ),
+    "rope scaling, older home and name": (
+        edit(rope_scaling={"type": "linear", "factor": 2.0}),
+        "rope scaling linear, which is not supported",
+    ),
+    "rope of each layer type": (
+        edit(
+            layer_types=["full_attention", "chunked_attention", "full_attention"],
+            rope_parameters={"full_attention": {"rope_theta": 1e4}, "chunked_attention": {"rope_theta": 1e6}},
+        ),
+        "several values of rope_theta .10000.0, 1000000.0., which is not supported",
+    ),
     "window": (edit(use_sliding_window=True), "sliding-window attention, which is not supported"),
     "quantized": (edit(quantization_config={"bits": 4}), "quantized weights"),
     "no width": (edit(hidden_size=None), "size.hidden_size=48: the weights have null"),
@@ -253,6 +264,73 @@ def test_unsupported_and_broken_folders_are_refused(
     breaking(folder)
     with pytest.raises(ConfigError, match=words):
         depthlm.compose(small_run(*OURS, "backbone.norm_eps=1e-6", f"init_from={folder}"))
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default as scaling": {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+    "null as scaling": {"rope_scaling": None},
+    "scaling before parameters": {"rope_scaling": {"type": "default"}, "rope_theta": 3e5},
+    "theta in both places": {"rope_parameters": {"rope_theta": 2e5}, "rope_theta": 3e5},
+    "of the only layer type": {"rope_parameters": {"full_attention": {"rope_theta": 4e5, "rope_type": "default"}}},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_is_read_as_transformers_reads_it(make_folder: Callable[..., Path], name: str) -> None:
+    from transformers import AutoConfig
+
+    folder = make_folder("qwen3", layer_types=["full_attention"] * 3)
+    edit(**ROPES[name])(folder)
+    theirs = AutoConfig.from_pretrained(folder).rope_parameters
+    theirs = theirs.get("full_attention", theirs)
+    source = read_pretrained(folder)
+    assert (source.settings["backbone"]["rope_theta"], source.beyond) == (theirs["rope_theta"], [])
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qwen3", 128), ("qwen3_moe", 12), ("olmo2", 12)])
+def test_the_default_head_size_is_that_of_transformers(make_folder: Callable[..., Path], kind: str, size: int) -> None:
+    folder = make_folder("qwen3")
+    config = json.loads((folder / "config.json").read_text()) | {"num_experts": 2, "num_experts_per_tok": 1}
+    config |= {"model_type": kind, "moe_intermediate_size": 8}
+    del config["head_dim"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_pretrained(folder).settings["size"]["head_size"] == size
+
+
+def test_the_single_file_of_weights_comes_before_an_index(make_folder: Callable[..., Path]) -> None:
+    folder = make_folder("qwen3", shards="100KB")
+    new = load_weights(read_pretrained(folder))
+    for part in folder.glob("model-*"):
+        (folder / "old").mkdir(exist_ok=True)
+        part.rename(folder / "old" / part.name)
+    save_file({"model.norm.weight": new["final_norm.weight"] + 1}, folder / "model.safetensors")
+    assert (folder / "model.safetensors.index.json").is_file()
+    # with the shards of the index, and without
+    for restored in (False, True):
+        if restored:
+            for part in (folder / "old").iterdir():
+                part.rename(folder / part.name)
+        weights = load_weights(read_pretrained(folder))
+        assert weights.keys() == {"final_norm.weight"}
+        assert torch.equal(weights["final_norm.weight"], new["final_norm.weight"] + 1)
+
+
+@pytest.mark.parametrize("stored", ["another head", "the same head", "only the head"])
+def test_a_tied_head_is_what_the_weights_say(make_folder: Callable[..., Path], stored: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_folder("qwen3", shards="1GB", tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (stored == "another head")
+    if stored == "only the head":
+        del weights["model.embed_tokens.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    source = read_pretrained(folder)
+    assert source.settings["backbone"]["tie_embeddings"] == (stored != "another head")
+    ours, theirs = load_weights(source), AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(ours["embedding.weight"], theirs.get_input_embeddings().weight)
+    assert torch.equal(ours.get("head.weight", ours["embedding.weight"]), theirs.get_output_embeddings().weight)
 
 
 def test_the_code_in_a_folder_does_not_run(
