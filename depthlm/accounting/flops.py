@@ -31,8 +31,10 @@ class Flops:
         return 3 * self.forward
 
 
-def flops_per_token(model: Decoder, sequence_length: int, causal: bool = True) -> Flops:
+def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True) -> Flops:
     """Return the FLOPs per token for sequences of this length; works on the meta device.
+
+    With attention inside documents, give `Batches.document_length`.
 
     A linear layer of n weights takes 2n. Attention takes 4 H e T, halved if causal, where H is the number of heads, e
     their size and T the sequence length. Of a mixture of experts, only those of a token count. The attention or

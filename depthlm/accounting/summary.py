@@ -112,7 +112,9 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
             table.add_row(part, f"{count:,}", f"{count / total:.1%}")
     console.print(table)
     table = Table(box=box.SIMPLE, show_header=False)
-    table.add_row("FLOPs per token, forward", f"{summary['forward_flops_per_token']:.4g}")
+    # the lengths of documents are known only from their tokens
+    whole = ", if a sequence is one document" if config.data.document_mask else ""
+    table.add_row(f"FLOPs per token, forward{whole}", f"{summary['forward_flops_per_token']:.4g}")
     table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
     for name, text in overhead_texts(summary["extra"]).items():
         table.add_row(f"added to vanilla, forward: {name}", text)

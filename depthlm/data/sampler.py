@@ -98,6 +98,19 @@ class Batches(Dataset[torch.Tensor]):
         sources, windows = self.samples(step, np.arange(self.batch_size))
         return {self.names[source]: windows[sources == source].tolist() for source in np.unique(sources)}
 
+    def document_length(self, end_of_text: int, samples: int = 256) -> float:
+        """Return the length of a token's document inside its window, as the mean over all tokens of the first samples.
+
+        Attention inside documents costs as much as attention over sequences of this length.
+        """
+        sources, windows = self.samples(0, np.arange(samples))
+        squares = 0
+        for source, window in zip(sources, windows, strict=True):
+            tokens = self.tokens[source].read(int(window) * self.sequence_length, self.sequence_length)
+            ends = np.flatnonzero(tokens == end_of_text) + 1
+            squares += int(np.square(np.diff(ends, prepend=0, append=len(tokens))).sum())
+        return squares / (samples * self.sequence_length)
+
     def seen(self, steps: int) -> dict[str, tuple[float, float]]:
         """Return, for each source after `steps` steps, its share of the samples and its number of epochs."""
         samples = steps * self.batch_size

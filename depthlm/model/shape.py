@@ -91,7 +91,9 @@ class Backbone:
     router_bias_rate: float = key(
         0.0, "mlp=experts: step of the bias that balances the load, after each update; 0: no bias", minimum=0
     )
-    router_balance_loss: float = key(0.0, "mlp=experts: weight of the auxiliary loss that balances the load", minimum=0)
+    router_balance_loss: float = key(
+        0.0, "mlp=experts: weight of the loss that balances the load, k at best (docs/experts.md)", minimum=0
+    )
     router_z_loss: float = key(0.0, "mlp=experts: weight of mean(logsumexp(logits)^2) of the router", minimum=0)
     mixers: list[str] = key(
         ["attention"],

@@ -131,8 +131,10 @@ def native_type(model: Decoder) -> str | None:
     ]
     if matching == ["olmoe"] and model.size.num_heads * model.size.head_size != model.size.hidden_size:
         return None
-    # its class always has shared experts and a bias, and finds the length of its cache in a layer of latent attention
-    required = model.backbone.shared_experts and model.backbone.router_bias_rate and "latent" in mixers
+    # its class always has shared experts and a bias, scores each group of experts by its two best, also the only group,
+    # and finds the length of its cache in a layer of latent attention
+    pairs = model.size.num_experts >= 2 * model.backbone.router_groups
+    required = model.backbone.shared_experts and model.backbone.router_bias_rate and pairs and "latent" in mixers
     if matching == ["kimi_linear"] and not required:
         return None
     return matching[0] if matching else None

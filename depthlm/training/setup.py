@@ -143,7 +143,9 @@ def build(setup: Setup, import_initial: bool) -> tuple[Engine, Cost]:
     model = build_model(config, "meta")
     model.checkpoint_activations(config.training.activation_checkpointing)
     model.end_of_text = corpus.tokenizer.end_of_text if config.data.document_mask else None
-    cost = Cost(count_parameters(model)["total"], flops_per_token(model, plan.sequence_length).training)
+    end_of_text = model.end_of_text
+    attended = plan.sequence_length if end_of_text is None else setup.batches.document_length(end_of_text)
+    cost = Cost(count_parameters(model)["total"], flops_per_token(model, attended).training)
     if compiles(config, setup.device):
         compile_sublayers(model)
     rows = derived(config, plan, corpus, setup.batches, model, cost.flops_per_token, setup.memory)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows, validation_batches
 from depthlm.data.permutation import key_of, permute
 from depthlm.data.preparation.split_writer import SplitWriter
+from depthlm.model.documents import find_documents
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -119,6 +120,22 @@ def test_the_windows_of_a_step_include_those_of_all_ranks(tmp_path: Path) -> Non
                 assert sorted(itertools.chain(*windows.values())) == sorted(read.tolist())
             if len(names) == 1:
                 assert windows == {"books": read.tolist()}
+
+
+def test_the_document_length_counts_what_the_document_mask_lets_tokens_attend_to(tmp_path: Path) -> None:
+    batches = Batches({"": written(tmp_path, 401)}, sequence_length=40, batch_size=2, seed=0)
+    tokens = torch.from_numpy(np.stack([batches[step].numpy() for step in range(5)])).view(10, 41)[:, :-1]
+    # one document in most windows, and three of 1, 2 and 37 tokens in one of them
+    first = int(tokens.min(1).values.sort().values[3])
+    tokens[tokens == first + 2] = first
+    mask = find_documents(tokens == first).mask.mask_b1ts
+    # a document of n tokens has n (n + 1) / 2 scores
+    expected = (2 * mask.sum().item() - tokens.numel()) / tokens.numel()
+    batches.tokens[0].read = lambda start, count: np.where(  # type: ignore[method-assign]
+        np.arange(start, start + count) == first + 2, first, np.arange(start, start + count)
+    )
+    assert batches.document_length(first, 10) == pytest.approx(expected)
+    assert batches.document_length(999, 10) == 40
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

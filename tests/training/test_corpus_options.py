@@ -99,6 +99,11 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(small_run: Overrides, tmp_
     assert train(config) == COMPLETE
     assert train(depthlm.compose(small_run(*shared, name="without"))) == COMPLETE
     assert losses(tmp_path / "run") != losses(tmp_path / "without")
+    # documents are shorter than sequences, so their attention costs less
+    flops, of_whole = (
+        json.loads((tmp_path / name / "summary.json").read_text())["training_flops"] for name in ("run", "without")
+    )
+    assert 0.9 * of_whole < flops < of_whole
     model, _ = depthlm.load(tmp_path / "run")
     corpus = open_corpus(config.data)
     assert model.end_of_text == corpus.tokenizer.end_of_text

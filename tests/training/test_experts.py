@@ -71,7 +71,7 @@ def test_a_run_logs_the_routers_and_the_activated_parameters(
     assert "activated by a token" in capsys.readouterr().out
     row = next(iter(read_metrics(tmp_path / "run/metrics.jsonl")))
     assert 1 <= row["router/largest_load"] <= 4
-    assert row["router/balance_loss"] == pytest.approx(1, abs=0.2)
+    assert row["router/balance_loss"] == pytest.approx(2, abs=0.4)
     record = records(tmp_path / "run")[0]
     # one of two layers is dense
     assert [len(layer) for layer in record["load"]] == [4]

@@ -91,7 +91,7 @@ class DeltaAttention(nn.Module):
         """Split x_btc into heads, x_bthe."""
         return x.unflatten(-1, (-1, self.head_size))
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         """Return the FLOPs per token beyond the `nn.Linear` children: the recurrence and the convolutions.
 
         The recurrence takes three products of e x e values per head: it reads the state at the key, writes to it, and

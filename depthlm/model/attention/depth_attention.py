@@ -104,7 +104,7 @@ class DepthAttention(SelfAttention):
         counts = [inside + loop for loop in range(self.spec.loops)]
         return sum(count + 1 for count in counts if count) / self.spec.loops
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         """Return the FLOPs per token, with the scores and the sum of each mixed object (appendix B.2)."""
         scores = self.key_size if self.mixing == "softmax" else 0
         own = 2.0 * self.num_kv_heads * self.num_mixed() * (scores + self.width(self.objects))

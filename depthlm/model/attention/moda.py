@@ -137,7 +137,7 @@ class Moda(SelfAttention):
         counts = [len(self.entry_kinds) * (loop * layers + self.spec.layer) for loop in range(loops)]
         return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         depth = 2.0 * self.num_heads * (self.key_size + self.head_size) * self.num_entries()
         return super().forward_flops(length, causal) + depth
 

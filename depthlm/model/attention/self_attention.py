@@ -147,7 +147,7 @@ class SelfAttention(nn.Module):
             x = apply_rope(x, rope)
         return x.transpose(1, 2)
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         """Return the FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, halved when causal.
 
         With inputs of their own, keys and values also have latents of their own.

@@ -105,7 +105,7 @@ class AttentionResiduals(Connection):
     def materialize(self, stream: Stream) -> Stream:
         return stream[: self.num_sources]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         return read_flops(self.size, self.num_sources, scored=self.mixing != "scalars")
 
     def io_values(self) -> float:
@@ -177,7 +177,7 @@ class AttentionResidualsRecency(Connection):
     def materialize(self, stream: Stream) -> Stream:
         return stream[: self.num_sources]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         return read_flops(self.size, self.num_sources)
 
     def io_values(self) -> float:

@@ -85,7 +85,7 @@ class Connection(nn.Module):
         """Return the hidden state before the final norm. By default this is one more read."""
         return self.read(stream)[0][0]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         """Return the FLOPs per token of this connection in one forward pass, without its `nn.Linear` children."""
         return 0.0
 

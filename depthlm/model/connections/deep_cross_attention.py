@@ -164,7 +164,7 @@ class GRN(Connection):
     def materialize(self, stream: Stream) -> Stream:
         return stream[: self.num_sources + 2 * (self.spec.kind == "mlp")]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         reads = 0 if self.spec.kind == "mlp" else self.num_inputs
         return (4.0 if self.version == 3 else 2.0) * reads * self.num_sources * self.size.hidden_size
 

@@ -81,7 +81,7 @@ class DenseFormer(Connection):
     def materialize(self, stream: Stream) -> Stream:
         return stream[: self.spec.layer + 2]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         return 2.0 * self.size.hidden_size * len(self.sources or ())
 
     def io_values(self) -> float:

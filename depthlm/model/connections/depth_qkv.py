@@ -57,7 +57,7 @@ class DepthQKV(Connection):
     def write(self, stream: Stream, output_btd: Tensor, carry: Stream) -> Stream:
         return [*carry, output_btd]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         return 4.0 * self.size.hidden_size * self.num_sources
 
     def io_values(self) -> float:

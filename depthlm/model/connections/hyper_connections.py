@@ -113,7 +113,7 @@ class HyperConnections(Connection):
         assert self.collapse is not None
         return self.collapse(_written(stream))
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         if self.collapse is not None:
             return 0.0
         n, d = self.num_streams, self.size.hidden_size
@@ -214,7 +214,7 @@ class ManifoldHyperConnections(Connection):
         sums = {"row": res_btij.sum(-1), "column": res_btij.sum(-2)}
         return {f"mhc_{name}_deviation": (total - 1).abs() for name, total in sums.items()}
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         if self.collapse is not None:
             return 0.0
         n, d = self.num_streams, self.size.hidden_size

@@ -62,7 +62,7 @@ class Laurel(Connection):
         y = x + output_btd + F.linear(F.linear(z, self.down), self.up)
         return [*stream, y][-self.last_k :] if self.variant == "pa" else [y]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         d = self.size.hidden_size
         if hasattr(self, "alpha"):
             return 2.0 * d

@@ -51,7 +51,7 @@ class MRLA(Connection):
     def write(self, stream: Stream, output_btd: Tensor, carry: Stream) -> Stream:
         return [*carry, output_btd]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         d, e = self.size.hidden_size, self.size.head_size
         return 2.0 * self.num_sources * (d + e) + (d if self.num_sources else 0.0)
 

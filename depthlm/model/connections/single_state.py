@@ -33,7 +33,7 @@ class ReZero(Connection):
     def write(self, stream: Stream, output_btd: Tensor, carry: None) -> Stream:
         return [stream[0] + self.alpha * output_btd]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         return 0.0 if self.spec.kind == "final" else 1.0 * self.size.hidden_size
 
 
@@ -65,7 +65,7 @@ class Highway(Connection):
         (h,), g = stream, carry
         return [((1 - g) * h + g * output_btd).to(h.dtype)]
 
-    def forward_flops(self, length: int, causal: bool) -> float:
+    def forward_flops(self, length: float, causal: bool) -> float:
         return 0.0 if self.gate is None else 4.0 * self.size.hidden_size
 
     def io_values(self) -> float:

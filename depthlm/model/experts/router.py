@@ -18,9 +18,10 @@ from depthlm.model.shape import Backbone, Size
 class Routing(NamedTuple):
     """How a router has distributed tokens. Of one layer, or of all layers, with one more dimension before the others.
 
-    load_e: how many tokens each expert has got. balance: e * sum_e f_e P_e, where f_e is the share of the load and P_e
-    the mean score; 1 if both are equal everywhere (arXiv 2101.03961, equation 4). z: the mean of logsumexp(logits)^2
-    (arXiv 2202.08906, equation 5). entropy: the mean entropy of the scores, in nats. balance and z have gradients.
+    load_e: how many tokens each expert has got. balance: e * sum_e f_e P_e, where f_e is the share of the tokens that
+    expert e has got, and P_e its mean score; k if both are equal everywhere. That is arXiv 2101.03961, equation 4,
+    where k is 1, and for any k `load_balancing_loss_func` of transformers. z: the mean of logsumexp(logits)^2 (arXiv
+    2202.08906, equation 5). entropy: the mean entropy of the scores, in nats. balance and z have gradients.
     """
 
     load_e: Tensor
@@ -74,7 +75,7 @@ class Router(nn.Module):
         weights_rk = scores_re.gather(1, experts_rk)
         if self.backbone.router_normalize:
             weights_rk = weights_rk / (weights_rk.sum(-1, keepdim=True) + 1e-20)
-        balance = num_experts * (load_e / experts_rk.numel() * shares_re.mean(0)).sum()
+        balance = num_experts * (load_e / len(x_rd) * shares_re.mean(0)).sum()
         z = logits_re.logsumexp(-1).square().mean()
         return Choice(experts_rk, weights_rk * self.backbone.router_scale, ends_e, Routing(load_e, balance, z, entropy))
 

@@ -62,12 +62,11 @@ def test_the_auxiliary_losses_are_those_of_transformers_and_of_a_literal_formula
     router, x = make_router().double(), torch.randn(40, 16, dtype=torch.float64)
     routing = router(x).routing
     logits = x @ router.weight.T
-    # their sum over the chosen experts is not divided by their number
-    expected = load_balancing_loss_func((logits,), 12, 3) / 3
+    expected = load_balancing_loss_func((logits,), 12, 3)
     torch.testing.assert_close(routing.balance, expected.double(), rtol=1e-6, atol=0)
     p = logits.softmax(-1)
     shares = torch.stack([(p.topk(3).indices == i).sum() / 120 for i in range(12)])
-    torch.testing.assert_close(routing.balance, 12 * (shares * p.mean(0)).sum())
+    torch.testing.assert_close(routing.balance, 12 * (3 * shares * p.mean(0)).sum())
     torch.testing.assert_close(routing.z, torch.log(logits.exp().sum(-1)).square().mean())
     torch.testing.assert_close(routing.entropy, -(p * p.log()).sum(-1).mean())
     assert torch.equal(routing.load_e, 120 * shares)
@@ -75,11 +74,11 @@ def test_the_auxiliary_losses_are_those_of_transformers_and_of_a_literal_formula
     assert routing.z.requires_grad
 
 
-def test_equal_scores_have_a_balance_loss_of_one(make_router: Callable[..., Router]) -> None:
+def test_equal_scores_have_a_balance_loss_of_the_experts_of_a_token(make_router: Callable[..., Router]) -> None:
     router = make_router()
     router.weight.data.zero_()
     routing = router(torch.randn(40, 16)).routing
-    assert routing.balance.item() == pytest.approx(1.0)
+    assert routing.balance.item() == pytest.approx(3.0)
     assert routing.entropy.item() == pytest.approx(math.log(12))
 
 
@@ -89,7 +88,7 @@ def test_the_loss_of_a_model_has_the_auxiliary_losses_with_their_weights(make_de
     sums = model(tokens[:, :-1], tokens[:, 1:])
     assert sums.routing is not None
     assert sums.routing.load_e.shape == (3, 8)
-    expected = 32 * (0.01 * sums.routing.balance.mean() + 0.001 * sums.routing.z.mean())
+    expected = 32 * (0.00125 * sums.routing.balance.mean() + 0.001 * sums.routing.z.mean())
     torch.testing.assert_close(sums.penalty, expected)
     torch.testing.assert_close(sums.total(0.1), sums.nll + 0.1 * sums.z + expected)
     dense = make_decoder("qwen3")(tokens[:, :-1], tokens[:, 1:])
