@@ -1,5 +1,6 @@
 """The command `python -m depthlm evaluate`: record the losses or accuracies of a run."""
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -48,7 +49,8 @@ class Evaluate:
 def evaluate(arguments: Evaluate) -> dict[str, Any]:
     """Evaluate a run, print the results and add them to evaluation.json. Returns the new content of evaluation.json.
 
-    Raises UserError for a run without a checkpoint, missing token files or datasets, or tokens of another tokenizer.
+    Results are written as soon as they exist. Raises UserError for a run without a checkpoint, missing token files or
+    datasets, or tokens of another tokenizer; SystemExit with code 1, after the other tasks, if a task fails.
     """
     directory = Path(arguments.run)
     _check(arguments)
@@ -56,28 +58,37 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         raise UserError(f"datasets={arguments.datasets}: no such folder")
     device = torch.device(usable_device(arguments.device))
     model, config, manifest = load_checkpoint(directory, device, arguments.trust or ())
+    results, failure = dict[str, Any](), None
     if arguments.tasks is None:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
         tokenizer = Tokenizer.load(directory)
         sets = run_sets(config) if arguments.sets is None else folder_sets(arguments.sets, tokenizer)
-        results: dict[str, Any] = measure_sets(
-            model, sets, config.training.sequence_length, arguments.batch_size, autocast
-        )
+        results = measure_sets(model, sets, config.training.sequence_length, arguments.batch_size, autocast)
     else:
-        from depthlm.evaluation.harness import run_tasks
+        from depthlm.evaluation.harness import FailedTasksError, run_tasks
 
         datasets = None if arguments.datasets is None else Path(arguments.datasets)
-        results = run_tasks(
-            model, config, directory, arguments.tasks, arguments.shots, arguments.batch_size, arguments.limit,
-            datasets, arguments.precision,
-        )  # fmt: skip
+        try:
+            for scores in run_tasks(
+                model, config, directory, arguments.tasks, arguments.shots, arguments.batch_size, arguments.limit,
+                datasets, arguments.precision,
+            ):  # fmt: skip
+                results |= scores
+                # a score on a part of the questions is not the task's score
+                if arguments.limit is None:
+                    _write(directory, manifest["step"], scores)
+        except FailedTasksError as error:
+            failure = str(error)
     _show(results)
     if arguments.limit is not None:
-        # a score on a part of the questions is not the task's score
         name = RunDirectory(directory).evaluation.name
         stdout_console().print(f"limit={arguments.limit}: results are not written to {name}", markup=False)
-        return results
-    return _record(directory, config, manifest, results)
+    elif results:
+        results = _record(directory, config, manifest, results)
+    if failure is not None:
+        # the exit code is 1
+        sys.exit(f"depthlm evaluate: {failure}")
+    return results
 
 
 def _check(arguments: Evaluate) -> None:
@@ -94,19 +105,24 @@ def _check(arguments: Evaluate) -> None:
 
 def _record(directory: Path, config: Config, manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """Add results to evaluation.json and to the run's trackers. Results of another checkpoint are dropped."""
-    path = RunDirectory(directory).evaluation
-    try:
-        recorded = add_results(path, manifest["step"], results)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error}); the results are above") from None
+    recorded = _write(directory, manifest["step"], results)
     # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now
     wandb = config.tracker.wandb and manifest.get("wandb_id") is not None
     trackers = start_trackers(
         replace(config.tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.get("wandb_id")
     )
     trackers.close(recorded)
-    stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
+    stdout_console().print(f"written: {RunDirectory(directory).evaluation}", markup=False, soft_wrap=True)
     return recorded
+
+
+def _write(directory: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
+    """Add results of the checkpoint of a step to evaluation.json, and return its content. Raises UserError."""
+    path = RunDirectory(directory).evaluation
+    try:
+        return add_results(path, step, results)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def _show(results: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from depthlm.config import Config
 from depthlm.config.validate.errors import nearest
+from depthlm.counts import counted
 from depthlm.errors import UserError
 from depthlm.evaluation.tasks import SHIPPED, SUITES, Suite
 from depthlm.locations import install_command
@@ -49,6 +50,15 @@ class Job:
     def is_in(self, results: dict[str, Any]) -> bool:
         """Return whether results have those of this job."""
         return self.key in results or any(name.startswith(f"{self.key}/") for name in results)
+
+
+class FailedTasksError(Exception):
+    """Some tasks failed; the results of the others are recorded."""
+
+    def __init__(self, failures: Mapping[str, str]) -> None:
+        """failures: the reason of each job, by its key."""
+        listed = "\n".join(f"  - {key}: {why}" for key, why in failures.items())
+        super().__init__(f"{counted(len(failures), 'task')} failed, and the results of the others are kept:\n{listed}")
 
 
 def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
@@ -88,24 +98,33 @@ def run_tasks(
     limit: int | None,
     datasets: Path | None,
     precision: str = "fp32",
-) -> dict[str, float]:
-    """Return accuracies by the names of evaluation.json: `zero_shot/piqa`, `five_shot/average`, ...
+) -> Iterator[dict[str, float]]:
+    """Yield the accuracies of each task by the names of evaluation.json: `zero_shot/piqa`, `five_shot/average`, ...
 
     names: `paper`, `moda`, tasks of the harness, or YAML files of tasks. A task of a suite has the paper's metric; any
     other task has all of its metrics, as `zero_shot/<task>/<metric>`. shots: numbers of examples before the question.
     limit: number of questions per task. datasets: a folder with the datasets, each under its name on the hub.
-    Raises UserError for unknown tasks and for tasks whose dataset cannot be loaded.
+    Raises UserError for unknown tasks and for tasks whose dataset cannot be loaded, before the first task, and
+    FailedTasksError after the last one if some failed.
     """
     jobs, manager = jobs_of(names, shots), task_manager(names)
     lm = language_model(model, config, run, batch_size, precision)
-    results: dict[str, float] = {}
+    results, failures = dict[str, float](), dict[str, str]()
     # `datasets` prefers a folder of the dataset's name in the working directory to the hub
     with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext(), hub_or_cache(jobs):
         check_datasets(manager, jobs)
         for job in jobs:
             torch.manual_seed(SEED)
-            results |= run_job(lm, job, manager, limit)
-    return results | averages(names, results)
+            try:
+                scores = run_job(lm, job, manager, limit)
+            except (Exception, SystemExit) as error:  # code of the harness and of the task's author
+                failures[job.key] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            results |= scores
+            yield scores
+    yield averages(names, results)
+    if failures:
+        raise FailedTasksError(failures)
 
 
 def task_manager(names: Sequence[str]) -> Any:

@@ -103,6 +103,31 @@ def test_a_task_on_local_data_has_the_score_computed_by_hand(trained: Path, task
     assert json.loads((trained / "evaluation.json").read_text())["zero_shot/depth_words/acc"] is not None
 
 
+@pytest.mark.parametrize("how", ["raise ValueError('no\\nnumber')", "raise SystemExit(0)"])
+def test_a_task_that_fails_keeps_the_results_of_the_others(
+    trained: Path, task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    (trained / "evaluation.json").unlink(missing_ok=True)
+    (tmp_path / "broken.py").write_text(f"def process(doc, results):\n    {how}\n")
+    for name in ("before", "broken", "after"):
+        text = task.read_text().replace("task: depth_words", f"task: {name}")
+        if name == "broken":
+            text += "process_results: !function broken.process\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    names = ",".join(str(tmp_path / f"{name}.yaml") for name in ("before", "broken", "after"))
+    with pytest.raises(SystemExit) as caught:
+        run(f"run={trained}", f"tasks={names}")
+    # sys.exit of a text prints it, and the exit code is 1
+    words = how.partition(" ")[2].partition("(")[0]
+    assert f"1 task failed, and the results of the others are kept:\n  - zero_shot/broken: {words}: " in str(
+        caught.value
+    )
+    recorded = json.loads((trained / "evaluation.json").read_text())
+    assert recorded["zero_shot/before/acc"] == recorded["zero_shot/after/acc"]
+    assert "zero_shot/after/acc" in capsys.readouterr().out
+    assert not [name for name in recorded if "broken" in name]
+
+
 # where the tokenizers of depthlm and GPT-2, and those of GPT-4, Llama 3 and Qwen, may not merge
 SPLITS = [
     ByteLevel(add_prefix_space=False),
