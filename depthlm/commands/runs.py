@@ -23,7 +23,7 @@ REPORT = "outputs/report"
 DESCRIPTION = """\
 List run directories: state, model, size, tokens, losses, age. A run must match every filter:
 
-  mhc, failed, tiny           a state, model or size, or a part of the directory
+  mhc, failed, tiny           a state, model or size, or a part of the directory below --root
   'outputs/sweep/*'           a pattern for one of these
   model=mhc size='nano_*'     a value, or a pattern for it; != for the others
   'optimizer.lr>1e-3'         any key of config.yaml, by =, !=, <, <=, > or >=
@@ -101,7 +101,12 @@ def _check(parsed: argparse.Namespace) -> None:
         given = {"--yes": parsed.yes, "--only-checkpoints": parsed.only_checkpoints}
         errors += [f"{name} only goes with --prune" for name, has in given.items() if has]
     elif not parsed.filter and not parsed.compare:
-        errors.append("--prune needs a filter, so that no run is removed by mistake; `'*'` stands for every run")
+        errors.append("--prune needs a filter, so that no run is removed by mistake; `'directory=*'` matches every run")
+    elif words := read_filters(parsed.filter)[1]:
+        errors.append(
+            f"--prune takes comparisons only, since a word such as `{words[0]}` also matches parts of directories; write "
+            "what it compares with, as in `state=failed`, `model=mhc` or `'directory=*/sweep/*'`"
+        )
     if errors:
         raise UserError("\n".join(errors))
     parsed.to = parsed.to or REPORT

@@ -57,7 +57,7 @@ def list_runs(root: Path, filters: Sequence[str] = (), sort: str = "") -> list[L
     matching = [
         run
         for run in runs
-        if all(comparison.matches(run.values) for comparison in comparisons) and all(_matches(run, w) for w in words)
+        if all(comparison.matches(run.values) for comparison in comparisons) and all(_matches(run, root, w) for w in words)
     ]
     return sorted(matching, key=lambda run: _rank(run.values.get(sort)) if sort else (0, -run.age, ""))
 
@@ -106,9 +106,10 @@ def _is_ignored(parts: Collection[str]) -> bool:
     return not IGNORED.isdisjoint(parts) or any(part.startswith(REMOVING) for part in parts)
 
 
-def _matches(run: Listed, text: str) -> bool:
-    words = (run.directory, run.state, run.model, run.size)
-    return text in run.directory or any(text == word or fnmatch(word, text) for word in words)
+def _matches(run: Listed, root: Path, text: str) -> bool:
+    # every run would match a word in the path of the root itself
+    below, text = str(Path(run.directory).relative_to(root)), text.removeprefix(f"{root}/")
+    return text in below or any(text == word or fnmatch(word, text) for word in (below, run.state, run.model, run.size))
 
 
 def _rank(value: Any) -> tuple[int, float, str]:

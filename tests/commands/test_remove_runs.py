@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 
 def test_nothing_is_removed_without_a_confirmation(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["mhc", "--prune"], "depthlm runs")
+    main(["model=mhc", "--prune"], "depthlm runs")
     printed = capsys.readouterr().out
     assert "outputs/default/broken" in printed
     assert "2 to remove" in printed
@@ -39,7 +39,7 @@ def test_nothing_is_removed_without_a_confirmation(root: Path, capsys: pytest.Ca
 def test_yes_removes_the_matching_runs_and_prints_what_was_freed(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["mhc", "--prune", "--yes"], "depthlm runs")
+    main(["model=mhc", "--prune", "--yes"], "depthlm runs")
     printed = capsys.readouterr().out
     assert "removed outputs/default/broken" in printed
     assert "Removed 2 of 2:" in printed
@@ -52,14 +52,14 @@ def test_a_terminal_asks_for_the_number(root: Path, monkeypatch: pytest.MonkeyPa
     output = Terminal()
     monkeypatch.setattr("sys.stdin", Terminal(typed))
     monkeypatch.setattr("sys.stdout", output)
-    main(["mhc", "--prune"], "depthlm runs")
+    main(["model=mhc", "--prune"], "depthlm runs")
     assert "Type 2 to remove them" in output.getvalue()
     assert ("Nothing was removed." in output.getvalue()) == (left == 4)
     assert len(names(root)) == left
 
 
 def test_json_lists_what_would_be_removed_and_with_yes_what_was(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["failed", "--prune", "--json"], "depthlm runs")
+    main(["state=failed", "--prune", "--json"], "depthlm runs")
     (planned,) = json.loads(capsys.readouterr().out)
     assert planned.pop("bytes") > 0
     assert planned == {
@@ -67,14 +67,14 @@ def test_json_lists_what_would_be_removed_and_with_yes_what_was(root: Path, caps
         "removed": False,
     }  # fmt: skip
     assert len(names(root)) == 4
-    main(["failed", "--prune", "--json", "--yes"], "depthlm runs")
+    main(["state=failed", "--prune", "--json", "--yes"], "depthlm runs")
     assert [entry["removed"] for entry in json.loads(capsys.readouterr().out)] == [True]
     assert len(names(root)) == 3
 
 
 def test_what_is_kept_is_listed_with_the_reason(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "sweep/new/config.yaml").write_text("mine: 1\n")
-    main(["sweep", "--prune", "--yes"], "depthlm runs")
+    main(["directory=*/sweep/*", "--prune", "--yes"], "depthlm runs")
     assert "kept: its config.yaml is not that of a run" in capsys.readouterr().out
     assert (root / "sweep/new/config.yaml").exists()
     assert not (root / "sweep/begun").exists()
@@ -92,11 +92,11 @@ def test_a_folder_that_cannot_be_removed_is_an_error_after_the_others_are_remove
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     with pytest.raises(UserError, match="outputs/default/broken cannot be removed"):
-        main(["mhc", "--prune", "--yes"], "depthlm runs")
+        main(["model=mhc", "--prune", "--yes"], "depthlm runs")
     assert names(root) == ["base", "new"]
 
 
 def test_a_filter_that_matches_nothing_removes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["nothing", "--prune", "--yes"], "depthlm runs")
+    main(["model=nothing", "--prune", "--yes"], "depthlm runs")
     assert "nothing to remove" in capsys.readouterr().out
     assert len(names(root)) == 4

@@ -94,6 +94,8 @@ def test_runs_with_the_same_configuration_are_said_to_have_it(root: Path, capsys
         (["--prune"], "--prune needs a filter"),
         (["--prune", "--yes", "--only-checkpoints"], "--prune needs a filter"),
         (["--prune", "--yes", ""], "an empty filter"),
+        (["failed", "--prune", "--yes"], "a word such as `failed` also matches parts of directories"),
+        (["state=complete", "out*", "--prune", "--yes"], "a word such as `out*`"),
     ],
 )
 def test_options_that_make_no_sense_together_are_an_error(root: Path, arguments: list[str], message: str) -> None:

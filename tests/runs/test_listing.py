@@ -44,6 +44,8 @@ def test_a_row_that_is_half_written_is_not_counted_yet(root: Path, half: str) ->
     ("filters", "names"),
     [
         (["mhc"], ["default/broken", "sweep/begun"]),
+        (["outputs"], []),
+        (["outputs/sweep"], ["sweep/begun", "sweep/new"]),
         (["mhc", "failed"], ["default/broken"]),
         (["tiny"], ["sweep/begun"]),
         (["sweep/"], ["sweep/begun", "sweep/new"]),
