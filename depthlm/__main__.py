@@ -149,6 +149,9 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
 
     command, arguments, program: set by the repository's scripts; None: read from the command line.
     """
+    from depthlm.streams import prepare_streams
+
+    prepare_streams()
     named = command or " ".join(sys.argv[1:2])
     quiet_interrupts(program or f"depthlm {named}".rstrip(), NOTES.get(named, ""))
     if command is None and sys.argv[1:2] in (["-sc"], ["--shell-completion"]):

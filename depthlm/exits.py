@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
+from depthlm.streams import printable
 
 USER_MISTAKE = 2
 
@@ -29,5 +30,6 @@ def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
 def fail(command: str, error: UserError) -> NoReturn:
     """Print a user error, on rank 0 only, and exit with code 2."""
     if first_rank():
-        print(f"{command}: {error}", file=sys.stderr)
+        # a message may quote a file of somebody else
+        print(printable(f"{command}: {error}"), file=sys.stderr)
     sys.exit(USER_MISTAKE)

@@ -1,7 +1,10 @@
 """File writes that survive a power cut, and other helpers for files."""
 
+import errno
 import hashlib
+import json
 import os
+import stat
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -9,6 +12,8 @@ from typing import Any, BinaryIO
 import yaml
 
 CHUNK, SYNC_EVERY = 2**25, 2**27
+# bytes and nesting of a file that describes a run; ours have some 10 KB and five levels
+LARGEST, DEEPEST = 2**26, 50
 
 
 def _umask() -> int:
@@ -55,18 +60,49 @@ def make_folder(folder: Path) -> None:
         sync(path.parent)
 
 
+def open_regular(file: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError for anything but a regular file: a pipe or a device may never end."""
+    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return stream
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a small file of a run. Raises OSError also for one above LARGEST, ValueError if not UTF-8."""
+    with open_regular(file) as stream:
+        content = stream.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(file))
+    return content.decode()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if the file is missing, broken or contains something else."""
+    try:
+        content = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file as plain data; {} if the file is missing, broken or not a mapping.
 
-    A file with aliases counts as broken: a few lines with them can expand to more than fits in memory.
+    A file with aliases counts as broken, since a few lines with them can expand to more than fits in memory, and so
+    does one that is nested deeper than DEEPEST.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
     try:
-        text = file.read_text()
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
-            return {}
+        text = read_text(file)
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
+                return {}
         content = yaml.load(text, Loader=loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -20,7 +19,7 @@ from depthlm.accounting.parameters import count_parameters
 from depthlm.accounting.recomputation import CHOICES, recomputed_flops
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
-from depthlm.console import stdout_console
+from depthlm.console import stderr_console, stdout_console
 from depthlm.errors import UserError
 
 # memory of common GPUs, in GB of 10^9 bytes; what they have beyond that is left to CUDA
@@ -161,7 +160,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
         raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
     names = [name for name in mechanisms(config_dir) if name != "vanilla"]
     costs = {}
-    for name in track(names, "mechanisms", console=Console(stderr=True), transient=True):
+    for name in track(names, "mechanisms", console=stderr_console(), transient=True):
         config = compose([*overrides, f"model={name}"], config_dir, here=False)
         costs[name] = extra(overhead(build_model(config, "meta")))
     if as_json:

@@ -8,12 +8,11 @@ import argparse
 import re
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from depthlm.config import compose
-from depthlm.console import stdout_console
+from depthlm.console import stderr_console, stdout_console
 from depthlm.data import Manifest, prepare, token_folders, verify
 from depthlm.data.corpora.documents import REASONS
 from depthlm.data.preparation.parts import Part
@@ -61,7 +60,7 @@ def verify_all(folders: list[Path]) -> None:
     """Verify every file of the folders. Raises DataError for the first file that does not match its manifest."""
     sizes = [file.stat().st_size for folder in folders if Manifest.exists(folder) for file in folder.iterdir()]
     columns = TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
+    console = stderr_console()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=sum(sizes))
         for folder in folders:

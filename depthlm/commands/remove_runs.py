@@ -14,6 +14,7 @@ from depthlm.counts import bytes_text
 from depthlm.errors import UserError
 from depthlm.runs.listing import Listed
 from depthlm.runs.removal import Removal, plan_removal, remove
+from depthlm.streams import printable
 
 
 def remove_runs(root: Path, runs: Sequence[Listed], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
@@ -47,7 +48,7 @@ def _remove(removal: Removal, errors: list[str], quiet: bool) -> str | None:
         errors.append(f"{removal.path} cannot be removed ({error}); the next --prune removes what is left of it")
         return str(error)
     if not quiet:
-        print(f"kept {removal.path}: {kept}" if kept else f"removed {removal.path}", flush=True)
+        print(printable(f"kept {removal.path}: {kept}" if kept else f"removed {removal.path}"), flush=True)
     return kept
 
 

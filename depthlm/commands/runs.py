@@ -104,8 +104,8 @@ def _check(parsed: argparse.Namespace) -> None:
         errors.append("--prune needs a filter, so that no run is removed by mistake; `'directory=*'` matches every run")
     elif words := read_filters(parsed.filter)[1]:
         errors.append(
-            f"--prune takes comparisons only, since a word such as `{words[0]}` also matches parts of directories; write "
-            "what it compares with, as in `state=failed`, `model=mhc` or `'directory=*/sweep/*'`"
+            f"--prune takes comparisons only, since a word such as `{words[0]}` also matches parts of directories; "
+            "write `state=failed`, `model=mhc` or `'directory=*/sweep/*'`"
         )
     if errors:
         raise UserError("\n".join(errors))

@@ -9,11 +9,11 @@ from omegaconf import DictConfig
 from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
 from depthlm.config import Config, changes, run_of
 from depthlm.config.saved import config_text
-from depthlm.console import continue_without_output
 from depthlm.distributed.launchers import first_rank
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
 from depthlm.locations import CONF
+from depthlm.streams import continue_without_output, printable
 
 
 def main(arguments: list[str], program: str) -> None:
@@ -45,7 +45,7 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
     changed = {} if run is None else changes(run, config)
     if changed and first_rank():
         print(f"{program}: a new run in {config.output_dir}; differences from {run}:")
-        print("\n".join(f"  - {name}: {words}" for name, words in changed.items()), flush=True)
+        print(printable("\n".join(f"  - {name}: {words}" for name, words in changed.items())), flush=True)
     from depthlm.training import train
 
     sys.exit(train(config))
@@ -76,7 +76,7 @@ def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
         config = resolve_and_check(raw, overrides)
         code = train(config)
     except UserError as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        print(printable(f"train.py: {error}"), file=sys.stderr)
         return math.inf
     except Exception:
         traceback.print_exc()

@@ -21,6 +21,7 @@ from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
+from depthlm.files import DEEPEST, read_text
 from depthlm.run_directory import RunDirectory
 
 SEAL, END = "# sha256 of the lines below: ", "# end\n"
@@ -29,14 +30,21 @@ SEAL, END = "# sha256 of the lines below: ", "# end\n"
 class Loader(get_yaml_loader()):  # type: ignore[misc]
     """OmegaConf's loader of YAML, which alone leaves interpolations as text.
 
-    It refuses aliases: a few lines with them can expand to more than fits in memory, and depthlm writes none.
+    It refuses aliases: a few lines with them can expand to more than fits in memory, and depthlm writes none. It also
+    refuses what is nested deeper than DEEPEST.
     """
 
+    depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a node. Raises ComposerError for an alias."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "an alias", self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+        """Compose a node. Raises ComposerError for an alias, and for one that is too deep."""
+        if self.check_event(yaml.AliasEvent) or self.depth > DEEPEST:
+            what = "nested too deep" if self.depth > DEEPEST else "an alias"
+            raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def config_text(config: Config) -> str:
@@ -63,7 +71,7 @@ def saved_config(directory: Path) -> dict[str, Any]:
     """
     path = RunDirectory(directory).config
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         if (SEAL in text or END in text) and text != _sealed(text.partition("\n")[2].removesuffix(END)):
             raise UserError(
                 f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from depthlm.console import stdout_console
 from depthlm.doctor import software
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
 
@@ -52,7 +52,7 @@ def look_at(name: str, look: Callable[[], Item | Iterable[Item]]) -> Iterator[It
 
 def show(items: Sequence[Item]) -> None:
     """Print one row per item, with its remedy below, and the outcome."""
-    console = Console(highlight=False)
+    console = stdout_console()
     if not console.is_terminal:
         console.width = 120
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from depthlm.files import replace_text
+from depthlm.files import read_json, replace_text
 
 
 def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
@@ -12,11 +12,8 @@ def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any
 
     Results of another checkpoint are dropped.
     """
-    try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
-        before = {}
-    kept = before if isinstance(before, dict) and before.get("step") == step else {}
+    before = read_json(path)
+    kept = before if before.get("step") == step else {}
     recorded = {"step": step} | kept | results
     replace_text(path, json.dumps(recorded, indent=1) + "\n")
     return recorded

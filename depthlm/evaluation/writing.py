@@ -17,6 +17,7 @@ from depthlm.fields import key
 from depthlm.loading import load
 from depthlm.machine.environment import DEVICES, usable_device
 from depthlm.model import Decoder
+from depthlm.streams import printable
 
 # what the tokenizer decodes an incomplete UTF-8 character to
 UNFINISHED = "\ufffd"
@@ -116,16 +117,18 @@ def _continue(
 
 
 def _print_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
-    sys.stdout.write(prompt)
+    # a model of somebody else may write control characters
+    shows = printable if sys.stdout.isatty() else str
+    sys.stdout.write(shows(prompt))
     shown = ""
     text = ""
     for text in texts:
         complete = text.rstrip(UNFINISHED)
         if complete.startswith(shown):
-            sys.stdout.write(complete[len(shown) :])
+            sys.stdout.write(shows(complete[len(shown) :]))
             shown = complete
         sys.stdout.flush()
-    sys.stdout.write(text[len(shown) :] + "\n")
+    sys.stdout.write(shows(text[len(shown) :]) + "\n")
 
 
 def _lines(file: Path) -> dict[int, str]:

@@ -24,6 +24,7 @@ from depthlm.model.attention.mixers import attention_class
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.records import read_run, training_loss
 from depthlm.runs.validation_losses import finite, perplexity
+from depthlm.streams import printable
 
 CARD, CURVE = "README.md", "loss.png"
 TAGS = ("depthlm", "pretraining")
@@ -64,7 +65,7 @@ def write_card(
     ]
     head = metadata(config, results, license).to_yaml()
     text = f"---\n{head}\n---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
-    (folder / CARD).write_text(text, encoding="utf-8")
+    (folder / CARD).write_text(printable(text), encoding="utf-8")
 
 
 def metadata(config: Config, results: Results, license: str | None) -> ModelCardData:

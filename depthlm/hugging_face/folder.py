@@ -219,7 +219,7 @@ def locked(folder: Path, flags: int = 0) -> Iterator[None]:
         except BlockingIOError:
             raise
         except OSError:
-            # a file system without locks: nothing tells an abandoned folder from one in use
+            # on a file system without locks, an abandoned folder looks like one in use
             if flags:
                 raise
         yield

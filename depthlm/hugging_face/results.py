@@ -1,10 +1,10 @@
 """What a run recorded about the weights of one of its checkpoints: losses, and where it ran."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from depthlm.files import read_json
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import RunRecord, training_loss
 from depthlm.runs.validation_losses import ValidationLosses, finite
@@ -46,11 +46,7 @@ def results_at(record: RunRecord, step: int) -> Results:
 
 def environment_of(run: Path) -> dict[str, Any]:
     """Return the content of a run's environment.json; {} where it is missing or damaged."""
-    try:
-        content = json.loads(RunDirectory(run).environment.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_json(RunDirectory(run).environment)
 
 
 def version_of(environment: Mapping[str, Any]) -> str:

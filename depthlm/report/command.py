@@ -15,6 +15,7 @@ from depthlm.report.sweep import read_sweep
 from depthlm.report.tables import Table, show
 from depthlm.report.upload import upload
 from depthlm.runs.records import RunRecord
+from depthlm.streams import printable
 
 USAGE = (
     "give experiment=<paper>/<name> with overrides as for train.py -m, or runs=<run directories, separated by commas>; "
@@ -72,7 +73,7 @@ def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: s
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text, tables = write()
-        replace_text(path, text)
+        replace_text(path, printable(text))
     except OSError as error:
         raise UserError(f"{option}{folder}: the report cannot be written there ({error.strerror or error})") from None
     return path, tables

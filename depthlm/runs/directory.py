@@ -20,7 +20,7 @@ from depthlm.config.saved import compare, saved_config, sealed_config_text
 from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
-from depthlm.files import make_folder, replace_text
+from depthlm.files import make_folder, read_text, replace_text
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
@@ -216,7 +216,7 @@ def finished(directory: Path) -> dict[str, Any] | None:
     """Return the summary of a complete run, otherwise None. Raises UserError if it cannot be read."""
     path = RunDirectory(directory).summary
     try:
-        summary = json.loads(path.read_text()) if path.exists() else None
+        summary = json.loads(read_text(path)) if path.exists() else None
         if summary is not None:
             _check_summary(summary)
     except (OSError, ValueError, RecursionError) as error:

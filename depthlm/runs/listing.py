@@ -57,7 +57,8 @@ def list_runs(root: Path, filters: Sequence[str] = (), sort: str = "") -> list[L
     matching = [
         run
         for run in runs
-        if all(comparison.matches(run.values) for comparison in comparisons) and all(_matches(run, root, w) for w in words)
+        if all(comparison.matches(run.values) for comparison in comparisons)
+        and all(_matches(run, root, w) for w in words)
     ]
     return sorted(matching, key=lambda run: _rank(run.values.get(sort)) if sort else (0, -run.age, ""))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from depthlm.config.renamed import use_new_names
 from depthlm.errors import UserError
+from depthlm.files import read_text
 from depthlm.run_directory import MANIFEST, step_of
 
 # version 0 does not state it; manifests of versions 0 and 1 have no digest of their own
@@ -33,7 +34,7 @@ def parse_manifest(path: Path) -> dict[str, Any]:
     Raises CheckpointError if it cannot be read, was changed, has a value of a wrong type, or is of another step.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(read_text(path / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from None
     if not isinstance(manifest, dict) or not manifest:

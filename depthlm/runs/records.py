@@ -4,15 +4,18 @@ import fcntl
 import json
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from depthlm.config.renamed import use_new_names
 from depthlm.config.schema.keys import flatten
-from depthlm.files import read_yaml
+from depthlm.files import open_regular, read_json, read_yaml
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
 
+# bytes
+LONGEST_ROW = 2**24
 # the states of a run, as printed in the tables of a sweep
 STATES = WAITING, RUNNING, STOPPED, FAILED, COMPLETE = "waiting", "running", "stopped", "failed", "complete"
 
@@ -71,7 +74,7 @@ class RunRecord:
 def read_run(directory: str | Path) -> RunRecord:
     """Return the record of a run directory, which need not exist; missing or damaged files count as empty."""
     run = RunDirectory(Path(directory))
-    summary, failure = _json(run.summary), _json(run.failure)
+    summary, failure = read_json(run.summary), read_json(run.failure)
     rows = list(read_metrics(run.metrics))
     if summary:
         state = COMPLETE
@@ -81,7 +84,7 @@ def read_run(directory: str | Path) -> RunRecord:
         state = FAILED
     else:
         state = STOPPED if rows or run.checkpoint_folders() else WAITING
-    evaluation = _json(run.evaluation)
+    evaluation = read_json(run.evaluation)
     if "step" in evaluation and evaluation["step"] != summary.get("steps"):
         # the evaluation belongs to an earlier checkpoint than the last
         evaluation = {}
@@ -105,10 +108,16 @@ def read_metrics(
     these, as in blocks.jsonl.
     """
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        file = open_regular(path)
     except OSError:
         return
-    for line in lines:
+    with file:
+        yield from _rows(file, needed, lists)
+
+
+def _rows(file: BinaryIO, needed: Set[str], lists: Collection[str]) -> Iterator[dict[str, Any]]:
+    # a longer line is not a row, and its parts are not either
+    for line in iter(partial(file.readline, LONGEST_ROW), b""):
         row = row_of(line)
         if row is None or not needed | {*lists} <= row.keys():
             continue
@@ -134,14 +143,6 @@ def row_of(line: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def is_locked(lock: Path) -> bool:

@@ -168,3 +168,28 @@ def test_links_to_folders_and_folders_that_are_being_removed_are_not_listed(root
     (root / "link").symlink_to(tmp_path / "elsewhere")
     write_run(root, "sweep/.removing-old-0123456789abcdef")
     assert len(list_runs(root)) == 4
+
+
+def test_a_directory_of_pipes_devices_and_odd_files_is_one_row(root: Path) -> None:
+    for name in ("pipe", "device", "deep", "flow", "huge", "surrogate"):
+        (root / name).mkdir()
+        (root / name / "summary.json").write_text('{"steps": 1, "validation_loss": 2.5, "note": "\\ud800"}')
+    os.mkfifo(root / "pipe/config.yaml")
+    os.mkfifo(root / "pipe/metrics.jsonl")
+    (root / "device/config.yaml").symlink_to("/dev/zero")
+    (root / "device/metrics.jsonl").symlink_to("/dev/zero")
+    (root / "deep/config.yaml").write_text("".join(f"{' ' * n}a:\n" for n in range(3000)))
+    (root / "flow/config.yaml").write_text("[" * 1_000_000)
+    with (root / "huge/config.yaml").open("wb") as file:
+        file.truncate(2**40)
+    with (root / "huge/metrics.jsonl").open("wb") as file:
+        file.write(b'{"step": 3, "loss": 1.5}\n')
+        file.truncate(2**27)
+    (root / "surrogate/config.yaml").write_text('model: {name: "\\ud800"}\n')
+    start = time.monotonic()
+    runs = {Path(run.directory).name: run for run in list_runs(root)}
+    assert time.monotonic() - start < 20
+    assert runs.keys() >= {"base", "pipe", "device", "deep", "flow", "huge", "surrogate"}
+    assert runs["base"].model == "vanilla"
+    assert all(runs[name].model == "?" and runs[name].validation_loss == 2.5 for name in ("pipe", "deep", "flow"))
+    assert runs["huge"].loss == 1.5

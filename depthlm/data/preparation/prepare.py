@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import REASONS, documents
 from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
 from depthlm.data.errors import DataError
@@ -54,7 +55,7 @@ def prepare(
     Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
     cannot be written or contains other files.
     """
-    console = Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
+    console = stderr_console(quiet=not progress, soft_wrap=True)
     everything = train_sources(data) | validation_sources(data)
     for name in [data.name, *everything]:
         if not re.fullmatch(r"\w[\w.-]*", name):

@@ -10,8 +10,9 @@ from rich import box
 from rich.logging import RichHandler
 from rich.table import Table
 
-from depthlm.console import report_dropped_output, stdout_console
+from depthlm.console import stdout_console
 from depthlm.runs.validation_losses import ValidationLosses, perplexity
+from depthlm.streams import printable, report_dropped_output
 
 log = logging.getLogger("depthlm")
 console = stdout_console()
@@ -32,7 +33,15 @@ def start_logging(rank: int) -> None:
     log.addHandler(screen)
     if rank == 0:
         log.addHandler(MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False))
+    # a message may quote a file of somebody else
+    log.addFilter(plain_message)
     report_dropped_output()
+
+
+def plain_message(record: logging.LogRecord) -> bool:
+    """Escape the control characters of a message. Returns true, as a filter of a logger that keeps it."""
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True
 
 
 def log_to(file: Path) -> None:

@@ -1,0 +1,68 @@
+"""Standard streams that are closed, and text with characters that control a terminal."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthlm.console import PlainConsole
+from depthlm.errors import UserError
+from depthlm.exits import fail
+from depthlm.locations import REPOSITORY
+from depthlm.streams import printable
+
+NASTY = "\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202e\ud83d"
+
+
+@given(st.text(st.characters()))
+def test_printable_text_is_unchanged_but_for_control_characters(text: str) -> None:
+    shown = printable(text)
+    assert not any(ord(c) < 32 and c not in "\n\t" for c in shown)
+    shown.encode("utf-8")
+    if all(c.isprintable() or c in "\n\t" for c in text):
+        assert shown == text
+
+
+def test_the_console_and_errors_show_control_characters_as_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    output = io.StringIO()
+    PlainConsole(file=output, width=200).print(f"[bold]{NASTY}[/]")
+    with pytest.raises(SystemExit):
+        fail("depthlm", UserError(NASTY))
+    assert r"\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202e\ud83d" in capsys.readouterr().err
+    # rich itself drops some of them
+    assert r"\x1b]0;owned\x1b[2Jname\x9b31m\u202e\ud83d" in output.getvalue()
+    assert "\x1b" not in output.getvalue()
+
+
+def command(script: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command line of bash, with `$PY` for Python, in the checkout."""
+    variables = os.environ | {"PY": sys.executable} | environment
+    return subprocess.run(["bash", "-c", script], cwd=REPOSITORY, env=variables, capture_output=True)
+
+
+def test_closed_streams_are_opened_so_that_no_file_takes_their_place(tmp_path: Path) -> None:
+    # a library that writes to descriptor 1 or 2 would write into the first file that is opened
+    code = (
+        "from depthlm.streams import prepare_streams; prepare_streams(); import os, sys; "
+        f"f = open({str(tmp_path / 'file')!r}, 'w'); os.write(1, b'x'); os.write(2, b'x'); print('text'); "
+        "print('text', file=sys.stderr); sys.stdout.isatty()"
+    )
+    assert command(f'$PY -c "{code}" >&- 2>&-').returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+    assert command("$PY train.py --version >&- 2>&-").returncode == 0
+
+
+def test_text_is_utf8_in_any_locale() -> None:
+    code = (
+        "import sys; sys.path.insert(0, '.'); import locale; "
+        "locale.getpreferredencoding = lambda *_: 'UTF-8' if sys.flags.utf8_mode else 'ISO-8859-1'; "
+        "from depthlm.streams import prepare_streams; prepare_streams(); print(sys.flags.utf8_mode, 'é ✓')"
+    )
+    done = command(f'$PY -c "{code}"', PYTHONIOENCODING="latin-1:backslashreplace")
+    # the terminal gets what its encoding has
+    assert done.stdout == "1 é \\u2713\n".encode("latin-1")
