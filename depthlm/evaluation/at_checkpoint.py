@@ -221,7 +221,7 @@ def _set_prefix(folder: str) -> str:
 
 def _losses(one: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
     prefix, loss = f"evaluation/{one.name}", finite(total.mean)
-    bits = finite(total.bits_per_byte(one.bytes))
+    bits = one.bits_per_byte(total)
     return {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss), f"{prefix}/bits_per_byte": bits}
 
 

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from depthlm.data.corpora.documents import REASONS, documents
 from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import is_validation
-from depthlm.data.manifest import Manifest, check_sizes
+from depthlm.data.manifest import UNKNOWN_SHARE, Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction
 from depthlm.data.preparation.estimate import check_room
@@ -72,8 +73,11 @@ def prepare(
 def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
     """Return the tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
 
-    Raises DataError where the tokenizer is not available or has more tokens than data.vocab_size.
+    Raises DataError where the tokenizer is not available, has more tokens than data.vocab_size or no end of text.
     """
+    if data.tokenizer in ("bytes", "bpe") and data.end_of_text not in (None, END_OF_TEXT):
+        what = f"data.tokenizer={data.tokenizer} ends documents with {END_OF_TEXT}"
+        raise DataError(what, f"data.end_of_text={data.end_of_text}", "Leave it out.")
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
@@ -83,10 +87,13 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
             training_bar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as counted,
         ):
             return train_bpe(counted(_text_for_training(data)), data.vocab_size)
-    if not is_on_hub(data.tokenizer):
-        return Tokenizer.load(data.tokenizer)
-    tokenizer = Tokenizer.from_hub(data.tokenizer)
-    if tokenizer.vocab_size > data.vocab_size:
+    on_hub = is_on_hub(data.tokenizer)
+    tokenizer = (Tokenizer.from_hub if on_hub else Tokenizer.load)(data.tokenizer, data.end_of_text)
+    end = tokenizer.end
+    console.print(f"end of text: {end.token!r} (id {end.id}), by {end.source}", markup=False)
+    if tokenizer.dropout:
+        console.print(f"the tokenizer's BPE dropout of {tokenizer.dropout:g} is off: the same text has the same tokens")
+    if on_hub and tokenizer.vocab_size > data.vocab_size:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size is {data.vocab_size}"
         raise DataError(what, data.tokenizer, f"Set data.vocab_size={tokenizer.vocab_size}.")
     return tokenizer
@@ -228,7 +235,7 @@ def _publish(partial: Path, target: Path) -> None:
     for file in partial.iterdir():
         if file.is_dir():
             shutil.rmtree(file, ignore_errors=True)
-        elif file.name not in {"manifest.json", "tokenizer.json", *listed}:
+        elif file.name not in {"manifest.json", "tokenizer.json", TOKENIZER_CONFIG, *listed}:
             file.unlink()
     sync(partial)
     if target.exists():
@@ -255,6 +262,11 @@ def _print_summary(manifest: Manifest, target: Path, seconds: float, console: Co
         f"prepared {target}: {split}{validation.tokens:,} validation tokens, "
         f"{text_bytes / tokens:.2f} bytes per token, {seconds:.1f} s"
     )
+    if (share := max(train.unknown_share, validation.unknown_share)) > UNKNOWN_SHARE:
+        console.print(
+            f"warning: {share:.1%} of the tokens stand for text that the tokenizer does not know: such text is lost, "
+            "and there are no bits per byte; set data.tokenizer to one for this text"
+        )
     for reason, count in manifest.left_out.items():
         console.print(f"skipped {count:,} {REASONS[reason]}")
 
