@@ -43,7 +43,7 @@ def choose(encoder: Encoder, wanted: str | None, files: Mapping[str, Any], where
     added = encoder.get_added_tokens_decoder()
     for name in FILES:
         for value in _named(files.get(name)):
-            token = added[value].content if isinstance(value, int) and value in added else value
+            token = added[value].content if type(value) is int and value in added else value
             if isinstance(token, str) and (number := encoder.token_to_id(token)) is not None:
                 return EndOfText(token, number, name)
     if (usual := usual_end_of_text(encoder)) is None:

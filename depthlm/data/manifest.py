@@ -48,6 +48,11 @@ class Split:
     unknown: int | None = None
 
     @property
+    def hides_text(self) -> bool:
+        """Whether so many tokens are unknown that bits per byte mean nothing."""
+        return self.unknown_share > UNKNOWN_SHARE
+
+    @property
     def unknown_share(self) -> float:
         """The share of the tokens that stand for text which the tokenizer does not know, as far as it was counted."""
         return (self.unknown or 0) / max(1, self.tokens)

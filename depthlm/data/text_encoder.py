@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from tokenizers import Tokenizer as Encoder
+from tokenizers import pre_tokenizers
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -53,6 +54,14 @@ def unknown_token(text: str) -> int | None:
         return model.get("unk_id")
     added = {token["content"]: token["id"] for token in record.get("added_tokens") or []}
     return model["vocab"].get(model.get("unk_token"), added.get(model.get("unk_token")))
+
+
+def drops_unknown(text: str) -> bool:
+    """Return whether a tokenizer.json loses the characters that it does not know, without a token for them."""
+    model = json.loads(text)["model"]
+    if not isinstance(model["vocab"], dict) or model.get("unk_token") is not None or model.get("byte_fallback"):
+        return False
+    return not model["vocab"].keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
 
 
 def _unreachable_names(text: str, tokens: Collection[str]) -> dict[str, str]:

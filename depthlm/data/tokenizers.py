@@ -31,7 +31,7 @@ from depthlm.data.end_of_text import (
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
-from depthlm.data.text_encoder import text_encoder, unknown_token
+from depthlm.data.text_encoder import drops_unknown, text_encoder, unknown_token
 from depthlm.files import replace_text
 
 if TYPE_CHECKING:
@@ -108,6 +108,11 @@ class Tokenizer:
     def unknown(self) -> int | None:
         """The id of the token that stands for text which the tokenizer does not know; None if there is none."""
         return unknown_token(self.text)
+
+    @property
+    def drops_unknown(self) -> bool:
+        """Whether characters that the tokenizer does not know are lost, without a token for them."""
+        return drops_unknown(self.text)
 
     def encode_batch(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[list[int]]:
         """Return the ids of each text; a special token's name inside a text is encoded as ordinary text.

@@ -12,7 +12,6 @@ from rich.table import Table
 from depthlm.config import Config
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
-from depthlm.data.manifest import UNKNOWN_SHARE
 from depthlm.errors import UserError
 from depthlm.evaluation.results import add_results
 from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
@@ -65,9 +64,11 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         tokenizer = Tokenizer.load(directory)
         sets = run_sets(config) if arguments.sets is None else folder_sets(arguments.sets, tokenizer)
         for one in sets:
-            if (share := one.split.unknown_share) > UNKNOWN_SHARE:
-                what = f"{one.name}: {share:.1%} of its tokens are unknown, and hide text: it has no bits per byte"
-                stdout_console().print(what, markup=False, soft_wrap=True)
+            if one.split.hides_text:
+                what = (
+                    f"{one.split.unknown_share:.1%} of its tokens are unknown, and hide text: it has no bits per byte"
+                )
+                stdout_console().print(f"{one.name}: {what}", markup=False, soft_wrap=True)
         results = measure_sets(model, sets, config.training.sequence_length, arguments.batch_size, autocast)
     else:
         from depthlm.evaluation.harness import FailedTasksError, run_tasks

@@ -9,7 +9,7 @@ from rich.progress import track
 
 from depthlm.config import Config
 from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
-from depthlm.data.manifest import UNKNOWN_SHARE, Split
+from depthlm.data.manifest import Split
 from depthlm.evaluation.perplexity import TotalLoss, total_loss
 from depthlm.model import Decoder
 from depthlm.runs.validation_losses import ValidationLosses, finite
@@ -25,7 +25,7 @@ class ValidationSet:
 
     def bits_per_byte(self, total: TotalLoss) -> float | None:
         """Return the bits per byte of a loss; None if it is not finite, or unknown tokens hide some of the text."""
-        return None if self.split.unknown_share > UNKNOWN_SHARE else finite(total.bits_per_byte(self.split.bytes))
+        return None if self.split.hides_text else finite(total.bits_per_byte(self.split.bytes))
 
 
 def run_sets(config: Config) -> list[ValidationSet]:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Encoder
 
 from depthlm.data import DataError, Tokenizer
-from depthlm.data.text_encoder import text_encoder, unknown_token
+from depthlm.data.text_encoder import drops_unknown, text_encoder, unknown_token
 
 SPECIAL = ["<unk>", "<pad>", "</s>"]
 # merges and pieces spell special tokens
@@ -141,6 +141,15 @@ def test_dropout_is_off_and_known() -> None:
     assert tokenizer.dropout == 0.5
     assert len({tuple(ids) for ids in tokenizer.encode_batch(["the cat and the hat"] * 50)}) == 1
     assert made("unigram").dropout is None
+
+
+def test_a_tokenizer_that_drops_characters_is_recognized() -> None:
+    record = json.loads(text_of("sentencepiece_bpe"))
+    assert not any(drops_unknown(text_of(kind)) for kind in KINDS)
+    record["model"] |= {"unk_token": None, "byte_fallback": False}
+    tokenizer = Tokenizer(json.dumps(record))
+    assert tokenizer.decode(tokenizer.encode_batch(["the 五 cat"])[0]) == "the  cat"
+    assert tokenizer.drops_unknown
 
 
 def test_an_unknown_token_that_is_the_end_of_text_is_refused_where_it_occurs() -> None:

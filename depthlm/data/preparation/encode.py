@@ -309,7 +309,8 @@ def _check_unknown(job: Job, tokenizer: Tokenizer, writers: dict[bool, SplitWrit
     if share > job.data.max_unknown:
         what = f"{share:.1%} of {tokens:,} tokens stand for text that the tokenizer does not know"
         remedy = (
-            f"Set data.tokenizer to one for this text (bpe and bytes know any), or data.max_unknown above {share:.3f}."
+            "Set data.tokenizer to one for this text (bpe and bytes know any), or accept the loss with "
+            f"data.max_unknown={min(1.0, round(share + 0.01, 2))}."
         )
         raise DataError(what, job.name, remedy)
 

@@ -17,7 +17,7 @@ from depthlm.data.corpora.sources import is_remote, text_files, train_sources, v
 from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import is_validation
-from depthlm.data.manifest import UNKNOWN_SHARE, Manifest, check_sizes
+from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction
 from depthlm.data.preparation.estimate import check_room
@@ -93,6 +93,11 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
     console.print(f"end of text: {end.token!r} (id {end.id}), by {end.source}", markup=False)
     if tokenizer.dropout:
         console.print(f"the tokenizer's BPE dropout of {tokenizer.dropout:g} is off: the same text has the same tokens")
+    if tokenizer.drops_unknown:
+        console.print(
+            "warning: the tokenizer has no token for characters that it does not know, and drops them: this text is "
+            "lost, and is not counted"
+        )
     if on_hub and tokenizer.vocab_size > data.vocab_size:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size is {data.vocab_size}"
         raise DataError(what, data.tokenizer, f"Set data.vocab_size={tokenizer.vocab_size}.")
@@ -262,19 +267,25 @@ def _print_summary(manifest: Manifest, target: Path, seconds: float, console: Co
         f"prepared {target}: {split}{validation.tokens:,} validation tokens, "
         f"{text_bytes / tokens:.2f} bytes per token, {seconds:.1f} s"
     )
-    if (share := max(train.unknown_share, validation.unknown_share)) > UNKNOWN_SHARE:
-        console.print(
-            f"warning: {share:.1%} of the tokens stand for text that the tokenizer does not know: such text is lost, "
-            "and there are no bits per byte; set data.tokenizer to one for this text"
-        )
+    _warn_of_unknown(manifest, target, console)
     for reason, count in manifest.left_out.items():
         console.print(f"skipped {count:,} {REASONS[reason]}")
+
+
+def _warn_of_unknown(manifest: Manifest, folder: Path, console: Console) -> None:
+    for stem, split in manifest.splits().items():
+        if split.hides_text:
+            console.print(
+                f"warning: {folder}, {stem}: {split.unknown_share:.1%} of the tokens stand for text that the tokenizer "
+                "does not know: this text is lost, and bits per byte mean nothing; set data.tokenizer to one for it"
+            )
 
 
 def _check_existing(name: str, source: "Source", data: "Data", folder: Path, console: Console) -> None:
     manifest = Manifest.read(folder)
     check_settings(name, source, data, manifest)
     check_sizes(folder, manifest)
+    _warn_of_unknown(manifest, folder, console)
     if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
         note = f"note: {source.source} has changed since {folder} was prepared; remove {folder} to prepare it again"
         console.print(note)

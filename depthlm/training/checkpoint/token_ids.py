@@ -9,6 +9,7 @@ from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import FILE_NAME
 from depthlm.errors import UserError
+from depthlm.run_directory import is_checkpoint
 
 log = logging.getLogger("depthlm")
 
@@ -26,9 +27,8 @@ def check_token_ids(config: Config, tokenizer: Tokenizer) -> None:
 
 def _check(words: str, source: Path, ours: dict[str, int]) -> None:
     # a checkpoint is at <run directory>/checkpoints/<step>
-    files = [folder / FILE_NAME for folder in (source, source.absolute().parent.parent)]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
+    file = (source.absolute().parent.parent if is_checkpoint(source) else source) / FILE_NAME
+    if not file.is_file():
         log.warning("%s: no %s there, so its token ids are not compared with the run's", words, FILE_NAME)
         return
     try:

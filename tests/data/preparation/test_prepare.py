@@ -10,6 +10,7 @@ from depthlm.config.schema import Data, Source
 from depthlm.data import Corpus, DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
 from depthlm.data.corpora.documents import REASONS
 
+from ..conftest import WORDS
 from .preparing import content, go, left_over, ready
 
 Local = Callable[..., Data]
@@ -100,6 +101,16 @@ def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(
     assert len(parts[0]) == 2 * 50
     assert b"".join(parts) == content(whole)["train-00000.bin"]
     assert Manifest.read(cut).train.documents == Manifest.read(whole).train.documents
+
+
+def test_a_document_in_parts_has_no_prefix_spaces_inside(
+    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tmp_path / "unigram.json"
+    tokenizer.write_text(prefixing_tokenizer())
+    whole = prepare(local(tokenizer=str(tokenizer), path="whole"))["local"]
+    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 20)
+    assert content(prepare(local(tokenizer=str(tokenizer), path="cut"))["local"]) == content(whole)
 
 
 def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
@@ -251,6 +262,18 @@ def test_a_folder_that_cannot_be_written_is_an_error(local: Local) -> None:
         prepare(local(path="file/tokens"))
 
 
+def prefixing_tokenizer() -> str:
+    """Return a tokenizer that adds a space before a text, and knows the characters of the text folder."""
+    from tokenizers import Tokenizer as Encoder
+    from tokenizers import models, pre_tokenizers
+
+    pieces = ["<unk>", "</s>", "▁", *sorted({*"".join(WORDS)}), "▁one", "▁two", "▁seven", "end", "of"]
+    encoder = Encoder(models.Unigram([(piece, -float(len(piece) < 2)) for piece in pieces], unk_id=0))
+    encoder.pre_tokenizer = pre_tokenizers.Metaspace()
+    encoder.add_special_tokens(["<unk>", "</s>"])
+    return encoder.to_str()
+
+
 def word_level(folder: Path, *words: str) -> str:
     """Write a tokenizer of these words and return its path."""
     from tokenizers import Tokenizer as Encoder
@@ -277,9 +300,12 @@ def test_unknown_tokens_are_counted_and_many_of_them_are_refused(
     for split in (manifest.train, manifest.validation["own"]):
         assert split.unknown == split.documents == split.tokens / 10
         assert split.unknown_share == 0.1
-    assert "warning: 10.0% of the tokens stand for text that the tokenizer does not know" in capsys.readouterr().err
+    words = "10.0% of the tokens stand for text that the tokenizer does not know"
+    assert f"warning: tokens, validation-own: {words}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    prepare(data)
+    assert f"warning: tokens, train: {words}" in capsys.readouterr().err
     tighter = dataclasses.replace(data, max_unknown=0.09, path="other")
-    with pytest.raises(DataError, match=r"10.0% of 2,000 tokens .*data.max_unknown above 0.100"):
+    with pytest.raises(DataError, match=r"10.0% of 2,000 tokens .*data.max_unknown=0\.11"):
         prepare(tighter)
     # a large corpus is refused long before its end
     for name, number in (("ENOUGH", 100), ("BATCH", 1000)):
