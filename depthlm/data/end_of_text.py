@@ -1,6 +1,7 @@
-"""The token that ends a document: named by the user, by the files beside a tokenizer.json, or by its usual name."""
+"""The token that ends a document: the one that a key or a file beside tokenizer.json names, or one of a usual name."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ def choose(encoder: Encoder, wanted: str | None, files: Mapping[str, Any], where
         number = encoder.token_to_id(wanted)
         if number is None:
             raise DataError(f"data.end_of_text={wanted}: the tokenizer has no such token", where, _remedy(encoder))
-        if len(wanted) == 1 and wanted not in _special(encoder):
+        if is_character(wanted):
             what = f"data.end_of_text={wanted}: a character of ordinary text, which has no other token"
             raise DataError(what, where, _remedy(encoder))
         return EndOfText(wanted, number, "data.end_of_text")
@@ -44,18 +45,27 @@ def choose(encoder: Encoder, wanted: str | None, files: Mapping[str, Any], where
     for name in FILES:
         for value in _named(files.get(name)):
             token = added[value].content if type(value) is int and value in added else value
-            if isinstance(token, str) and (number := encoder.token_to_id(token)) is not None:
+            number = encoder.token_to_id(token) if isinstance(token, str) and not is_character(token) else None
+            if number is not None:
                 return EndOfText(token, number, name)
     if (usual := usual_end_of_text(encoder)) is None:
-        raise DataError("no end-of-text token that is special, or named in a file beside it", where, _remedy(encoder))
+        what = "no end-of-text token among the added tokens, and none named in a file beside it"
+        raise DataError(what, where, _remedy(encoder))
     return usual
 
 
 def usual_end_of_text(encoder: Encoder) -> EndOfText | None:
-    """Return the special token with the first of the usual names; None if there is none."""
-    special = _special(encoder)
-    token = next((name for name in _USUAL_NAMES if name in special), None)
-    return None if token is None else EndOfText(token, special[token], "its usual name")
+    """Return the added token with the first of the usual names, special ones first; None if there is none."""
+    for added in (_added(encoder, special=True), _added(encoder, special=False)):
+        for name in _USUAL_NAMES:
+            if name in added:
+                return EndOfText(name, added[name], "its usual name")
+    return None
+
+
+def is_character(token: str) -> bool:
+    """Return whether this is the token of a single character or byte, which text cannot be encoded without."""
+    return len(token) == 1 or re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
 def read_files(folder: Path) -> dict[str, Any]:
@@ -79,11 +89,12 @@ def _named(record: Any) -> Iterator[Any]:
         yield token.get("content") if isinstance(token, dict) else token
 
 
-def _special(encoder: Encoder) -> dict[str, int]:
-    return {token.content: number for number, token in encoder.get_added_tokens_decoder().items() if token.special}
+def _added(encoder: Encoder, special: bool) -> dict[str, int]:
+    added = encoder.get_added_tokens_decoder().items()
+    return {token.content: number for number, token in added if token.special == special}
 
 
 def _remedy(encoder: Encoder) -> str:
-    special = ", ".join(map(repr, list(_special(encoder))[:8]))
+    special = ", ".join(map(repr, list(_added(encoder, special=True))[:8]))
     shown = f"; its special tokens: {special}" if special else ""
     return f"Set data.end_of_text to the token that ends a document{shown}."

@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Collection
 from typing import Any
 
 from tokenizers import Tokenizer as Encoder
 from tokenizers import pre_tokenizers
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+from depthlm.data.end_of_text import is_character
 
 
 def text_encoder(text: str, end_of_text: str) -> Encoder:
@@ -25,9 +24,8 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
     if model.get("dropout"):
         model["dropout"] = None
     special = {token["content"] for token in added if token["special"]}
-    # a single character, or a byte of byte_fallback, is text that only this token encodes
-    special = {name for name in special if len(name) > 1 and not (model.get("byte_fallback") and _BYTE.match(name))}
-    names = _unreachable_names(text, special | {end_of_text})
+    # a character or a byte may be text that only this token encodes
+    names = _unreachable_names(text, {token for token in special if not is_character(token)} | {end_of_text})
     for token in added:
         token["special"] = token["special"] or token["content"] == end_of_text
         token["content"] = names.get(token["content"], token["content"])

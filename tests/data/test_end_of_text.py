@@ -38,6 +38,7 @@ def write(folder: Path, special: tuple[str, ...] = ("<|im_end|>", "<|stop|>"), *
         ({"config": {"eos_token_id": 5}, "tokenizer_config": {"eos_token": "</s>"}}, "<|stop|>", "config.json"),
         ({"generation_config": {"eos_token_id": [6, 4]}, "config": {"eos_token_id": 5}}, "<end>",
          "generation_config.json"),
+        ({"tokenizer_config": {"eos_token": "a"}}, "<|im_end|>", "its usual name"),
         # neither ids of ordinary tokens, nor ids beyond the vocabulary, nor files of something else
         ({"generation_config": {"eos_token_id": 1}, "config": {"eos_token_id": [2, 99, None, True]}}, "<|im_end|>",
          "its usual name"),
@@ -58,13 +59,20 @@ def test_the_files_beside_a_tokenizer_name_its_end_of_text(
 
 def test_an_ordinary_token_is_taken_only_if_it_is_asked_for(tmp_path: Path) -> None:
     file = write(tmp_path, special=("<|stop|>",))
-    with pytest.raises(DataError, match=r"no end-of-text token.*data\.end_of_text.*special tokens: '<\|stop\|>'"):
+    with pytest.raises(
+        DataError, match=r"no end-of-text token among the added.*data\.end_of_text.*special tokens: '<\|stop\|>'"
+    ):
         Tokenizer.load(file)
     assert Tokenizer.load(file, "</s>").end == ("</s>", 0, "data.end_of_text")
     with pytest.raises(DataError, match="end_of_text=<eos>: the tokenizer has no such token"):
         Tokenizer.load(file, "<eos>")
     with pytest.raises(DataError, match="end_of_text=a: a character of ordinary text"):
         Tokenizer.load(file, "a")
+    # an added token is no ordinary one, even if it is not special
+    record = json.loads(file.read_text())
+    record["added_tokens"].append(record["added_tokens"][0] | {"id": 0, "content": "</s>", "special": False})
+    file.write_text(json.dumps(record))
+    assert Tokenizer.load(file).end == ("</s>", 0, "its usual name")
 
 
 def test_each_document_ends_with_the_wanted_token_and_has_no_other(

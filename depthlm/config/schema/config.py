@@ -88,7 +88,7 @@ class Data(Source):
     end_of_text: Optional[str] = key(
         None,
         "token that ends a document; null: the one that generation_config.json, config.json or tokenizer_config.json "
-        "beside the tokenizer.json names, else the special token with a usual name, such as <|endoftext|>",
+        "beside the tokenizer.json names, else the added token with a usual name, such as <|endoftext|>",
         on_resume="logged",
     )
     max_unknown: float = key(
