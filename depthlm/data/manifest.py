@@ -12,6 +12,9 @@ from depthlm.files import replace_text
 from depthlm.locations import command
 
 VERSION = 2
+# A larger share of unknown tokens is worth a warning, and makes bits per byte meaningless: a token that stands for any
+# text is cheap to predict.
+UNKNOWN_SHARE = 0.001
 FILE_NAME = "manifest.json"
 _PREPARE = command("data/prepare.py", "prepare")
 VERIFY = (
@@ -33,7 +36,8 @@ class Shard:
 class Split:
     """One split: the numbers of its tokens (with an end of text after each document), documents and UTF-8 bytes.
 
-    unigram_entropy: of the split's distribution of tokens, in nats per token; null except for train.
+    unigram_entropy: of the split's distribution of tokens, in nats per token; null except for train. unknown: the
+    number of unknown tokens; null where an older version did not count them.
     """
 
     tokens: int
@@ -41,6 +45,17 @@ class Split:
     bytes: int
     files: tuple[Shard, ...]
     unigram_entropy: float | None = None
+    unknown: int | None = None
+
+    @property
+    def hides_text(self) -> bool:
+        """Whether so many tokens are unknown that bits per byte mean nothing."""
+        return self.unknown_share > UNKNOWN_SHARE
+
+    @property
+    def unknown_share(self) -> float:
+        """The share of the tokens that stand for text which the tokenizer does not know, as far as it was counted."""
+        return (self.unknown or 0) / max(1, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,7 @@ def check_sizes(folder: str | Path, manifest: Manifest) -> None:
 
 def _split(record: dict[str, Any]) -> Split:
     split = Split(**(record | {"files": tuple(Shard(**shard) for shard in record["files"])}))
-    counts = [split.tokens, split.documents, split.bytes, *(shard.tokens for shard in split.files)]
+    counts = [split.tokens, split.documents, split.bytes, split.unknown or 0, *(shard.tokens for shard in split.files)]
     names = [shard.name for shard in split.files]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise TypeError(f"counts {counts}")

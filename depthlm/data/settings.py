@@ -4,14 +4,16 @@ import hashlib
 import json
 import math
 import platform
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from depthlm.data.corpora.documents import PIECE, PIECES
 from depthlm.data.corpora.sources import is_remote, train_sources, validation_sources
+from depthlm.data.end_of_text import read_files
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERSION, Manifest
-from depthlm.data.tokenizers import is_on_hub, sample_bytes
+from depthlm.data.tokenizers import Tokenizer, is_on_hub, sample_bytes
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
@@ -96,7 +98,11 @@ def _tokenizer(data: "Data") -> dict[str, Any]:
     if name == "bytes":
         return {"tokenizer": name}
     if name != "bpe":
-        return {"tokenizer": name if is_on_hub(name) else _digest_of_file(name)}
+        if is_on_hub(name):
+            return {"tokenizer": name} | ({} if data.end_of_text is None else {"end_of_text": data.end_of_text})
+        digest, files = _digest_of_file(name), read_files(Path(name).parent)
+        end = _unusual_end(name, digest, data.end_of_text, repr(files)) if files or data.end_of_text else {}
+        return {"tokenizer": digest} | end
     result: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": data.vocab_size}
     result["trained_on_bytes"] = sample_bytes(data.vocab_size)
     if data.sources or data.validation:
@@ -104,6 +110,16 @@ def _tokenizer(data: "Data") -> dict[str, Any]:
         texts = [_text(source_name, source) for source_name, source in train_sources(data).items()]
         result["trained_on"] = [*texts, data.validation_fraction]
     return result
+
+
+@lru_cache
+def _unusual_end(tokenizer: str, digest: str, wanted: str | None, files: str) -> dict[str, str]:
+    """Return the end of text where it is not the one that tokenizer.json alone gives.
+
+    digest, files: of the tokenizer and of the content of the files beside it, on which the result depends.
+    """
+    loaded = Tokenizer.load(tokenizer, wanted)
+    return {"end_of_text": loaded.end.token} if loaded.has_unusual_end else {}
 
 
 def _digest_of_file(tokenizer: str) -> str:

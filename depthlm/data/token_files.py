@@ -134,7 +134,7 @@ def open_corpus(data: "Data") -> Corpus:
     if both := sorted(sources.keys() & further.keys()):
         raise DataError("a validation set has the name of a source", ", ".join(both), "Rename it in data.validation.")
     folders, manifests, train, validation = {}, {}, {}, {}
-    tokenizers: dict[str, Tokenizer] = {}
+    tokenizers: dict[tuple[str, int], Tokenizer] = {}
     for name, source in (sources | further).items():
         folder = folders[name] = token_folder(name, source, data)
         manifest = manifests[name] = Manifest.read(folder)
@@ -144,10 +144,12 @@ def open_corpus(data: "Data") -> Corpus:
         if tokenizer.fingerprint != manifest.tokenizer:
             remedy = "Remove the folder and prepare it again: the ids would decode to different text."
             raise DataError("tokenizer.json is not the one the tokens were made with", folder, remedy)
-        tokenizers[tokenizer.fingerprint] = tokenizer
+        tokenizers[tokenizer.fingerprint, tokenizer.end_of_text] = tokenizer
         if len(tokenizers) > 1:
-            remedy = "Prepare all sources and validation sets with one data.tokenizer."
-            raise DataError("token files made with another tokenizer than those of the first source", folder, remedy)
+            remedy = "Prepare all sources and validation sets with one data.tokenizer and one data.end_of_text."
+            raise DataError(
+                "token files made with another tokenizer or end of text than those of the first source", folder, remedy
+            )
         if name in sources:
             limit = quota(name, data)
             tokens = manifest.train.tokens if limit is None else min(limit, manifest.train.tokens)

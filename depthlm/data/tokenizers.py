@@ -2,13 +2,15 @@
 
 import hashlib
 import io
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,20 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from depthlm.data.corpora.documents import pieces
 from depthlm.data.corpora.sources import train_sources
+from depthlm.data.end_of_text import (
+    END_OF_TEXT,
+    FILES,
+    TOKENIZER_CONFIG,
+    choose,
+    parsed,
+    read_files,
+    usual_end_of_text,
+)
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
+from depthlm.data.text_encoder import drops_unknown, text_encoder, unknown_token
+from depthlm.files import replace_text
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data
@@ -29,9 +42,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 FILE_NAME = "tokenizer.json"
-END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
-_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 # Bytes of text that the BPE is trained on, per token of its vocabulary, and their bounds: more text changes few merges
 # and takes longer.
@@ -45,80 +56,119 @@ class Tokenizer:
     """A tokenizer.json; it never encodes text as special tokens and adds no tokens to a text.
 
     Attributes: text, the content of the file; fingerprint, its sha256; vocab_size, one above the largest id;
-    end_of_text, the id that follows each document. Raises DataError for a file that is not a tokenizer or has no
-    end-of-text token.
+    end_of_text, the id that follows each document; end, that token and what names it; dropout, the share of merges that
+    BPE dropout would skip (it is off here). Raises DataError for a file that is not a tokenizer or has no end-of-text
+    token.
     """
 
-    def __init__(self, text: str, where: object = "tokenizer") -> None:
+    def __init__(
+        self,
+        text: str,
+        where: object = "tokenizer",
+        end_of_text: str | None = None,
+        files: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """end_of_text: data.end_of_text. files: the content of the files beside the tokenizer (`read_files`)."""
         try:
             self._encoder = Encoder.from_str(text)
         except Exception as error:  # the library raises no narrower type
             remedy = "Give a tokenizer.json of the `tokenizers` library, `bpe` or `bytes`."
             raise DataError(f"not a tokenizer ({error})", where, remedy) from error
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
-        self._encoder.encode_special_tokens = True
-        vocabulary = self._encoder.get_vocab()
-        added = self._encoder.get_added_tokens_decoder().items()
-        special = {token.content: number for number, token in added if token.special}
-        ends = [names[token] for names in (special, vocabulary) for token in _ENDS_OF_TEXT if token in names]
-        if not ends:
-            raise DataError("no end-of-text token", where, f"Add one of {', '.join(_ENDS_OF_TEXT)} to it.")
-        self.text = text
-        self.end_of_text = ends[0]
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.text, self.where = text, where
+        self.end = choose(self._encoder, end_of_text, files, where)
+        self.end_of_text = self.end.id
+        self.vocab_size = max(self.vocabulary().values()) + 1
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
-        # a Unigram model has its special tokens as pieces, and encodes text as them
-        encodings = zip(
-            special,
-            self._encoder.encode_batch_fast([f"a {token} b" for token in special], add_special_tokens=False),
-            strict=True,
-        )
-        encoded = [token for token, encoding in encodings if special[token] in encoding.ids]
-        self._special = re.compile("|".join(map(re.escape, encoded))) if encoded else None
+        self.dropout: float | None = getattr(self._encoder.model, "dropout", None)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, end_of_text: str | None = None) -> "Tokenizer":
         """Load the tokenizer of this file, or of the tokenizer.json in this folder."""
         file = Path(path, FILE_NAME) if Path(path).is_dir() else Path(path)
         try:
-            return cls(file.read_bytes().decode("utf-8"), file)
+            return cls(file.read_bytes().decode("utf-8"), file, end_of_text, read_files(file.parent))
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read a tokenizer ({error})", file, _REMEDY) from error
 
     @classmethod
-    def from_hub(cls, name: str) -> "Tokenizer":
+    def from_hub(cls, name: str, end_of_text: str | None = None) -> "Tokenizer":
         """Load the tokenizer of a model on the hub. Raises DataError where it is not available."""
-        from depthlm.data.corpora.hub import hub_tokenizer
+        from depthlm.data.corpora.hub import hub_tokenizer, model_files
 
-        return cls(hub_tokenizer(name), name)
+        text = hub_tokenizer(name)
+        return cls(
+            text, name, end_of_text, {file: parsed(content) for file, content in model_files(name, FILES).items()}
+        )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text; a special token's name inside a text is encoded as ordinary text."""
-        uncut = list(texts)
-        cut: dict[int, list[str]] = {}
-        if self._special is not None:
-            for number, text in enumerate(texts):
-                ends = [match.start() + 1 for match in self._special.finditer(text)]
-                if ends:
-                    # cut after its first character, no piece contains the special token
-                    cut[number] = [text[a:b] for a, b in pairwise([0, *ends, len(text)])]
-                    uncut[number] = ""
-        encoded = [encoding.ids for encoding in self._encoder.encode_batch_fast(uncut, add_special_tokens=False)]
-        for number, parts in cut.items():
-            encodings = self._encoder.encode_batch_fast(parts, add_special_tokens=False)
-            encoded[number] = [token for encoding in encodings for token in encoding.ids]
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token."""
+        return self._encoder.get_vocab()
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id of the token that stands for text which the tokenizer does not know; None if there is none."""
+        return unknown_token(self.text)
+
+    @property
+    def drops_unknown(self) -> bool:
+        """Whether characters that the tokenizer does not know are lost, without a token for them."""
+        return drops_unknown(self.text)
+
+    def encode_batch(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[list[int]]:
+        """Return the ids of each text; a special token's name inside a text is encoded as ordinary text.
+
+        before: what precedes each text in its document, or the end of it; then the ids are those which the text has
+        after it, without a prefix space, where the place between them is a boundary of tokens (`is_boundary`).
+        Raises DataError where a text contains the end of text, because that is also the unknown token.
+        """
+        before = before or [""] * len(texts)
+        encoded = self._encode([first + text for first, text in zip(before, texts, strict=True)])
+        for number, first in enumerate(before):
+            if first:
+                (known,) = self._encode([first])
+                is_prefix = encoded[number][: len(known)] == known
+                encoded[number] = encoded[number][len(known) :] if is_prefix else self._encode([texts[number]])[0]
+        if any(self.end_of_text in ids for ids in encoded):
+            what = f"the end of text, {self.end.token!r}, is also what the tokenizer encodes unknown text as"
+            raise DataError(what, self.where, "Set data.end_of_text to another token, or give another data.tokenizer.")
         return encoded
+
+    def is_boundary(self, before: str, after: str) -> bool:
+        """Return whether a text may be cut here: what follows does not change the ids of what precedes."""
+        alone, together = self._encode([before, before + after])
+        return together[: len(alone)] == alone
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            encodings = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises no narrower type
+            raise DataError(f"the tokenizer cannot encode a text ({error})", self.where, _REMEDY) from error
+        return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _text_encoder(self) -> Encoder:
+        return text_encoder(self.text, self.end.token)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of these ids, with special tokens by name; bytes that are not UTF-8 become U+FFFD."""
         return self._encoder.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> Path:
-        """Write tokenizer.json into the folder and return the file's path."""
+        """Write tokenizer.json into the folder and return the file's path.
+
+        An end of text that its usual name does not give is written to tokenizer_config.json, where `load` finds it.
+        """
         file = Path(folder, FILE_NAME)
         file.write_text(self.text, encoding="utf-8", newline="")
+        if self.has_unusual_end:
+            replace_text(Path(folder, TOKENIZER_CONFIG), json.dumps({"eos_token": self.end.token}) + "\n")
         return file
+
+    @property
+    def has_unusual_end(self) -> bool:
+        """Whether the end of text is another token than tokenizer.json alone gives."""
+        usual = usual_end_of_text(self._encoder)
+        return usual is None or usual.id != self.end_of_text
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -188,7 +238,7 @@ def vocab_size(data: "Data") -> int:
         return 258
     if data.tokenizer == "bpe" or is_on_hub(data.tokenizer):
         return data.vocab_size
-    return Tokenizer.load(data.tokenizer).vocab_size
+    return Tokenizer.load(data.tokenizer, data.end_of_text).vocab_size
 
 
 def padded_vocab_size(data: "Data") -> int:

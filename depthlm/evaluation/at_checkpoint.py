@@ -221,8 +221,8 @@ def _set_prefix(folder: str) -> str:
 
 def _losses(one: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
     prefix, loss = f"evaluation/{one.name}", finite(total.mean)
-    bits = finite(total.bits_per_byte(one.bytes))
-    return {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss), f"{prefix}/bits_per_byte": bits}
+    bits = {} if one.split.hides_text else {f"{prefix}/bits_per_byte": one.bits_per_byte(total)}
+    return {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss), **bits}
 
 
 def _text(results: Mapping[str, float | None]) -> str:

@@ -63,6 +63,12 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
         tokenizer = Tokenizer.load(directory)
         sets = run_sets(config) if arguments.sets is None else folder_sets(arguments.sets, tokenizer)
+        for one in sets:
+            if one.split.hides_text:
+                what = (
+                    f"{one.split.unknown_share:.1%} of its tokens are unknown, and hide text: it has no bits per byte"
+                )
+                stdout_console().print(f"{one.name}: {what}", markup=False, soft_wrap=True)
         results = measure_sets(model, sets, config.training.sequence_length, arguments.batch_size, autocast)
     else:
         from depthlm.evaluation.harness import FailedTasksError, run_tasks

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from tokenizers import Tokenizer as Encoder
 from torch import Tensor
 
 from depthlm.data import padded_vocab_size, vocab_size
@@ -97,26 +96,6 @@ def differences(source: Pretrained, config: "Config") -> list[str]:
     return (
         [*errors, f"init_from={source.folder}: to start from these weights, give {' '.join(fixes)}"] if errors else []
     )
-
-
-def check_tokens(source: Pretrained, run: Path) -> None:
-    """Raise UserError if a token of this run directory's tokenizer has another id, or none, in the folder's tokenizer.
-
-    Nothing is compared if either folder has no tokenizer.json.
-    """
-    files = run / TOKENIZER, source.folder / TOKENIZER
-    if not all(file.is_file() for file in files):
-        return
-    try:
-        ours, theirs = (Encoder.from_file(str(file)).get_vocab() for file in files)
-    except Exception as error:  # the library raises no narrower type
-        raise UserError(f"init_from={source.folder}: {TOKENIZER} is not a valid tokenizer ({error})") from None
-    token = next((token for token, number in ours.items() if theirs.get(token) != number), None)
-    if token is not None:
-        raise UserError(
-            f"init_from={source.folder}: its tokenizer differs from the run's: {token!r} has id "
-            f"{theirs.get(token, 'none')} in the folder and {ours[token]} in the run; give data.tokenizer={files[1]}"
-        )
 
 
 def load_weights(source: Pretrained) -> dict[str, Tensor]:

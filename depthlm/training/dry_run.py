@@ -7,6 +7,7 @@ import torch
 from depthlm.config import Config
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.runs.directory import check_run_directory
+from depthlm.training.checkpoint.token_ids import check_token_ids
 from depthlm.training.monitoring.display import show_table
 from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.setup import build, prepare_run, process_group, start_process
@@ -22,6 +23,7 @@ def dry_run(config: Config) -> None:
     with process_group(config, ranks) as (device, activity):
         on_rank_0(lambda: check_run_directory(config))
         setup = prepare_run(config, ranks, device, activity)
+        on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
         engine, _ = build(setup, import_initial=True)
         plan, batch = setup.plan, setup.batches[0].to(device)
         seconds = []

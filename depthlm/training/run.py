@@ -25,6 +25,7 @@ from depthlm.runs.directory import (
 )
 from depthlm.training.checkpoint.restoring import find_resume_point, restore
 from depthlm.training.checkpoint.saving import NotSavedError, Saver
+from depthlm.training.checkpoint.token_ids import check_token_ids
 from depthlm.training.dry_run import dry_run
 from depthlm.training.monitoring.describe import show_summary
 from depthlm.training.monitoring.display import log_to
@@ -81,6 +82,8 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
         show_complete(config, summary, ranks.rank)
         return None
     start = on_rank_0(lambda: find_resume_point(config, setup.plan, setup.corpus.digest()))
+    if start is None or start.forked:
+        on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
     # each rank reads the names of the tasks now, so that a later change of their files does not matter
     missing_results(config, {})
     on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))

@@ -81,6 +81,21 @@ def test_tokens_of_another_tokenizer_are_refused(trained: Path, token_folder: Pa
         run(f"run={trained}", f"sets={folder}")
 
 
+def test_a_set_whose_text_is_hidden_by_unknown_tokens_has_no_bits_per_byte(
+    trained: Path, token_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(token_folder, tmp_path / "hidden")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (split,) = manifest["validation"].values()
+    split["unknown"] = split["tokens"] // 20
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    results = run(f"run={trained}", f"sets={folder},{token_folder}")
+    assert results["validation/hidden/bits_per_byte"] is None
+    assert results["validation/hidden/loss"] == results[f"validation/{token_folder.name}/loss"]
+    assert results[f"validation/{token_folder.name}/bits_per_byte"] > 0
+    assert "hidden: 5.0% of its tokens are unknown" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

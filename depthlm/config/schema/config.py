@@ -85,6 +85,19 @@ class Data(Source):
     tokenizer: str = key(
         "bpe", "bpe: trained once on the corpus; bytes: the 256 bytes; otherwise a tokenizer.json or a model of the hub"
     )
+    end_of_text: Optional[str] = key(
+        None,
+        "token that ends a document; null: the one that generation_config.json, config.json or tokenizer_config.json "
+        "beside the tokenizer.json names, else the added token with a usual name, such as <|endoftext|>",
+        on_resume="logged",
+    )
+    max_unknown: float = key(
+        0.1,
+        "share of unknown tokens above which preparing is refused; from a tenth of a percent on, there is a warning",
+        minimum=0,
+        maximum=1,
+        on_resume="free",
+    )
     vocab_size: int = key(4096, "vocabulary size of the tokenizer, including the special token of `bpe`", minimum=260)
     pad_vocab_multiple: int = key(
         64, "the model's vocabulary size is that of the tokenizer, rounded up to a multiple of this", minimum=1

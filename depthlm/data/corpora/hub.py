@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -93,6 +93,28 @@ def hub_tokenizer(name: str) -> str:
                 raise
             path = cached
         return Path(path).read_bytes().decode("utf-8")
+
+
+def model_files(name: str, files: Sequence[str]) -> dict[str, bytes]:
+    """Return the content of those of a model's files that exist on the hub, or in the cache if it cannot be reached.
+
+    For after `hub_tokenizer`, which reports a hub that cannot be read.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+
+    try:
+        HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
+        reachable = True
+    except Exception:
+        reachable = False
+    contents = {}
+    for file in files:
+        # the libraries have many errors, and a file that cannot be had is as good as missing
+        with suppress(Exception):
+            path = hf_hub_download(name, file) if reachable else try_to_load_from_cache(name, file)
+            if isinstance(path, str):
+                contents[file] = Path(path).read_bytes()
+    return contents
 
 
 def _configs(repo: str, commit: str) -> dict[str, dict[str, Any]]:

@@ -1,12 +1,13 @@
 """One pass over a source that writes its token files; after a kill it resumes from the last complete shard."""
 
-import io
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from depthlm.data.corpora.documents import REASONS, Reader, documents, pieces
+from depthlm.data.corpora.documents import REASONS, Reader, documents
 from depthlm.data.corpora.sources import TextFile, TextFiles
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import held_out_share, is_validation
@@ -31,11 +32,19 @@ if TYPE_CHECKING:
 # batch together. The library needs some hundred bytes of memory for each character.
 BATCH = 2**18
 
-# A document with more characters is cut and encoded in pieces; the tokens at a cut depend on this number.
+# A document with more characters is cut and encoded in pieces.
 LONGEST = 2**20
+
+# Characters on either side of a cut that decide whether it changes the ids, and places of each kind that are tried.
+CONTEXT, TRIES = 2**10, 64
+# Where a document may be cut, best first: after a line end, before a space, before any character.
+PLACES = [re.compile(pattern, re.DOTALL) for pattern in (r"\n(?=\S)", r"\S(?=\s)", r".(?=.)")]
 
 # Remedies for bad documents.
 FIXES = {"field": "set data.text_field to the text's field", "long": "raise it, or divide the document"}
+
+# Tokens after which the share of unknown ones is judged before the end.
+ENOUGH = 2**20
 
 # Batches that are read ahead of those being encoded.
 AHEAD = 2
@@ -71,13 +80,17 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """A document, a part of a document too long to be encoded at once, or (without text) a bad document."""
+    """A document, a part of a document too long to be encoded at once, or (without text) a bad document.
+
+    before: the last CONTEXT characters before a part.
+    """
 
     held_out: bool
     text: str
     last: bool
     after: Position
     bad: str = ""
+    before: str = ""
 
 
 class Section(NamedTuple):
@@ -110,7 +123,7 @@ def encode(
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
     read: returns the encoded batches from a position on, where they exist already; None: the text is encoded.
-    Raises DataError where a document or file is bad, or a split has no document.
+    Raises DataError where a document or file is bad, a split has no document, or too many tokens are unknown.
     """
     read = read or partial(encoded_batches, job, tokenizer)
     size, dtype = job.vocab_size, dtype_of(job.vocab_size)
@@ -124,6 +137,8 @@ def encode(
     with bar, closing(read(position)) as batches:
         for batch, encoded in batches:
             full = _write(writers, skipped, batch.pieces, encoded, job)
+            if sum(writer.tokens for writer in writers.values()) > ENOUGH:
+                _check_unknown(job, tokenizer, writers)
             bar.show(batch.done, writers)
             if full:
                 break
@@ -133,6 +148,7 @@ def encode(
                 saved = shards
     train, validation = writers[False], writers[True]
     _check_splits(job, train.documents, validation.documents, skipped)
+    _check_unknown(job, tokenizer, writers)
     return Manifest(
         name=job.name,
         source=job.files.description,
@@ -140,8 +156,8 @@ def encode(
         dtype=dtype,
         vocab_size=size,
         tokenizer=tokenizer.fingerprint,
-        train=train.finish(entropy=bool(train.tokens)),
-        validation={job.name: validation.finish()},
+        train=train.finish(tokenizer.unknown, entropy=bool(train.tokens)),
+        validation={job.name: validation.finish(tokenizer.unknown)},
         left_out=dict(skipped),
     )
 
@@ -156,7 +172,7 @@ def encoded_batches(
     dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
-        batches = _batches(job, position, None if files is None else set(files))
+        batches = _batches(job, tokenizer, position, None if files is None else set(files))
         try:
             while True:
                 while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
@@ -180,12 +196,31 @@ def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: "Data"
     )
 
 
-def _batches(job: Job, start: Position, only: set[tuple[int, int]] | None) -> Iterator[Batch]:
+def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a text, each of at most 2 LONGEST characters, after the end of what precedes it.
+
+    Their ids in a row are those of the text, if within CONTEXT characters a place does not change what is around it.
+    """
+    start = 0
+    while len(text) - start > LONGEST:
+        first = start + LONGEST
+        places = (islice(place.finditer(text, first, first + LONGEST), TRIES) for place in PLACES)
+        ends = (match.end() for match in chain.from_iterable(places))
+        good = (
+            end for end in ends if tokenizer.is_boundary(text[max(0, end - CONTEXT) : end], text[end : end + CONTEXT])
+        )
+        end = next(good, first)
+        yield text[max(0, start - CONTEXT) : start], text[start:end]
+        start = end
+    yield text[max(0, start - CONTEXT) : start], text[start:]
+
+
+def _batches(job: Job, tokenizer: Tokenizer, start: Position, only: set[tuple[int, int]] | None) -> Iterator[Batch]:
     read = job.sections
     total = sum(len(files) for files, _ in read)
     batch: list[Piece] = []
     characters = 0
-    for piece, files_read, reader in _pieces(job, read, start, only):
+    for piece, files_read, reader in _pieces(job, tokenizer, read, start, only):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
@@ -196,7 +231,7 @@ def _batches(job: Job, start: Position, only: set[tuple[int, int]] | None) -> It
 
 
 def _pieces(
-    job: Job, read: list[Section], start: Position, only: set[tuple[int, int]] | None
+    job: Job, tokenizer: Tokenizer, read: list[Section], start: Position, only: set[tuple[int, int]] | None
 ) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
@@ -216,17 +251,15 @@ def _pieces(
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
-                held_out, text = is_validation(record.name, fraction), record.text
-                if len(text) > LONGEST:
-                    *before, text = pieces(io.StringIO(text, newline=""), LONGEST)
-                    for piece in before:
-                        yield Piece(held_out, piece, False, after), files_read, reader
-                yield Piece(held_out, text, True, after), files_read, reader
+                held_out, end = is_validation(record.name, fraction), len(record.text)
+                for before, text in cut(record.text, tokenizer):
+                    end -= len(text)
+                    yield Piece(held_out, text, not end, after, before=before), files_read, reader
 
 
 def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> Encoded:
-    texts = [piece.text for piece in batch if not piece.bad]
-    encoded = iter(tokenizer.encode_batch(texts))
+    good = [piece for piece in batch if not piece.bad]
+    encoded = iter(tokenizer.encode_batch([piece.text for piece in good], [piece.before for piece in good]))
     ids: list[int] = []
     tokens = []
     for piece in batch:
@@ -265,6 +298,21 @@ def _write(
             writer.add(ids, int(last[mine].sum()), int(sizes[mine].sum()))
     skipped.update(piece.bad for piece in batch[:kept] if piece.bad)
     return full
+
+
+def _check_unknown(job: Job, tokenizer: Tokenizer, writers: dict[bool, SplitWriter]) -> None:
+    """Raise DataError if a larger share than data.max_unknown of the tokens so far is the unknown token."""
+    tokens = sum(writer.tokens for writer in writers.values())
+    if tokenizer.unknown is None or not tokens:
+        return
+    share = sum(int(writer.counts[tokenizer.unknown]) for writer in writers.values()) / tokens
+    if share > job.data.max_unknown:
+        what = f"{share:.1%} of {tokens:,} tokens stand for text that the tokenizer does not know"
+        remedy = (
+            "Set data.tokenizer to one for this text (bpe and bytes know any), or accept the loss with "
+            f"data.max_unknown={min(1.0, round(share + 0.01, 2))}."
+        )
+        raise DataError(what, job.name, remedy)
 
 
 def _check_splits(job: Job, train: int, validation: int, skipped: Counter[str]) -> None:

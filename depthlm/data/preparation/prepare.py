@@ -15,6 +15,7 @@ from rich.console import Console
 from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import REASONS, documents
 from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, check_sizes
@@ -73,8 +74,11 @@ def prepare(
 def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
     """Return the tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
 
-    Raises DataError where the tokenizer is not available or has more tokens than data.vocab_size.
+    Raises DataError where the tokenizer is not available, has more tokens than data.vocab_size or no end of text.
     """
+    if data.tokenizer in ("bytes", "bpe") and data.end_of_text not in (None, END_OF_TEXT):
+        what = f"data.tokenizer={data.tokenizer} ends documents with {END_OF_TEXT}"
+        raise DataError(what, f"data.end_of_text={data.end_of_text}", "Leave it out.")
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
@@ -84,10 +88,18 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
             training_bar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as counted,
         ):
             return train_bpe(counted(_text_for_training(data)), data.vocab_size)
-    if not is_on_hub(data.tokenizer):
-        return Tokenizer.load(data.tokenizer)
-    tokenizer = Tokenizer.from_hub(data.tokenizer)
-    if tokenizer.vocab_size > data.vocab_size:
+    on_hub = is_on_hub(data.tokenizer)
+    tokenizer = (Tokenizer.from_hub if on_hub else Tokenizer.load)(data.tokenizer, data.end_of_text)
+    end = tokenizer.end
+    console.print(f"end of text: {end.token!r} (id {end.id}), by {end.source}", markup=False)
+    if tokenizer.dropout:
+        console.print(f"the tokenizer's BPE dropout of {tokenizer.dropout:g} is off: the same text has the same tokens")
+    if tokenizer.drops_unknown:
+        console.print(
+            "warning: the tokenizer has no token for characters that it does not know, and drops them: this text is "
+            "lost, and is not counted"
+        )
+    if on_hub and tokenizer.vocab_size > data.vocab_size:
         what = f"the tokenizer has {tokenizer.vocab_size} tokens, data.vocab_size is {data.vocab_size}"
         raise DataError(what, data.tokenizer, f"Set data.vocab_size={tokenizer.vocab_size}.")
     return tokenizer
@@ -229,7 +241,7 @@ def _publish(partial: Path, target: Path) -> None:
     for file in partial.iterdir():
         if file.is_dir():
             shutil.rmtree(file, ignore_errors=True)
-        elif file.name not in {"manifest.json", "tokenizer.json", *listed}:
+        elif file.name not in {"manifest.json", "tokenizer.json", TOKENIZER_CONFIG, *listed}:
             file.unlink()
     sync(partial)
     if target.exists():
@@ -256,14 +268,25 @@ def _print_summary(manifest: Manifest, target: Path, seconds: float, console: Co
         f"prepared {target}: {split}{validation.tokens:,} validation tokens, "
         f"{text_bytes / tokens:.2f} bytes per token, {seconds:.1f} s"
     )
+    _warn_of_unknown(manifest, target, console)
     for reason, count in manifest.left_out.items():
         console.print(f"skipped {count:,} {REASONS[reason]}")
+
+
+def _warn_of_unknown(manifest: Manifest, folder: Path, console: Console) -> None:
+    for stem, split in manifest.splits().items():
+        if split.hides_text:
+            console.print(
+                f"warning: {folder}, {stem}: {split.unknown_share:.1%} of the tokens stand for text that the tokenizer "
+                "does not know: this text is lost, and bits per byte mean nothing; set data.tokenizer to one for it"
+            )
 
 
 def _check_existing(name: str, source: "Source", data: "Data", folder: Path, console: Console) -> None:
     manifest = Manifest.read(folder)
     check_settings(name, source, data, manifest)
     check_sizes(folder, manifest)
+    _warn_of_unknown(manifest, folder, console)
     if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
         note = f"note: {source.source} has changed since {folder} was prepared; remove {folder} to prepare it again"
         console.print(note)

@@ -68,11 +68,15 @@ class SplitWriter:
                 self._digest.update(chunk)
             self._length = state["open"]
 
-    def finish(self, entropy: bool = False) -> Split:
-        """Close the last file and return the record of the split, with its unigram entropy if `entropy`."""
+    def finish(self, unknown: int | None = None, entropy: bool = False) -> Split:
+        """Close the last file and return the record of the split, with its unigram entropy if `entropy`.
+
+        unknown: the id of the unknown token, if there is one.
+        """
         self._close()
         nats = unigram_entropy(self.counts) if entropy else None
-        return Split(self.tokens, self.documents, self.bytes, tuple(self.shards), nats)
+        hidden = 0 if unknown is None else int(self.counts[unknown])
+        return Split(self.tokens, self.documents, self.bytes, tuple(self.shards), nats, hidden)
 
     @property
     def _name(self) -> str:

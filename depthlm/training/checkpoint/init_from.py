@@ -21,13 +21,11 @@ from depthlm.model import Decoder
 from depthlm.model.parameters import part_of, shape_of
 from depthlm.pretrained.folder import (
     Pretrained,
-    check_tokens,
     differences,
     is_pretrained,
     load_weights,
     read_pretrained,
 )
-from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, checkpoint_of
 from depthlm.training.engine import writable
 
@@ -76,7 +74,6 @@ def _find_source(config: Config) -> Source:
     pretrained = read_pretrained(path)
     if errors := differences(pretrained, config):
         raise ConfigError(errors)
-    check_tokens(pretrained, RunDirectory.of(config.output_dir).path)
     return Source(path, pretrained.settings, pretrained)
 
 

@@ -153,7 +153,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "frames.jsonl.zst": zst("first") + zst("second"),
         "rows.parquet": parquet(*(f"row {i} {random.Random(i).randbytes(50).hex()}" for i in range(3000))),
     },
-    "EleutherAI/gpt-neox-20b": {"tokenizer.json": TOKENIZER.encode()},
+    "EleutherAI/gpt-neox-20b": {"tokenizer.json": TOKENIZER.encode(), "config.json": b'{"eos_token_id": 0}'},
     "some/model": {"config.json": b"{}"},
 }
 

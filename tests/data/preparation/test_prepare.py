@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from depthlm.config.schema import Data, Source
-from depthlm.data import DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
+from depthlm.data import Corpus, DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
 from depthlm.data.corpora.documents import REASONS
 
+from ..conftest import WORDS
 from .preparing import content, go, left_over, ready
 
 Local = Callable[..., Data]
@@ -100,6 +101,16 @@ def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(
     assert len(parts[0]) == 2 * 50
     assert b"".join(parts) == content(whole)["train-00000.bin"]
     assert Manifest.read(cut).train.documents == Manifest.read(whole).train.documents
+
+
+def test_a_document_in_parts_has_no_prefix_spaces_inside(
+    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tmp_path / "unigram.json"
+    tokenizer.write_text(prefixing_tokenizer())
+    whole = prepare(local(tokenizer=str(tokenizer), path="whole"))["local"]
+    monkeypatch.setattr("depthlm.data.preparation.encode.LONGEST", 20)
+    assert content(prepare(local(tokenizer=str(tokenizer), path="cut"))["local"]) == content(whole)
 
 
 def test_a_folder_with_other_files_is_not_touched(local: Local) -> None:
@@ -249,3 +260,77 @@ def test_a_folder_that_cannot_be_written_is_an_error(local: Local) -> None:
     Path("file").write_text("")
     with pytest.raises(DataError, match="cannot prepare token files"):
         prepare(local(path="file/tokens"))
+
+
+def prefixing_tokenizer() -> str:
+    """Return a tokenizer that adds a space before a text, and knows the characters of the text folder."""
+    from tokenizers import Tokenizer as Encoder
+    from tokenizers import models, pre_tokenizers
+
+    pieces = ["<unk>", "</s>", "▁", *sorted({*"".join(WORDS)}), "▁one", "▁two", "▁seven", "end", "of"]
+    encoder = Encoder(models.Unigram([(piece, -float(len(piece) < 2)) for piece in pieces], unk_id=0))
+    encoder.pre_tokenizer = pre_tokenizers.Metaspace()
+    encoder.add_special_tokens(["<unk>", "</s>"])
+    return encoder.to_str()
+
+
+def word_level(folder: Path, *words: str) -> str:
+    """Write a tokenizer of these words and return its path."""
+    from tokenizers import Tokenizer as Encoder
+    from tokenizers import models, pre_tokenizers
+
+    encoder = Encoder(models.WordLevel({"<unk>": 0} | {w: n for n, w in enumerate(words, 1)}, unk_token="<unk>"))
+    encoder.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder.add_special_tokens(["<unk>", "</s>"])
+    folder.mkdir()
+    encoder.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_unknown_tokens_are_counted_and_many_of_them_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # of 10 tokens of a document, the last one its end, one is unknown
+    Path("a.jsonl").write_text(json.dumps({"text": "one two " * 4 + "three"}) + "\n")
+    lines = Path("a.jsonl").read_text() * 200
+    Path("a.jsonl").write_text(lines)
+    tokenizer = word_level(tmp_path / "words", "one", "two")
+    data = Data(name="own", source="a.jsonl", tokenizer=tokenizer, validation_fraction=0.2, path="tokens")
+    manifest = Manifest.read(prepare(data)["own"])
+    for split in (manifest.train, manifest.validation["own"]):
+        assert split.unknown == split.documents == split.tokens / 10
+        assert split.unknown_share == 0.1
+    words = "10.0% of the tokens stand for text that the tokenizer does not know"
+    assert f"warning: tokens, validation-own: {words}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    prepare(data)
+    assert f"warning: tokens, train: {words}" in capsys.readouterr().err
+    tighter = dataclasses.replace(data, max_unknown=0.09, path="other")
+    with pytest.raises(DataError, match=r"10.0% of 2,000 tokens .*data.max_unknown=0\.11"):
+        prepare(tighter)
+    # a large corpus is refused long before its end
+    for name, number in (("ENOUGH", 100), ("BATCH", 1000)):
+        monkeypatch.setattr(f"depthlm.data.preparation.encode.{name}", number)
+    with pytest.raises(DataError, match=r"10.0% of \d\d\d tokens"):
+        prepare(dataclasses.replace(tighter, path="third"))
+    assert Manifest.read(prepare(dataclasses.replace(data, path="other"))["own"]) == manifest
+    capsys.readouterr()
+    known = word_level(tmp_path / "more", "one", "two", "three")
+    manifest = Manifest.read(prepare(dataclasses.replace(data, tokenizer=known, path="known"))["own"])
+    assert (manifest.train.unknown, manifest.train.unknown_share) == (0, 0.0)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_bpe_dropout_is_off_which_is_printed(local: Local, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = json.loads(open_corpus_after(local(path="bpe")).tokenizer.text)
+    plain["model"]["dropout"] = 0.5
+    (tmp_path / "dropout.json").write_text(json.dumps(plain))
+    folders = [prepare(local(tokenizer="dropout.json", path=f"tokens-{n}"))["local"] for n in range(2)]
+    assert content(folders[0]) == content(folders[1])
+    trained = Path("bpe", "train-00000.bin").read_bytes()
+    assert content(folders[0])["train-00000.bin"] == trained
+    assert "BPE dropout of 0.5 is off" in capsys.readouterr().err
+
+
+def open_corpus_after(data: Data) -> Corpus:
+    prepare(data)
+    return open_corpus(data)
