@@ -20,6 +20,7 @@ def key(
     count: bool = False,
     on_resume: OnResume = "fixed",
     protocol: bool = True,
+    outside: bool = False,
 ) -> Any:
     """Return a documented dataclass field.
 
@@ -28,6 +29,8 @@ def key(
     on_resume: whether a run may resume with another value. free: yes, since it does not affect the result; logged: yes,
     with a line in the log, since it affects at most rounding or the treatment of bad batches; fixed: no.
     protocol: whether runs that are compared must share the value.
+    outside: whether the value names something outside of the run, such as a path, an address or a service. Only the
+    user's own runs may name it freely (`depthlm.config.trust`).
     """
     metadata = {
         "doc": doc,
@@ -38,6 +41,7 @@ def key(
         "count": count,
         "on_resume": on_resume,
         "protocol": protocol,
+        "outside": outside,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -45,5 +49,5 @@ def key(
 
 
 def section(schema: type, **metadata: Any) -> Any:
-    """Return a field that holds a group of keys. metadata: `on_resume` or `protocol` of all of them."""
+    """Return a field that holds a group of keys. metadata: `on_resume`, `protocol` or `outside` of all of them."""
     return dataclasses.field(default_factory=schema, metadata=metadata)

@@ -39,7 +39,7 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None,
     run = run_of(overrides)
     if run is not None:
         saved = load_config(run)
-        raw = raw_from_run(run, saved, overrides, config_dir)
+        raw = raw_from_run(run, saved, overrides, config_dir, here)
         if errors := check_fields(raw):
             raise ConfigError(errors)
         return resolve_and_check(raw, overrides, here, saved)

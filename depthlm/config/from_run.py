@@ -14,9 +14,10 @@ from yaml import YAMLError
 
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
-from depthlm.config.saved import as_text, check_trusted, compare, load_config, targets
+from depthlm.config.saved import as_text, check_reach, compare, load_config
 from depthlm.config.schema import Config
 from depthlm.config.schema.keys import keys, on_resume
+from depthlm.config.trust import check_trusted, targets
 from depthlm.config.validate.errors import ConfigError, nearest
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
@@ -41,12 +42,15 @@ def own_overrides(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if not text.startswith((RUN, TRUST))]
 
 
-def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
+def raw_from_run(
+    run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None, here: bool
+) -> DictConfig:
     """Return the configuration `saved` of a run with overrides on top, unchecked.
 
     A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
 
-    Raises UserError if one of its classes is from a module that `trust=` does not name, and ConfigError with all
+    here: whether the run is for this machine. Raises UserError if one of its classes is from a module that `trust=`
+    does not name, or if it is the run of somebody else and names paths, addresses or services; ConfigError with all
     invalid overrides.
     """
     trust = [
@@ -77,6 +81,8 @@ def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir:
     named = {override.key_or_group.replace("/", ".") for _, override in (*groups, *values)}
     classes = targets(saved.model) | {"optimizer": saved.optimizer._target_}
     check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trust, str(run))
+    if here:
+        check_reach(run, saved, trust, lambda name: not any(f"{name}.".startswith(f"{one}.") for one in named))
     return raw
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import hashlib
+import hmac
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.renamed import use_new_names
-from depthlm.config.schema import Config, Model
+from depthlm.config.schema import Config
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.config.schema.sources import type_sources
+from depthlm.config.trust import check_outside, outside_settings, signature
 from depthlm.config.validate.explain import one_line
 from depthlm.errors import UserError
 from depthlm.files import DEEPEST, read_text
 from depthlm.run_directory import RunDirectory
 
-SEAL, END = "# sha256 of the lines below: ", "# end\n"
+SEAL, SIGNED, END = "# sha256 of the lines below: ", ", signed: ", "# end\n"
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
@@ -55,13 +57,37 @@ def config_text(config: Config) -> str:
 def sealed_config_text(config: Config) -> str:
     """Return a configuration as config.yaml contains it, with its SHA-256 in the first line and a mark in the last.
 
-    A text that has lost some of its lines has at most one of the two; one that never had a digest has neither.
+    The first line also has the user's signature. A text that has lost some of its lines has at most one of the two
+    lines; one that never had a digest has neither.
     """
-    return _sealed(config_text(config))
+    text = config_text(config)
+    signed = signature(text)
+    return _sealed(text, "" if signed is None else f"{SIGNED}{signed}")
 
 
-def _sealed(text: str) -> str:
-    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}{END}"
+def _sealed(text: str, signed: str) -> str:
+    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}{signed}\n{text}{END}"
+
+
+def is_own(directory: Path) -> bool:
+    """Return whether this user has trained the run in a directory: its config.yaml has the user's signature."""
+    try:
+        text = read_text(RunDirectory(directory).config)
+    except (OSError, ValueError):
+        return False
+    head, _, rest = text.partition("\n")
+    wanted, given = signature(rest.removesuffix(END)), head.partition(SIGNED)[2]
+    return wanted is not None and hmac.compare_digest(given.encode(), wanted.encode())
+
+
+def check_reach(directory: Path, config: Config, trust: Sequence[str], needed: Callable[[str], bool]) -> None:
+    """Raise UserError if the saved configuration of somebody else's run names paths, addresses or services.
+
+    needed: whether the command takes a setting from the run.
+    """
+    if not is_own(directory):
+        settings = {name: value for name, value in outside_settings(config).items() if needed(name)}
+        check_outside(settings, trust, str(directory))
 
 
 def saved_config(directory: Path) -> dict[str, Any]:
@@ -72,7 +98,9 @@ def saved_config(directory: Path) -> dict[str, Any]:
     path = RunDirectory(directory).config
     try:
         text = read_text(path)
-        if (SEAL in text or END in text) and text != _sealed(text.partition("\n")[2].removesuffix(END)):
+        head, _, rest = text.partition("\n")
+        signed = "".join(head.partition(SIGNED)[1:])
+        if (SEAL in text or END in text) and text != _sealed(rest.removesuffix(END), signed):
             raise UserError(
                 f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "
                 "delete its first and its last line"
@@ -112,24 +140,6 @@ def load_config(directory: Path) -> Config:
 @functools.cache
 def _schema() -> DictConfig:
     return OmegaConf.structured(Config)
-
-
-def targets(model: Model) -> dict[str, str]:
-    """Return the class of the connection and of the attention of a mechanism, by its key."""
-    return {f"model.{part}": str(getattr(model, part).get("_target_")) for part in ("connection", "attention")}
-
-
-def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) -> None:
-    """Raise UserError if a class of a saved configuration is not from depthlm, torch.optim or a module in `trust`.
-
-    Importing a module executes it, and the file may name any module. saved: classes by key, as `targets` returns them.
-    """
-    for key, target in saved.items():
-        module = target.rpartition(".")[0]
-        if not module:
-            raise UserError(f"{where}: {key}._target_ names no class ({target}); config.yaml may be damaged")
-        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", "torch.optim", *trust)):
-            raise UserError(f"{where}: {key} is from {module}; name that module in trust=[...] to import it")
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:

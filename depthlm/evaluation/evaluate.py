@@ -1,6 +1,7 @@
 """The command `python -m depthlm evaluate`: record the losses or accuracies of a run."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -10,6 +11,9 @@ from rich import box
 from rich.table import Table
 
 from depthlm.config import Config
+from depthlm.config.saved import check_reach, is_own
+from depthlm.config.schema import Tracker
+from depthlm.config.trust import RUN
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
@@ -43,7 +47,10 @@ class Evaluate:
     limit: Optional[int] = key(None, "use only the first questions of each task, for a quick try", minimum=1)
     precision: str = key("fp32", "dtype of the computation", choices=("fp32", "bf16"))
     device: str = key("auto", "auto: the GPU if there is one, else the CPU", choices=DEVICES)
-    trust: Optional[list[str]] = key(None, "modules that may define the run's own mechanism")
+    trust: Optional[list[str]] = key(
+        None,
+        "modules that may define the run's own mechanism; run: also trackers and validation sets of another user's run",
+    )
 
 
 def evaluate(arguments: Evaluate) -> dict[str, Any]:
@@ -62,7 +69,11 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
     if arguments.tasks is None:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
         tokenizer = Tokenizer.load(directory)
-        sets = run_sets(config) if arguments.sets is None else folder_sets(arguments.sets, tokenizer)
+        if arguments.sets is None:
+            check_reach(directory, config, arguments.trust or (), lambda name: name.startswith("data."))
+            sets = run_sets(config)
+        else:
+            sets = folder_sets(arguments.sets, tokenizer)
         for one in sets:
             if one.split.hides_text:
                 what = (
@@ -90,7 +101,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         name = RunDirectory(directory).evaluation.name
         stdout_console().print(f"limit={arguments.limit}: results are not written to {name}", markup=False)
     elif results:
-        results = _record(directory, config, manifest, results)
+        results = _record(directory, config, manifest, results, arguments.trust or ())
     if failure is not None:
         # the exit code is 1
         sys.exit(f"depthlm evaluate: {failure}")
@@ -109,13 +120,20 @@ def _check(arguments: Evaluate) -> None:
         raise UserError(f"shots={','.join(map(str, arguments.shots or []))}: must be at least 0")
 
 
-def _record(directory: Path, config: Config, manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-    """Add results to evaluation.json and to the run's trackers. Results of another checkpoint are dropped."""
+def _record(
+    directory: Path, config: Config, manifest: dict[str, Any], results: dict[str, Any], trust: Sequence[str]
+) -> dict[str, Any]:
+    """Add results to evaluation.json, and to the trackers of the user's own run."""
     recorded = _write(directory, manifest["step"], results)
+    tracker = config.tracker
+    if not is_own(directory) and RUN not in trust and tracker != Tracker():
+        # with the user's credentials, but to the project that somebody else has chosen
+        stdout_console().print(f"not sent to the trackers of {directory}, which you did not train; trust={RUN} does")
+        tracker = Tracker()
     # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now
-    wandb = config.tracker.wandb and manifest.get("wandb_id") is not None
+    wandb = tracker.wandb and manifest.get("wandb_id") is not None
     trackers = start_trackers(
-        replace(config.tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.get("wandb_id")
+        replace(tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.get("wandb_id")
     )
     trackers.close(recorded)
     stdout_console().print(f"written: {RunDirectory(directory).evaluation}", markup=False, soft_wrap=True)

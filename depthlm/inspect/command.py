@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthlm.config import Config
+from depthlm.config.saved import check_reach
 from depthlm.console import stdout_console
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
@@ -43,7 +44,10 @@ class Inspect:
     tokens: Any = key(8192, "maximum number of tokens of the first validation set", minimum=1, count=True)
     text: Optional[str] = key(None, "your own text, instead of the validation set")
     device: str = key("auto", "auto: the GPU, or the CPU if there is none", choices=environment.DEVICES)
-    trust: Optional[list[str]] = key(None, "modules from which the run's own mechanism may be imported")
+    trust: Optional[list[str]] = key(
+        None,
+        "modules that may define the run's own mechanism; run: also the validation set of another user's run",
+    )
 
 
 def inspect_run(arguments: Inspect) -> Path:
@@ -83,6 +87,8 @@ def inspect_run(arguments: Inspect) -> Path:
 def read_run(directory: Path, arguments: Inspect) -> tuple[Decoder, Config, list[Tensor], str]:
     """Return a run's model and configuration, its windows of tokens_bt, and a description of their source."""
     model, config = load(directory, device=environment.usable_device(arguments.device), trust=arguments.trust or ())
+    if arguments.text is None:
+        check_reach(directory, config, arguments.trust or (), lambda name: name.startswith("data."))
     tokens, source = read_tokens(directory, config, arguments.text, arguments.tokens)
     return model, config, windows(tokens, config.training.sequence_length), source
 

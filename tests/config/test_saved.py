@@ -2,7 +2,8 @@
 
 import pytest
 
-from depthlm.config.saved import check_trusted, compare
+from depthlm.config.saved import compare
+from depthlm.config.trust import check_trusted
 from depthlm.errors import UserError
 
 

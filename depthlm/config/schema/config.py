@@ -33,7 +33,7 @@ SHARD_TOKENS = 128_000_000
 class Source:
     """A source of text: a dataset of the Hugging Face hub, local files, or token files that are already prepared."""
 
-    hub: Optional[str] = key(None, "dataset of the Hugging Face hub from which the text is streamed")
+    hub: Optional[str] = key(None, "dataset of the Hugging Face hub from which the text is streamed", outside=True)
     subset: Optional[str] = key(None, "hub: configuration of the dataset; null: its only or default one")
     revision: Optional[str] = key(None, "hub: branch, tag or commit of the dataset; null: main")
     split: Optional[str] = key(None, "hub: split to read; null: train (in data.validation: validation)")
@@ -41,17 +41,21 @@ class Source:
         None, "hub: split used for validation; null: documents chosen by a hash of their names"
     )
     source: Optional[str] = key(
-        None, "folder or file of raw text, read instead of the hub; null: the default of the corpus"
+        None, "folder or file of raw text, read instead of the hub; null: the default of the corpus", outside=True
     )
     files: Optional[str] = key(
-        None, "source: glob pattern of the files to read; null: all files with one of the suffixes"
+        None, "source: glob pattern of the files to read; null: all files with one of the suffixes", outside=True
     )
     validation_files: Optional[str] = key(
-        None, "source: glob pattern of the validation files; null: documents chosen by a hash of their names"
+        None,
+        "source: glob pattern of the validation files; null: documents chosen by a hash of their names",
+        outside=True,
     )
     suffixes: Optional[list[str]] = key(None, "suffixes of the files to read from a folder of text")
     text_field: Optional[str] = key(None, "JSON field or parquet column that contains the text")
-    path: Optional[str] = key(None, "folder of the token files; null: data/tokens/<name>-<hash of the settings>")
+    path: Optional[str] = key(
+        None, "folder of the token files; null: data/tokens/<name>-<hash of the settings>", outside=True
+    )
     weight: Optional[float] = key(None, "mixture: share of the tokens, relative to the other sources", above=0)
     license: Optional[str] = key(None, "license of the text; informational", on_resume="free")
     text_bytes: Optional[Any] = key(
@@ -83,7 +87,9 @@ class Data(Source):
     )
     text_field: Optional[str] = key("text", "JSON field or parquet column that contains the text")
     tokenizer: str = key(
-        "bpe", "bpe: trained once on the corpus; bytes: the 256 bytes; otherwise a tokenizer.json or a model of the hub"
+        "bpe",
+        "bpe: trained once on the corpus; bytes: the 256 bytes; otherwise a tokenizer.json or a model of the hub",
+        outside=True,
     )
     end_of_text: Optional[str] = key(
         None,
@@ -345,6 +351,7 @@ class Config:
         "start with the weights, optimizer and step of this checkpoint, or of the newest complete checkpoint of this "
         "run directory, under the settings given here; a run that already has a checkpoint resumes from its own",
         protocol=False,
+        outside=True,
     )
     init_from: Optional[str] = key(
         None,
@@ -352,8 +359,9 @@ class Config:
         "this Hugging Face folder (Qwen3, OLMo2, an export); another mechanism may start from vanilla weights. "
         "Optimizer and step start from scratch; a run that already has a checkpoint resumes from its own",
         protocol=False,
+        outside=True,
     )
-    import_from: Optional[str] = key(None, "the old name of init_from", protocol=False)
+    import_from: Optional[str] = key(None, "the old name of init_from", protocol=False, outside=True)
     deterministic: bool = key(False, "allow only operations with bitwise reproducible results", on_resume="logged")
     device: str = key(
         "auto",
@@ -387,6 +395,6 @@ class Config:
     deepspeed: DeepSpeed = section(DeepSpeed)
     precision: Precision = section(Precision, protocol=False)
     evaluation: Evaluation = section(Evaluation, on_resume="free")
-    tracker: Tracker = section(Tracker, on_resume="free")
+    tracker: Tracker = section(Tracker, on_resume="free", outside=True)
     budget: Budget = section(Budget)
     experiment: Experiment = section(Experiment, on_resume="free")

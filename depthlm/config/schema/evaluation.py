@@ -20,10 +20,11 @@ class Evaluation:
         None,
         "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, python_words (needs no download), or YAML "
         "files of tasks",
+        outside=True,
     )
     shots: Optional[list[int]] = key(
         None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
     )
-    sets: Optional[list[str]] = key(None, "folders of token files whose loss is measured in full")
+    sets: Optional[list[str]] = key(None, "folders of token files whose loss is measured in full", outside=True)
     batch_size: int = key(16, "sequences per batch of one rank; does not affect the results", minimum=1)
     limit: Optional[int] = key(None, "use only the first questions of each task", minimum=1)

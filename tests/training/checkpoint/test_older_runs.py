@@ -31,7 +31,7 @@ def test_a_run_of_an_older_version_resumes(
         file.write_text(text)
     model, _ = depthlm.load(run)
     assert type(model.connections[0]).__name__ == "GRN"
-    assert train(depthlm.compose([f"run={run}", "training.stop_after=null"])) == 0
+    assert train(depthlm.compose([f"run={run}", "training.stop_after=null", "trust=run"])) == 0
     rows = list(read_metrics(run / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert [row["loss"] for row in rows[10:]] == pytest.approx(LOSSES, rel=1e-4)

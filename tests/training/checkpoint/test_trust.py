@@ -97,7 +97,7 @@ def test_interpolations_in_the_configuration_of_a_run_are_text(
     (run / "config.yaml").write_text(text.replace("project: depthlm", "project: ${oc.env:SECRET}"))
     _, config = depthlm.load(run)
     assert config.tracker.project == "${oc.env:SECRET}"
-    assert depthlm.compose([f"run={run}", "training.log_every=3"]).tracker.project == "${oc.env:SECRET}"
+    assert depthlm.compose([f"run={run}", "training.log_every=3", "trust=run"]).tracker.project == "${oc.env:SECRET}"
 
 
 def test_a_configuration_that_was_changed_is_refused(run: Path) -> None:
