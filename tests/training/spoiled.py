@@ -11,7 +11,7 @@ from depthlm.training import train
 from depthlm.training.trainer import Trainer
 
 # the term added to the loss of a step, and the factor on one of its gradients
-KINDS = {"gradient": (0.0, float("nan")), "loss": (float("inf"), 1.0), "spike": (1e4, 1.0)}
+KINDS = {"gradient": (0.0, float("nan")), "loss": (float("inf"), 1.0), "spike": (1e4, 1.0), "reduced": (0.0, 1.0)}
 
 
 def train_spoiled(
@@ -19,8 +19,9 @@ def train_spoiled(
 ) -> int | str:
     """Train with these overrides. Returns the exit code, or "killed".
 
-    spoiled: the bad steps (from 1), each with one of KINDS; a bad loss has finite gradients. ranks: the ranks on which
-    they are bad. killed_at: the step during which the run is killed.
+    spoiled: the bad steps (from 1), each with one of KINDS; a bad loss has finite gradients, and "reduced" is a
+    gradient that is bad only after the ranks have reduced it. ranks: the ranks on which they are bad. killed_at: the
+    step during which the run is killed.
     """
     train_steps = Trainer.train_steps
 
@@ -36,7 +37,15 @@ def train_spoiled(
         def spoil_loss(model: Any, inputs: Any, sums: Any) -> Any:
             return sums._replace(nll=sums.nll + numbers()[0]) if torch.is_grad_enabled() else sums
 
-        model = trainer.engine.model
+        engine, model = trainer.engine, trainer.engine.model
+        step = engine.step
+
+        def spoil_reduced() -> None:
+            if spoils and spoiled.get(trainer.progress.step + 1) == "reduced":
+                reduced_gradient(engine).fill_(float("nan"))
+            step()
+
+        engine.step = spoil_reduced
         model.final_norm.weight.register_hook(lambda gradient: gradient * numbers()[1])
         model.register_forward_hook(spoil_loss)
         return train_steps(trainer)
@@ -46,3 +55,12 @@ def train_spoiled(
             return train(depthlm.compose(overrides))
         except KeyboardInterrupt:
             return "killed"
+
+
+def reduced_gradient(engine: Any) -> torch.Tensor:
+    """Return a part of the reduced gradient that this rank has, before the update."""
+    if engine.zero is None:
+        return engine.model.final_norm.weight.grad
+    if hasattr(engine.zero, "fp32_groups_gradients_flat"):
+        return engine.zero.fp32_groups_gradients_flat[0]
+    return engine.zero.averaged_gradients[0][0]
