@@ -22,6 +22,7 @@ from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import spread_states
 from depthlm.training.engine.averages import averaged
 from depthlm.training.engine.counters import count_updates
+from depthlm.training.engine.finite import nonfinite
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.reduction import Reducer
 from depthlm.training.engine.settings import deepspeed_settings
@@ -111,6 +112,9 @@ class DeepSpeedEngine:
     def grad_norm(self) -> float | None:
         norm = self.deepspeed.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+    def nonfinite(self) -> str | None:
+        return nonfinite(self.model, self.optimizer, self.zero)
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.deepspeed.optimizer.param_groups:
