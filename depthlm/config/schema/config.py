@@ -322,7 +322,7 @@ class Config:
     resume: str = key(
         "auto",
         "auto: resume from the newest valid checkpoint; extend: also allow a longer run than before, finished or not; "
-        "retrain: also allow a finished run whose last checkpoint is lost, or a run without a valid checkpoint; never: "
+        "retrain: also start a run again whose checkpoints are lost or damaged, finished or not; never: "
         "refuse a directory that contains a run",
         choices=("auto", "extend", "retrain", "never"),
         on_resume="free",

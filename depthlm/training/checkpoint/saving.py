@@ -164,6 +164,9 @@ class Saver:
             checkpoint_every=training.checkpoint_every,
         )
         try:
+            if not self.run.saved.exists():
+                self.run.saved.touch()
+                sync(self.run.path)
             replace_text(self.run.latest, writing.final.name + "\n")
         except OSError as error:
             log.warning("%s cannot be written (%s); the checkpoint itself is complete", self.run.latest, error)
