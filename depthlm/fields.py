@@ -6,6 +6,9 @@ Every dataclass of the schema uses `key`, so that `train.py --help` and the chec
 import dataclasses
 from typing import Any, Literal
 
+# the smallest normal number of fp32: a GPU may take a smaller one for 0
+TINY = 2.0**-126
+
 OnResume = Literal["free", "logged", "fixed"]
 
 

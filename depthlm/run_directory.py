@@ -141,6 +141,11 @@ class RunDirectory:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
+    @property
+    def saved(self) -> Path:
+        """An empty file that exists since the first checkpoint was complete, also if all checkpoints are removed."""
+        return self.path / ".saved"
+
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"

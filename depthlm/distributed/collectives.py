@@ -1,7 +1,7 @@
 """Decisions and values shared by all ranks; every function here is collective."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,13 @@ def on_any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
     raised = torch.tensor(flags, dtype=torch.int32, device=device)
     torch.distributed.all_reduce(raised, op=torch.distributed.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
+
+
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def smallest(value: int, device: torch.device) -> int:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-import torch
 from torch.distributed import DistError, TCPStore
 
 from depthlm.distributed.abort import end, is_consequence, last_words, line_of
+from depthlm.distributed.collectives import gather
 from depthlm.distributed.diagnosis import AwakeClock, FailureReport, Heartbeat, Listener, listed, stalled
 from depthlm.distributed.launchers import Ranks
 
@@ -93,14 +93,14 @@ def start_watcher(ranks: Ranks, activity: Activity, rank_timeout: float, stall_t
         store.set("end", "")
         for rank in range(ranks.world_size):
             store.set(f"sign/{rank}", Heartbeat().packed())
-    hosts = gather((port, f"host {socket.gethostname()}, pid {os.getpid()}"), ranks.world_size)
+    hosts = gather((port, f"host {socket.gethostname()}, pid {os.getpid()}"))
     address, names = (ranks.address or "", int(hosts[0][0])), {rank: name for rank, (_, name) in enumerate(hosts)}
     if store is None:
         try:
             store = connect(address)
         except (DistError, OSError) as error:
             failed = str(error).splitlines()[0]
-    failures = {rank: reason for rank, reason in enumerate(gather(failed, ranks.world_size)) if reason}
+    failures = {rank: reason for rank, reason in enumerate(gather(failed)) if reason}
     if failures:
         rank, reason = next(iter(failures.items()))
         if ranks.rank == 0:
@@ -112,13 +112,6 @@ def start_watcher(ranks: Ranks, activity: Activity, rank_timeout: float, stall_t
         return None
     assert store is not None
     return Watcher(ranks, activity, store, address, names, rank_timeout, stall_timeout)
-
-
-def gather(value: object, world_size: int) -> list:
-    """Return the values of all ranks; collective."""
-    values: list = [None] * world_size
-    torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def connect(address: tuple[str, int]) -> TCPStore:

@@ -84,19 +84,23 @@ def fast_precision(device: str) -> str:
     return "bf16" if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else "fp32"
 
 
+def versions() -> dict[str, str | None]:
+    """Return the versions of depthlm and of the packages that it needs; None for one that is not installed."""
+    found: dict[str, str | None] = {"depthlm": depthlm.__version__}
+    for package in ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
 def describe(here: "Ranks", device: str) -> dict[str, Any]:
     """Return the content of `environment.json`: versions, git commit, command, device (`cuda` or `cpu`)."""
-    packages = ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy")
-    versions: dict[str, str | None] = {"depthlm": depthlm.__version__}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions,
+        "versions": versions(),
         "git": git_state(),
         "code": str(REPOSITORY),
         "command": sys.orig_argv,

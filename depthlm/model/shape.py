@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
-from depthlm.fields import key
+from depthlm.fields import TINY, key
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Backbone:
     norm_placement: str = key(
         "pre", "pre: f(norm(x)); post: norm(f(x)), added after the norm (OLMo2)", choices=("pre", "post")
     )
-    norm_eps: float = key(1e-5, "epsilon of every norm", above=0)
+    norm_eps: float = key(1e-5, "epsilon of every norm", minimum=TINY)
     qk_norm: str = key(
         "head",
         "norm of q and k of mixer attention before RoPE: per head, over the full width, or none",

@@ -29,12 +29,12 @@ STATE, WEIGHTS = "deepspeed", "model.safetensors"
 
 
 def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest valid checkpoint of a run directory and its manifest; None if there are no checkpoints.
+    """Return the newest valid checkpoint of a run directory and its manifest; None if there never was a checkpoint.
 
     A checkpoint that is damaged or belongs to another run is ignored, with a warning that gives the reason.
 
-    Raises CheckpointError if checkpoints exist but none is valid: starting from scratch would overwrite them, although
-    they may be repairable.
+    Raises CheckpointError if there were checkpoints but none is valid: starting from scratch would overwrite them and
+    the metrics, although they may be repairable.
     """
     reasons = []
     paths = RunDirectory(directory).checkpoint_folders()
@@ -48,6 +48,11 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
             log.warning("%s; looking for an older one", error)
     if paths:
         raise CheckpointError(f"{directory}: no checkpoint in it is valid ({reasons[0]}); {retrain(directory)}")
+    if RunDirectory(directory).saved.exists():
+        raise CheckpointError(
+            f"{directory}: no checkpoint in it; {retrain(directory)} from scratch; if its checkpoints were moved, move "
+            "them back to resume it"
+        )
     return None
 
 

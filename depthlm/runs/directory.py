@@ -154,6 +154,9 @@ def describe_run(config: Config, ranks: Ranks) -> None:
         if run.checkpoint_folders():
             for name, words in compare(saved_config(run.path), dataclasses.asdict(config)).items():
                 log.info("resuming with a changed setting: %s: %s", name, words)
+        else:
+            # it starts from scratch
+            run.saved.unlink(missing_ok=True)
         if (summary := finished(run.path)) is not None:
             # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
@@ -190,7 +193,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
         )
     summary = finished(directory)
-    if summary is None and not run.checkpoint_folders():
+    if summary is None and not run.checkpoint_folders() and not run.saved.exists():
         # the run failed before its first checkpoint, so a new attempt loses nothing
         return None
     differences = compare(saved_config(directory), dataclasses.asdict(config))

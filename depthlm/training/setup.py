@@ -28,6 +28,7 @@ from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
 from depthlm.model.recomputation import SELECTIVE
+from depthlm.training.agreement import check_same_corpus, check_same_run
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, undo_sharding
 from depthlm.training.memory_check import check_memory
@@ -90,7 +91,10 @@ def free_earlier_run() -> None:
 
 @contextmanager
 def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, Activity]]:
-    """Join the process group and watch its ranks while the block runs. Yields this rank's device and its activity."""
+    """Join the process group and watch its ranks while the block runs. Yields this rank's device and its activity.
+
+    Raises UserError if the ranks have different configurations or code.
+    """
     training = config.training
     # longer than the watchdog's timeouts, so that the watchdog acts first: it can name the rank to blame
     timeout = timedelta(minutes=2 * training.stall_timeout, seconds=training.rank_timeout)
@@ -100,6 +104,7 @@ def process_group(config: Config, ranks: Ranks) -> Iterator[tuple[torch.device, 
             watch_ranks(ranks, training.rank_timeout, training.stall_timeout) as activity,
             end_on_signal(activity.report),
         ):
+            check_same_run(config)
             yield device, activity
             leave_distributed()
     except UserError:
@@ -119,6 +124,7 @@ def prepare_run(config: Config, ranks: Ranks, device: torch.device, activity: Ac
     on_rank_0(lambda: prepare(config.data))
     activity.mark("starting", 0, limited=False)
     corpus = open_corpus(config.data)
+    check_same_corpus(corpus)
     plan = make_plan(config, ranks, corpus.windows(config.training.sequence_length))
     batches = Batches(
         corpus.train,

@@ -19,7 +19,6 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.runs.validation_losses import ValidationLosses, finite
-from depthlm.training.checkpoint.restoring import rewind_to
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.bar import Bar
@@ -30,7 +29,7 @@ from depthlm.training.monitoring.results import summary_of, write_results
 from depthlm.training.monitoring.routing import meter_of
 from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
-from depthlm.training.nonfinite import DivergedError, spike_limit, spike_text, windows_text
+from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
 from depthlm.training.plan import Due, is_multiple
 from depthlm.training.progress import Progress
 from depthlm.training.schedules import learning_rate
@@ -61,7 +60,6 @@ class Trainer:
         self.paths = RunDirectory.of(setup.config.output_dir)
         self.peak_flops = peak_flops(environment.device_name(self.device.type), self.config.precision.name)
         self.metrics = open_metrics(self.paths.metrics, progress.step, progress.row)
-        self.bad_batches = MetricsFile(self.paths.bad_batches if self.is_rank_0 else None, progress.step)
         norms = self.paths.sublayer_norms
         has_norms = self.is_rank_0 and (self.training.log_blocks_every is not None or norms.exists())
         self.sublayer_norms = MetricsFile(norms if has_norms else None, progress.step)
@@ -75,6 +73,7 @@ class Trainer:
             self.trackers = start_trackers(
                 self.config.tracker, path, settings, progress.wandb_id, resumed_at=progress.step
             )
+        self.bad_batches = BadBatches(setup, engine, progress, saver, self.trackers)
         workers, pinned = self.config.data.num_workers, self.device.type == "cuda"
         self.loader = iter(
             loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
@@ -120,7 +119,7 @@ class Trainer:
             self.stopwatch.start()
             while progress.step < self.plan.last_step:
                 step = self.train_step()
-                self.handle_nonfinite(step)
+                self.bad_batches.handle(step)
                 due = self.agree_on_what_is_due()
                 self.maybe_log(step, due, bar)
                 self.stopwatch.pause()
@@ -176,86 +175,6 @@ class Trainer:
             self.sublayer_norms.write({"step": progress.step, **meter.row(loss_scale)})
         mark("synchronizing ranks")
         return Step(nll, lr, loss_scale, limit)
-
-    def handle_nonfinite(self, step: Step) -> None:
-        """Record whether the update of a step was applied; if it was not, apply the policy.
-
-        Raises DivergedError if the policy, or more than training.max_skipped bad batches in a row, end the run.
-        """
-        training, progress, number = self.training, self.progress, self.progress.step
-        loss = step.nll / self.plan.tokens_per_step
-        spike = step.spike_limit < step.nll < math.inf
-        if self.engine.step_applied():
-            progress.count_loss(loss)
-            if spike:
-                self.record_bad_batch("kept", spike_text(loss, progress.recent_losses), loss)
-            if training.spike_deviations is not None:
-                progress.recent_losses = [*progress.recent_losses, loss][-training.spike_window :]
-            return
-        progress.skipped.append(number)
-        skip_spike = spike and training.on_spike == "skip"
-        fp16, scale, smallest = self.engine.fp16, step.loss_scale, self.config.precision.min_loss_scale
-        if fp16 and scale > smallest and math.isfinite(step.nll) and not skip_spike:
-            progress.overflows.append(number)
-            log.info(
-                "step %d skipped: its gradient overflows fp16 at a loss scale of %g, which is too large", number, scale
-            )
-            return
-        if skip_spike:
-            reason, policy = spike_text(loss, progress.recent_losses), "skip"
-        elif not math.isfinite(step.nll):
-            reason, policy = "its loss is not finite", training.on_nonfinite
-        else:
-            at_smallest = f", at the smallest loss scale, precision.min_loss_scale={smallest:g}" if fp16 else ""
-            reason, policy = f"the norm of its gradient is not finite{at_smallest}", training.on_nonfinite
-        if policy == "stop":
-            raise DivergedError(
-                f"{self.record_bad_batch('ends the run', reason, loss)}. The weights are unchanged; the same command "
-                f"with training.on_nonfinite=skip output_dir={self.paths.path} resumes from the last checkpoint and "
-                "skips this batch; training.on_nonfinite=rewind also skips the batches since the last regular "
-                "checkpoint"
-            )
-        self.record_bad_batch(self.rewind() if policy == "rewind" else "skipped", reason, loss)
-        if (count := progress.bad_in_a_row()) > training.max_skipped:
-            raise DivergedError(
-                f"{count} bad batches in a row, the last at step {number}: {reason}. That is more than training."
-                f"max_skipped={training.max_skipped}; lower optimizer.lr and start a new run with another output_dir="
-            )
-
-    def rewind(self) -> str:
-        """Undo all updates since the newest regular checkpoint, and count their batches as skipped.
-
-        Returns the outcome in words. Without such a checkpoint only the last batch is skipped.
-        """
-        # checkpoints written for a signal or by the clock are not used: they would make the result depend on timing
-        every = self.training.checkpoint_every
-        start = (self.progress.step - 1) // every * every
-        if start == 0:
-            return "skipped (no regular checkpoint to rewind to yet)"
-        self.activity.mark("rewinding to a checkpoint", self.progress.step)
-        if self.saver.writing is not None:
-            self.saver.finish()
-        restored = rewind_to(self.config, self.plan, self.engine, start)
-        if restored is None:
-            return "skipped without a rewind"
-        self.progress.rewind(restored)
-        return f"skipped with all steps since step {start}"
-
-    def record_bad_batch(self, outcome: str, reason: str, loss: float) -> str:
-        """Append the last batch and all its windows to bad_batches.jsonl, and log it unless it ends the run.
-
-        Returns the log line, which lists only the first windows.
-        """
-        step = self.progress.step
-        windows = self.batches.windows(step - 1)
-        line = f"step {step} {outcome}: {reason}; its batch is {windows_text(windows)} (bad_batches.jsonl)"
-        if self.is_rank_0:
-            numbers = {"loss": finite(loss), "grad_norm": finite(self.engine.grad_norm())}
-            self.bad_batches.write({"step": step, "outcome": outcome, "reason": reason, **numbers, "samples": windows})
-            self.trackers.alert("bad batch", f"{outcome}: {reason}", step)
-            if outcome != "ends the run":
-                log.warning("%s", line)
-        return line
 
     def agree_on_what_is_due(self) -> Due:
         """Return what follows the last step: a signal, a clock or a written file on one rank counts for all."""
@@ -326,9 +245,13 @@ class Trainer:
             self.save(last=due.last)
 
     def save(self, last: bool) -> None:
-        """Save a checkpoint of the last step. last: no other checkpoint of this process follows."""
-        self.progress.wandb_id, self.progress.row = self.trackers.id, self.metrics.last
+        """Save a checkpoint of the last step, if its state is finite. last: no other one of this process follows.
+
+        Raises DivergedError if the state is not finite and cannot be rewound.
+        """
         self.activity.mark("saving", self.progress.step)
+        self.bad_batches.check_state()
+        self.progress.wandb_id, self.progress.row = self.trackers.id, self.metrics.last
         self.saver.save(dataclasses.asdict(self.progress), last=last)
 
     def maybe_validate(self, due: Due) -> None:

@@ -14,6 +14,7 @@ from depthlm.model.observer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE
 from depthlm.training.engine import Engine
+from depthlm.training.engine.finite import nonfinite
 from depthlm.training.engine.interface import copy_to_cpu
 from depthlm.training.plan import Plan
 
@@ -61,6 +62,9 @@ class PlainEngine:
 
     def grad_norm(self) -> float | None:
         return self.norm
+
+    def nonfinite(self) -> str | None:
+        return nonfinite(self.model, self.optimizer, zero=None)
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

@@ -360,6 +360,31 @@ def test_a_bad_batch_on_one_rank_is_bad_on_both(
     assert [len(row["samples"]["local"]) for row in rows] == [4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["deepspeed=zero0"],
+        *(pytest.param([f"deepspeed=zero{stage}"], marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_a_gradient_that_is_bad_on_one_rank_after_the_reduction_is_bad_on_both(
+    two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str], policy: str
+) -> None:
+    overrides = [*REWIND, *kind, f"training.on_nonfinite={policy}"]
+    for name, bad, ranks in (("one", "reduced", (1,)), ("both", "gradient", (0, 1))):
+        assert two_ranks(train_spoiled, small_run(*overrides, name=name), {8: bad}, ranks) == [0, 0]
+    one, both = tmp_path / "one", tmp_path / "both"
+    assert curve(one) == curve(both)
+    assert_same(weights(one), weights(both))
+    assert_same(states(one), states(both))
+    assert manifest(one)["skipped"] == ([8] if policy == "skip" else [6, 7, 8])
+    assert bad_batches(one) == bad_batches(both)
+    assert bad_batches(one)[0]["grad_norm"] is None
+
+
 def test_stop_ends_both_ranks(two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path) -> None:
     overrides = small_run("training.on_nonfinite=stop")
     assert two_ranks(train_spoiled, overrides, {5: "gradient"}, (1,)) == [FAILED, FAILED]

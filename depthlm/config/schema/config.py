@@ -6,7 +6,7 @@ from typing import Any, Optional, Union
 from depthlm.config.schema.deepspeed import DeepSpeed
 from depthlm.config.schema.evaluation import Evaluation
 from depthlm.config.schema.experiment import Budget, Experiment
-from depthlm.fields import key, section
+from depthlm.fields import TINY, key, section
 from depthlm.kernels import CHOICES
 from depthlm.machine.environment import DEVICES
 from depthlm.model.shape import Backbone, Size
@@ -147,7 +147,7 @@ class Optimizer:
     lr: float = key(1e-3, "peak learning rate", above=0)
     weight_decay: float = key(0.1, "decoupled weight decay of the matrices", minimum=0)
     betas: list[float] = key([0.9, 0.95], "decay rates of the moments: two in AdamW, three in AdEMAMix")
-    eps: float = key(1e-8, "epsilon, as in AdamW", above=0)
+    eps: float = key(1e-8, "epsilon, as in AdamW", minimum=TINY)
     momentum: Optional[float] = key(
         None, "momentum, as in Muon; null: the default of the class", minimum=0, maximum=0.9999
     )
@@ -341,7 +341,7 @@ class Config:
     resume: str = key(
         "auto",
         "auto: resume from the newest valid checkpoint; extend: also allow a longer run than before, finished or not; "
-        "retrain: also allow a finished run whose last checkpoint is lost, or a run without a valid checkpoint; never: "
+        "retrain: also start a run again whose checkpoints are lost or damaged, finished or not; never: "
         "refuse a directory that contains a run",
         choices=("auto", "extend", "retrain", "never"),
         on_resume="free",

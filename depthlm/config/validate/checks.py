@@ -18,6 +18,7 @@ from depthlm.data import (
 )
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
+from depthlm.fields import TINY
 from depthlm.model.shape import Backbone, Size
 
 # overrides that choose the class of the optimizer
@@ -202,6 +203,9 @@ def _check_optimizer(config: Config, given: set[str]) -> list[str]:
         value = getattr(optimizer, name)
         if f"optimizer.{name}" in given and value is not None and name not in accepted:
             errors.append(f"optimizer.{name}={value}: {optimizer._target_} has no such setting; leave it out")
+    eps = optimizer.settings.get("eps")
+    if isinstance(eps, (int, float)) and eps < TINY:
+        errors.append(f"optimizer.settings.eps={eps}: must be a number, at least {TINY}")
     if needs_matrices(optimizer) and stage > 0:
         errors.append(
             f"optimizer={optimizer.name} with deepspeed.stage={stage}: {optimizer._target_} needs whole matrices, "

@@ -15,6 +15,7 @@ from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
 from depthlm.runs.manifest import CheckpointError
+from depthlm.training.checkpoint.finite import lost_state
 from depthlm.training.engine import Engine, needs_repartition, saved_experts
 from depthlm.training.plan import Plan
 from depthlm.training.progress import Progress
@@ -66,12 +67,19 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
 
 
 def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progress:
-    """Load the checkpoint that the run in `directory` starts from into the engine; collective. Returns its progress."""
+    """Load the checkpoint that the run in `directory` starts from into the engine; collective. Returns its progress.
+
+    Raises UserError if the state in it is not finite.
+    """
     if start is None:
         return Progress()
     # a run that has nothing left to save would never remove them
     on_rank_0(lambda: remove_leftovers(RunDirectory(directory)))
     _load(engine, start)
+    if (reason := lost_state(engine)) is not None:
+        raise UserError(
+            f"{start.path}: {reason}; give an older checkpoint, or remove this one to resume from an older one"
+        )
     progress = read_progress(start.manifest)
     if start.forked:
         progress.wandb_id, progress.row = None, {}

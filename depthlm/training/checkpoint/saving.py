@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from depthlm.config.schema import Training
-from depthlm.distributed.collectives import on_rank_0
+from depthlm.distributed.collectives import gather, on_rank_0
 from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
 from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs.checkpoints import STATE, WEIGHTS, prune, remove_leftovers
@@ -94,14 +94,14 @@ class Saver:
         assert self.writing is not None
         started = time.monotonic()
         writing, self.writing = self.writing, None
-        digests, failure = {}, None
+        digests: dict[str, str] = {}
+        failure: str | None = None
         for name, file in writing.files.items():
             try:
                 digests[name] = file.result()
             except Exception as error:  # torch and safetensors wrap an OSError in their own exceptions
                 failure = f"{name}: {error}"
-        parts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(parts, (digests, failure))
+        parts = gather((digests, failure))
         failure = next((text for _, text in parts if text is not None), None)
         all_digests = {name: value for part, _ in parts for name, value in part.items()}
         failure = failure or self._on_rank_0(lambda: self._publish(writing, all_digests))
@@ -164,6 +164,9 @@ class Saver:
             checkpoint_every=training.checkpoint_every,
         )
         try:
+            if not self.run.saved.exists():
+                self.run.saved.touch()
+                sync(self.run.path)
             replace_text(self.run.latest, writing.final.name + "\n")
         except OSError as error:
             log.warning("%s cannot be written (%s); the checkpoint itself is complete", self.run.latest, error)

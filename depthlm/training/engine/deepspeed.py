@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from depthlm.config import Config, bucket_elements
 from depthlm.model import Decoder, Loss, Observer
@@ -22,11 +22,13 @@ from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import spread_states
 from depthlm.training.engine.averages import averaged
 from depthlm.training.engine.counters import count_updates
+from depthlm.training.engine.finite import nonfinite
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.reduction import Reducer
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
-from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights, total_norm
+from depthlm.training.engine.skipping import agree_on_bf16_norm, guard_step
+from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights
 from depthlm.training.engine.zero.matrices import split_matrices
 from depthlm.training.engine.zero.repartition import load_repartitioned
 from depthlm.training.plan import Plan
@@ -55,6 +57,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     # DeepSpeed's bf16 optimizer prints its memory use at every log level
     with contextlib.redirect_stdout(io.StringIO()), experts_detected(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    agree_on_bf16_norm(engine.device)
     if engine.fp16_enabled():
         # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -109,6 +112,9 @@ class DeepSpeedEngine:
     def grad_norm(self) -> float | None:
         norm = self.deepspeed.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+    def nonfinite(self) -> str | None:
+        return nonfinite(self.model, self.optimizer, self.zero)
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.deepspeed.optimizer.param_groups:
@@ -224,24 +230,3 @@ def reducer_of(config: Config, plan: Plan, engine: Any, model: Decoder) -> Reduc
     engine.enable_backward_allreduce = False
     size, dtype = bucket_elements(config.deepspeed, 0), engine.communication_data_type
     return Reducer(model.parameters(), size, dtype, engine.is_gradient_accumulation_boundary)
-
-
-def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-    """Make `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
-
-    At ZeRO stage 0 DeepSpeed does not check gradients, but reads `overflow` and `_global_grad_norm` of the optimizer,
-    which its own optimizers set at the higher stages. With this guard every stage reports the same.
-    """
-    update = optimizer.step
-
-    def step(*arguments: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = total_norm(parameters)
-        optimizer._global_grad_norm = float(norm)  # type: ignore[attr-defined]
-        optimizer.overflow = not torch.isfinite(norm).item()  # type: ignore[attr-defined]
-        if not optimizer.overflow:  # type: ignore[attr-defined]
-            if max_norm > 0:
-                nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-            update()
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]

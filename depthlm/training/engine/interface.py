@@ -61,6 +61,10 @@ class Engine(Protocol):
         """Return the global gradient norm of the last step, before clipping."""
         ...
 
+    def nonfinite(self) -> str | None:
+        """Name a weight or a state of the optimizer on this rank that is not finite; None if there is none."""
+        ...
+
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of every parameter group to `lr` times the group's `lr_scale`."""
         ...
