@@ -139,8 +139,9 @@ def test_all_buckets_but_the_last_are_reduced_while_the_backward_pass_runs(
     overrides = small_run(*SMALL)
     model = depthlm.build_model(depthlm.compose(overrides))
     *sizes, last = [sum(p.numel() for p in bucket) for bucket in buckets_of(model.parameters(), 20_000)]
-    # hooks are called in the order in which they were registered, so that the last reduction starts before ours
-    step = ["first weight", "end", *sizes, last, "first weight", "end"]
+    # hooks are called in the order in which they were registered, so that the last reduction starts before ours; the
+    # one value is whether the norm is finite on all ranks
+    step = ["first weight", "end", *sizes, last, "first weight", "end", 1]
     assert two_ranks(events, overrides) == [2 * step, 2 * step]
 
 
