@@ -20,7 +20,7 @@ from depthlm.config.saved import compare, saved_config, sealed_config_text
 from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
-from depthlm.files import make_folder, read_text, replace_text
+from depthlm.files import make_folder, read_json, read_text, read_yaml, replace_text
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
@@ -76,7 +76,7 @@ class Claim:
             return True
         if self.accepted:
             return not is_locked(self.run.lock)
-        return not any(file.exists() for file in self.run.contents)
+        return not any(file.exists() for file in self.run.contents) and foreign_file(self.run) is None
 
 
 @contextmanager
@@ -188,6 +188,11 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     """
     run = RunDirectory.of(config.output_dir)
     directory = run.path
+    if foreign := foreign_file(run):
+        raise UserError(
+            f"output_dir={directory}: this is no run directory, and a run would overwrite {foreign.name} in it; give "
+            f"another directory, as in output_dir={directory}/run"
+        )
     if config.resume == "never" and any(file.exists() for file in run.contents):
         raise UserError(
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
@@ -213,6 +218,16 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
         config.resume == "retrain" and summary is not None and not has_checkpoint(directory, summary["steps"])
     )
     return None if lost_its_last else summary
+
+
+def foreign_file(run: RunDirectory) -> Path | None:
+    """Return a file that a run would overwrite in a directory in which no run has written, or None."""
+    settings, failure = read_yaml(run.config), read_json(run.failure)
+    is_run = {"model", "training", "data"} <= settings.keys() or {"time", "error"} == failure.keys()
+    # a configuration that is damaged is reported as such
+    if is_run or run.lock.exists() or run.saved.exists() or run.checkpoint_folders():
+        return None
+    return next((file for file in run.written if file.exists()), None)
 
 
 def finished(directory: Path) -> dict[str, Any] | None:

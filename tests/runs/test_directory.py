@@ -101,3 +101,33 @@ def test_a_failed_attempt_of_the_run_itself_is_recorded(
     failure = json.loads((tmp_path / "run/failure.json").read_text())
     assert failure["error"] == "ValueError: out of luck"
     assert read_run(tmp_path / "run").state == FAILED
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "failure.json", "checkpoints", "train.log"]
+)
+def test_a_folder_with_files_of_the_user_is_not_used_as_a_run_directory(
+    small_run: Overrides, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    if name == "checkpoints":
+        (folder / name).mkdir()
+        (folder / name / "of mine").write_text("mine")
+    else:
+        (folder / name).write_text("mine: 1\n")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match=rf"output_dir=.*run: this is no run directory, and .* overwrite {name} in it"):
+        train(depthlm.compose(small_run()))
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_other_files_of_the_user_in_a_run_directory_are_kept(small_run: Overrides, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/slurm-1.log").write_text("mine")
+    assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
+    # a copy without hidden files is still a run
+    (tmp_path / "run/.lock").unlink()
+    assert train(depthlm.compose(small_run("training.max_steps=2"))) == 0
+    assert (tmp_path / "run/slurm-1.log").read_text() == "mine"
