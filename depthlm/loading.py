@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from depthlm.build import build_model
@@ -40,20 +41,27 @@ def load_checkpoint(
     for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
         if errors := check_target(f"model.{part}", settings):
             raise UserError(f"{directory}: {'; '.join(errors)}")
-    checkpoint = newest_checkpoint(directory)
-    if checkpoint is None:
-        remedy = (
-            retrain(directory) if RunDirectory(directory).summary.exists() else "train it first, or name another run"
-        )
-        raise UserError(f"{directory}: no checkpoint in it; {remedy}")
-    path, manifest = checkpoint
-    model = with_weights(config, path, device)
+    model, manifest = _load_newest(config, directory, device)
     if model.kernels == "triton":
         # a requirement of training should not restrict where the model is used
         model.kernels = "auto"
     if config.data.document_mask:
         model.end_of_text = Tokenizer.load(directory).end_of_text
     return model, config, manifest
+
+
+def _load_newest(config: Config, directory: Path, device: str | torch.device) -> tuple[Decoder, dict[str, Any]]:
+    while (checkpoint := newest_checkpoint(directory)) is not None:
+        path, manifest = checkpoint
+        try:
+            return with_weights(config, path, device), manifest
+        except (OSError, SafetensorError) as error:
+            # a process that trains removes old checkpoints
+            if path.exists():
+                raise UserError(f"{path}: {WEIGHTS} cannot be read ({error})") from None
+    finished = RunDirectory(directory).summary.exists()
+    remedy = retrain(directory) if finished else "train it first, or name another run"
+    raise UserError(f"{directory}: no checkpoint in it; {remedy}")
 
 
 def with_weights(config: Config, checkpoint: Path, device: str | torch.device) -> Decoder:

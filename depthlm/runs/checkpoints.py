@@ -46,6 +46,9 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
         except CheckpointError as error:
             reasons.append(str(error))
             log.warning("%s; looking for an older one", error)
+    if RunDirectory(directory).checkpoint_folders() != paths:
+        # a process that trains has replaced them meanwhile
+        return newest_checkpoint(directory)
     if paths:
         raise CheckpointError(f"{directory}: no checkpoint in it is valid ({reasons[0]}); {retrain(directory)}")
     if RunDirectory(directory).saved.exists():
@@ -113,9 +116,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {foreign[0]} is not listed in its {MANIFEST}, so it cannot be trusted")
     if outside := sorted(str(file.relative_to(path)) for file in everything if not is_inside(file, path)):
         raise CheckpointError(f"{path}: {outside[0]} is a link to a file outside of the checkpoint")
-    for name, actual_digest in _digests(path, files):
-        if actual_digest != files[name]:
-            raise CheckpointError(f"{path}: {name} is not what was saved (its SHA-256 differs)")
+    try:
+        for name, actual_digest in _digests(path, files):
+            if actual_digest != files[name]:
+                raise CheckpointError(f"{path}: {name} is not what was saved (its SHA-256 differs)")
+    except OSError as error:
+        raise CheckpointError(f"{path}: a file of it cannot be read ({error})") from None
     return manifest
 
 

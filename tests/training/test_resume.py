@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 import depthlm
-from depthlm.data import open_corpus, validation_batches
 from depthlm.config.saved import sealed_config_text
+from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import total_loss
 from depthlm.runs import directory as run_directory
