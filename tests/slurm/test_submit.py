@@ -4,7 +4,9 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -210,3 +212,37 @@ def test_broken_records_of_jobs_are_named_and_skipped(
         "2",
         "3",
     ]
+
+
+# as SLURM for the last task of array 40, whose own id is that of the array: its id alone names all tasks
+SCONTROL = """
+echo "$*" >> "$0.calls"
+if [ "$1" = requeue ]; then kill -TERM "$PPID"; exit 0; fi
+[ "$4" = 40_3 ] && echo "JobId=40 ArrayTaskId=3 JobState=RUNNING" || printf 'JobId=%s JobState=COMPLETED\\n' 41 42 40
+"""
+TASK = {"SLURM_JOB_ID": "40", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "0",
+        "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_COUNT": "4"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "task", "asked"),
+    [
+        ("train.sbatch", TASK, "requeue 40_3"),
+        ("prepare.sbatch", TASK, "requeue 40_3"),
+        ("train.sbatch", {"SLURM_JOB_ID": "40_3"}, "requeue 40_3"),
+    ],
+)
+def test_the_last_task_of_an_array_requeues_itself(
+    tmp_path: Path, script: str, task: dict[str, str], asked: str
+) -> None:
+    fake(tmp_path, "scontrol", SCONTROL)
+    # the run saves and exits with 75 on the signal
+    fake(tmp_path, "srun", "trap 'exit 75' USR1; touch begun; sleep 30 & wait\n")
+    fake(tmp_path, "python", "touch begun; exec sleep 30\n")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEPTHLM_PYTHON": str(tmp_path / "python"), **task}
+    job = subprocess.Popen(["bash", REPOSITORY / "depthlm/slurm" / script], cwd=tmp_path, env=variables)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    job.wait(20)
+    assert (tmp_path / "scontrol.calls").read_text().splitlines()[-1] == asked
