@@ -35,7 +35,7 @@ CLASSES = {"model.connection", "model.attention", "optimizer._target_"}
 
 @pytest.fixture
 def other_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Let this process go on as another user, with a key of its own."""
+    """Let this process become another user, with a key of its own."""
 
     def become() -> None:
         trust._key.cache_clear()

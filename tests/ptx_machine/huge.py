@@ -1,0 +1,154 @@
+"""Operators on tensors of more than 2^31 numbers, of which only the first and the last programs run.
+
+Memory is sparse: files without content, and allocations that nobody touches. The results of the last rows are compared
+with those of the reference on these rows alone. An offset that overflows is out of bounds, or gives wrong numbers.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cases import normal
+
+ROWS, BF16 = 40, torch.bfloat16
+
+
+def sparse(shape: tuple[int, ...], dim: int, seed: int, factor: float = 1.0) -> Tensor:
+    """Return zeros in bf16, but for random numbers in the last ROWS of a dimension."""
+    size = int(np.prod(shape)) * 2
+    with tempfile.TemporaryFile() as file:
+        x = torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=size)).view(BF16).view(shape)
+    part = x.narrow(dim, shape[dim] - ROWS, ROWS)
+    part.copy_(factor * normal(*part.shape, seed=seed))
+    return x
+
+
+def end(x: Tensor, dim: int, rows: int = ROWS) -> Tensor:
+    return x.narrow(dim, x.shape[dim] - rows, rows)
+
+
+def all_huge() -> Iterator[tuple[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]]:
+    """Yield names, and functions that return what Triton found in the last rows, and the same in float64."""
+    for function in (cross_entropy, depth_attention, moda, hyper, mhc):
+        yield function.__name__, function
+    for kind in ("attend", "one", "weighted", "gated"):
+        yield f"reads {kind}", lambda kind=kind: reads(kind)
+
+
+def cross_entropy():
+    from depthlm.kernels.cross_entropy import triton as operators
+
+    v, kept = 50305, 2
+    r = 2**31 // v + 60
+    logits, targets = sparse((r, v), 0, 1), torch.arange(r) * 7 % v
+    nll, lse, ones = torch.empty(r), torch.empty(r), torch.ones(r)
+    exact = end(logits, 0, kept).double().requires_grad_()
+    operators.losses(logits, targets, nll, lse)
+    operators.differentiate(logits, targets, lse, ones, ones, logits)
+    of_lse = exact.logsumexp(1)
+    of_nll = of_lse - exact.gather(1, targets[-kept:, None])[:, 0]
+    (grad,) = torch.autograd.grad(of_lse.sum() + of_nll.sum(), exact)
+    return [end(x, 0, kept) for x in (nll, lse, logits)], [of_nll.detach(), of_lse.detach(), grad]
+
+
+def depth_attention():
+    from depthlm.kernels.backend import using
+    from depthlm.kernels.depth_attention.reference import depth_value_mix
+    from depthlm.kernels.depth_attention.triton import forward
+
+    t, heads, e, kept = 2**31 // (8 * 64) + 61, 8, 64, 4
+    q, *entries = (sparse((1, t, heads, e), 1, seed).transpose(1, 2) for seed in range(5))
+    found = end(forward(q, entries[:2], entries[2:])[0], 2, kept)
+    with using("torch"):
+        parts = [end(x, 2, kept).double() for x in (q, *entries)]
+        return [found], [depth_value_mix(parts[0], parts[1:3], parts[3:])]
+
+
+def moda():
+    from depthlm.kernels.moda import triton as operators
+    from depthlm.kernels.moda.reference import add_depth, add_depth_backward
+
+    t, kv_heads, groups, e, n, kept = 2**31 // (8 * 6 * 64) + 61, 8, 6, 64, 4, 1
+    q, out, grad, grad_q = (sparse((1, t, kv_heads * groups, e), 1, seed).transpose(1, 2) for seed in range(4))
+    entries, sums = (sparse((n, 2, 1, t, kv_heads, e), 3, seed) for seed in (4, 5))
+    lse = torch.zeros(1, kv_heads * groups, t)
+    before = end(sums, 3, kept).double()
+    context, merged = operators.forward(q, out, lse, entries)
+    total = operators.backward(grad, q, context, merged, grad_q, entries, sums, 1)
+    parts = [end(x, 2, kept).double() for x in (q, out, grad, grad_q, lse)]
+    of_entries = end(entries, 3, kept).double().contiguous()
+    exact = add_depth(parts[0], parts[1], parts[4], of_entries)
+    of_q = add_depth_backward(parts[2], parts[0], *exact, parts[3], of_entries, before, 1)
+    return [end(context, 2, kept), end(merged, 2, kept), end(total, 2, kept), end(sums, 3, kept)], [
+        *exact,
+        of_q,
+        before,
+    ]
+
+
+def hyper():
+    from depthlm.kernels.backend import using
+    from depthlm.kernels.hyper_connections.reference import hyper_post_pre
+    from depthlm.kernels.hyper_connections.triton import forward
+
+    n, d, kept = 4, 64, 17
+    t = 2**31 // (n * d) + 61
+    x, output, post, res = (sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n))))
+    parameters = [normal(*s, seed=9).to(BF16) for s in ((n + 2, d), (2,), (n,), (n,), (n, n))]
+    read, new, new_post, new_res, *_ = forward(x, output, post, res, *parameters, 1e-5, BF16)
+    w, scale, *static = (p.double() for p in parameters)
+    parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
+    with using("torch"):
+        exact = hyper_post_pre(parts[0], tuple(parts[1:]), tuple(static), (w, scale), 1e-5)
+    return [end(y, 1, kept) for y in (read, new, new_post, new_res)], list(exact)
+
+
+def mhc():
+    from depthlm.kernels.backend import using
+    from depthlm.kernels.mhc.reference import mhc_post_pre
+    from depthlm.kernels.mhc.triton import forward
+
+    n, d, kept = 4, 64, 17
+    t = 2**31 // (n * d) + 61
+    x, output, post, res = (sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n))))
+    parameters = [normal(*s, seed=9).to(BF16) for s in ((n * (n + 2), n * d), (3,), (n * (n + 2),))]
+    parameters[0] *= 0.1
+    read, new, new_post, new_res, *_ = forward(x, output, post, res, *parameters, 1e-5, 3)
+    parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
+    with using("torch"):
+        exact = mhc_post_pre(parts[0], tuple(parts[1:]), *(p.double() for p in parameters), 1e-5, 3)
+    return [end(y, 1, kept) for y in (read, new, new_post, new_res)], list(exact)
+
+
+def reads(kind: str):
+    from depthlm.kernels.attention_residuals import many_triton, one_triton
+    from depthlm.kernels.attention_residuals.reference import depth_attend
+    from depthlm.kernels.backend import using
+    from depthlm.kernels.gated_residuals import gated_triton, weighted_triton
+    from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
+
+    d, n, kept, count = 128, 2, 17, 1 if kind == "one" else 2
+    p = 2**31 // d + 61
+    xs = [sparse((p, d), 0, seed) for seed in range(n)]
+    parts = [end(x, 0, kept).double() for x in xs]
+    query, weights, bias, gate = (
+        normal(*s, seed=5).to(BF16) for s in ((count, d), (count, n), (count, n, d), (count, n, d))
+    )
+    gate /= d**0.5
+    with using("torch"):
+        if kind == "attend":
+            found = many_triton.forward(query, xs, 1e-5, None, None, None, BF16, [])[:2]
+            exact = depth_attend(query.double(), parts, 1e-5)
+        elif kind == "one":
+            found = [y[None] for y in one_triton.forward(query[0], xs, 1e-5, None, None, None, BF16, [])]
+            exact = depth_attend(query.double(), parts, 1e-5)
+        elif kind == "weighted":
+            found = [weighted_triton.forward(weights, xs, None, BF16, [])]
+            exact = [weighted_reads(weights.double(), parts)]
+        else:
+            found = gated_triton.forward(bias, gate, xs, None, BF16, [])[:1]
+            exact = [gated_reads(bias.double(), gate.double(), parts)]
+    return [end(y, 1, kept) for y in found], list(exact)
