@@ -135,7 +135,7 @@ def resident_mib() -> float:
 def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: int, workers: int) -> dict[str, Any]:
     """Measure the tokens per second of the loader, and the growth of memory while it reads."""
     batches = Batches({"sparse": tokens}, sequence_length=sequence_length, batch_size=batch_size, seed=0)
-    feed = iter(loader(batches, 0, steps + 4, num_workers=workers))
+    feed = loader(batches, 0, steps + 4, num_workers=workers)
     for _ in range(4):
         next(feed)
     gc.collect()

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from depthlm.data.errors import DataError
 from depthlm.data.mixture import schedule
 from depthlm.data.permutation import key_of, permute
 from depthlm.data.token_files import TokenFiles
+from depthlm.errors import UserError
 
 # Target of a position that has none: torch's cross entropy ignores it.
 IGNORED = -100
@@ -121,23 +123,36 @@ class Batches(Dataset[torch.Tensor]):
 
 def loader(
     batches: Batches, first_step: int, last_step: int, *, num_workers: int = 0, pin_memory: bool = False
-) -> DataLoader[torch.Tensor]:
-    """Return a loader of the batches of steps first_step to last_step - 1, from 0, in order for any num_workers."""
+) -> Iterator[torch.Tensor]:
+    """Yield the batches of steps first_step to last_step - 1, from 0, in order for any num_workers.
+
+    Raises UserError if the workers cannot be started.
+    """
     steps = range(first_step, last_step)
-    return DataLoader(
-        batches,
-        sampler=steps,
-        batch_size=None,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=_ignore_signals,
-    )
+    try:
+        return iter(
+            DataLoader(
+                batches,
+                sampler=steps,
+                batch_size=None,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                worker_init_fn=_prepare_worker,
+            )
+        )
+    except OSError as error:
+        raise UserError(
+            f"data.num_workers={num_workers}: the workers cannot be started ({error}); their locks are in /dev/shm, so "
+            "make room there, or give data.num_workers=0"
+        ) from None
 
 
-def _ignore_signals(worker: int) -> None:
+def _prepare_worker(worker: int) -> None:
     # schedulers signal the whole process group, but only the main process decides when its workers stop
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # batches go through a pipe: PyTorch would store them in /dev/shm, and wait forever for one that does not fit there
+    ForkingPickler.register(torch.Tensor, lambda batch: (torch.from_numpy, (batch.numpy(),)))
 
 
 def validation_batches(

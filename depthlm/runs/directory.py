@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -113,7 +114,8 @@ def lock_run_directory(claim: Claim) -> Iterator[None]:
     directory, lock_file = claim.run.path, claim.run.lock
     try:
         make_folder(directory)
-        lock = lock_file.open("w")
+        # without truncating it, since another process may hold it
+        lock = lock_file.open("a")
     except OSError as error:
         raise UserError(f"output_dir={directory}: cannot be created ({error})") from None
     with lock:
@@ -169,16 +171,40 @@ def describe_run(config: Config, ranks: Ranks) -> None:
         raise UserError(f"output_dir={run.path}: cannot be written to ({error})") from None
 
 
-def check_shared(directory: Path, rank: int) -> None:
-    """Raise UserError if this rank cannot see the files of rank 0: all ranks write parts of each checkpoint."""
+def mark_directory(claim: Claim) -> str:
+    """Write a random mark into the locked file, and return it. Raises UserError if that fails."""
+    assert claim.lock is not None
+    mark = secrets.token_hex(16)
+    try:
+        claim.lock.truncate(0)
+        claim.lock.write(mark)
+        claim.lock.flush()
+        os.fsync(claim.lock.fileno())
+    except OSError as error:
+        raise UserError(f"output_dir={claim.run.path}: cannot be written to ({error})") from None
+    return mark
+
+
+def check_shared(directory: Path, rank: int, mark: str) -> None:
+    """Raise UserError if this rank cannot see the files of rank 0: all ranks write parts of each checkpoint.
+
+    mark: that of `mark_directory` on rank 0, which an older run in a folder of another disk does not have.
+    """
     deadline = time.monotonic() + SHARED_SECONDS
-    while not RunDirectory(directory).config.exists():
+    while mark != _mark_in(directory):
         if time.monotonic() > deadline:
             raise UserError(
                 f"output_dir={directory}: rank {rank} on {socket.gethostname()} does not see what rank 0 has "
                 "written there; give a folder that all nodes share"
             )
         time.sleep(0.5)
+
+
+def _mark_in(directory: Path) -> str | None:
+    try:
+        return RunDirectory(directory).lock.read_text()
+    except OSError:
+        return None
 
 
 def check_run_directory(config: Config) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from depthlm.runs.directory import (
     check_shared,
     describe_run,
     lock_run_directory,
+    mark_directory,
     record_failure,
     write_failure,
 )
@@ -58,6 +59,11 @@ def train(config: Config) -> int:
             log.error("%s", error)
             write_failure(claim, error, ranks.rank)
             return FAILED
+        except SystemExit as error:
+            if error.code:
+                raise
+            # a scheduler, and the other ranks, would take this for a complete run
+            raise RuntimeError("sys.exit(0) was called before the run was complete") from error
 
 
 def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trainer | None:
@@ -88,7 +94,7 @@ def set_up(config: Config, ranks: Ranks, claim: Claim, stack: ExitStack) -> Trai
     missing_results(config, {})
     on_rank_0(lambda: check_evaluation(config, setup.corpus.tokenizer, starting=start is None))
     on_rank_0(lambda: describe_run(config, ranks))
-    check_shared(paths.path, ranks.rank)
+    check_shared(paths.path, ranks.rank, on_rank_0(lambda: mark_directory(claim)))
     if ranks.rank == 0:
         setup.corpus.tokenizer.save(paths.path)
         log_to(paths.log)

@@ -75,9 +75,7 @@ class Trainer:
             )
         self.bad_batches = BadBatches(setup, engine, progress, saver, self.trackers)
         workers, pinned = self.config.data.num_workers, self.device.type == "cuda"
-        self.loader = iter(
-            loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
-        )
+        self.loader = loader(self.batches, progress.step, self.plan.last_step, num_workers=workers, pin_memory=pinned)
 
     def fit(self) -> int:
         """Train to the plan's last step, and write the results of a complete run. Returns the exit code.

@@ -1,3 +1,4 @@
+import errno
 import itertools
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows, validation_batches
 from depthlm.data.permutation import key_of, permute
 from depthlm.data.preparation.split_writer import SplitWriter
+from depthlm.errors import UserError
 from depthlm.model.documents import find_documents
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -144,6 +146,18 @@ def test_the_loader_gives_the_steps_in_order_for_any_number_of_workers(tmp_path:
     loaded = list(loader(batches, 5, 12, num_workers=num_workers))
     assert len(loaded) == 7
     assert all(torch.equal(batch, batches[step]) for step, batch in enumerate(loaded, 5))
+    # a batch in /dev/shm could find no room there
+    assert not any(batch.is_shared() for batch in loaded)
+
+
+def test_workers_that_cannot_be_started_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", full)
+    batches = Batches({"train": written(tmp_path, 1000)}, sequence_length=9, batch_size=4, seed=3)
+    with pytest.raises(UserError, match=r"data.num_workers=2: .*No space left.* /dev/shm"):
+        loader(batches, 0, 2, num_workers=2)
 
 
 def test_text_shorter_than_a_sequence_and_indivisible_batches_are_errors(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ..forks import Forked, Forks
 
 TIMEOUT = 3.0
 MISCHIEF = """
-import os, time
+import os, sys, time
 from depthlm.model.connections.residual import Residual
 
 class Mischief(Residual):
@@ -26,6 +26,10 @@ class Mischief(Residual):
         if Mischief.calls > 40 and os.environ["RANK"] == "1":
             if os.environ["MISCHIEF"] == "sleep":
                 time.sleep(1e6)
+            if os.environ["MISCHIEF"] == "exit":
+                sys.exit(0)
+            if os.environ["MISCHIEF"] == "vanish":
+                os._exit(0)
             raise ZeroDivisionError("on purpose")
         return super().read(stream)
 """
@@ -115,3 +119,20 @@ def test_a_rank_that_hangs_in_a_step_ends_both_with_its_name_and_line(two: Start
         assert re.search(rf"{name} has made no progress for \d+ s, in step", log), log
         assert "forward, at read (mischief.py:" in log
         assert ("time.sleep(1e6)" in log) == (rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "code"),
+    [
+        ("exit", "failed: RuntimeError: sys.exit(0) was called before the run was complete", 1),
+        pytest.param("vanish", "has sent no heartbeat for 3 s", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_exits_with_code_0_ends_the_other_with_its_name(
+    two: Start, tmp_path: Path, how: str, words: str, code: int
+) -> None:
+    (tmp_path / "mischief.py").write_text(MISCHIEF)
+    ranks = two("model.connection._target_=mischief.Mischief", PYTHONPATH=str(tmp_path), MISCHIEF=how)
+    _, log = ends(ranks[0])
+    assert f"pid {ranks[1].pid}) {words}" in log
+    assert ranks[1].wait() == code

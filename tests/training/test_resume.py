@@ -17,7 +17,9 @@ from depthlm.config.saved import sealed_config_text
 from depthlm.data import open_corpus, validation_batches
 from depthlm.errors import UserError
 from depthlm.evaluation import total_loss
+from depthlm.run_directory import RunDirectory
 from depthlm.runs import directory as run_directory
+from depthlm.runs.directory import Claim
 from depthlm.training import run, train
 
 from .run_files import assert_same, curve, states, unsealed, weights
@@ -233,9 +235,17 @@ def test_a_file_system_without_locks_is_logged_and_used(
 def test_a_run_directory_that_ranks_do_not_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.runs.directory.SHARED_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"rank 3 on .* does not see what rank 0 has written there"):
-        run_directory.check_shared(tmp_path, 3)
-    (tmp_path / "config.yaml").touch()
-    run_directory.check_shared(tmp_path, 3)
+        run_directory.check_shared(tmp_path / "missing", 3, "mark")
+    # as where the node of rank 3 has an older run on a disk of its own
+    claims = [Claim(RunDirectory(tmp_path / name)) for name in ("stale", "shared")]
+    marks = []
+    for claim in claims:
+        with run_directory.lock_run_directory(claim):
+            marks.append(run_directory.mark_directory(claim))
+            (claim.run.path / "config.yaml").touch()
+    with pytest.raises(UserError, match=r"rank 3 on .* does not see what rank 0 has written there"):
+        run_directory.check_shared(tmp_path / "stale", 3, marks[1])
+    run_directory.check_shared(tmp_path / "shared", 3, marks[1])
 
 
 def test_a_summary_that_cannot_be_read_is_reported(
