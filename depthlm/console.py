@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from depthlm.streams import printable
 
@@ -14,6 +15,10 @@ REDIRECTED_WIDTH = 400
 
 class PlainConsole(Console):
     """A console to which only its own styles are control characters, not those in the text that it prints."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Return a text with its markup, before the widths of columns are measured."""
+        return super().render_str(printable(text), **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments of a renderable."""
