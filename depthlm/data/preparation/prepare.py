@@ -54,7 +54,7 @@ def prepare(
     same bytes, interrupted or not. progress: show a bar on a terminal, else plain lines, on stderr.
 
     Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
-    cannot be written or contains other files.
+    cannot be written, contains other files, or is being prepared with other settings.
     """
     console = stderr_console(quiet=not progress, soft_wrap=True)
     everything = train_sources(data) | validation_sources(data)
@@ -176,6 +176,7 @@ def _make(
     name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
 ) -> None:
     start, partial = time.monotonic(), _partial(target)
+    progress_file.check_mark(partial, settings(name, source, data))
     if Manifest.exists(partial) and Manifest.read(partial).settings == settings(name, source, data):
         # killed between the last token and the rename
         _publish(partial, target)
@@ -203,16 +204,18 @@ def _begin(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
     partial, wanted_settings = _partial(target), settings(name, source, data)
+    progress_file.check_mark(partial, wanted_settings)
     earlier = _read_progress(partial, wanted_settings)
     files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
     if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
         if partial.exists():
             why = "no shard was complete" if earlier is None else "its text has changed"
             console.print(f"restarting {target} from scratch: {why}")
-            shutil.rmtree(partial)
+            progress_file.clear(partial)
         needed = check_room(name, source, data, target.parent, copies)
         console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
-        partial.mkdir()
+        partial.mkdir(exist_ok=True)
+        progress_file.mark(partial, wanted_settings)
         sync(tokenizer().save(partial))
     else:
         console.print(f"resuming {target}")
@@ -295,7 +298,7 @@ def _check_existing(name: str, source: "Source", data: "Data", folder: Path, con
 @contextmanager
 def _lock(target: Path, console: Console) -> Iterator[None]:
     # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
-    with open(target.with_name(f".{target.name}.lock"), "w") as file:
+    with open(target.with_name(f".{target.name}.lock"), "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,6 +1,7 @@
 """The progress of a preparation: the file from which the next call resumes, and the bars on the terminal."""
 
 import json
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from depthlm.data.corpora.sources import TextFiles
+from depthlm.data.errors import DataError
+from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.preparation.split_writer import SplitWriter
-from depthlm.files import replace_text
+from depthlm.data.settings import differences
+from depthlm.files import read_json, replace_text, sync
 
 FILE_NAME = "progress.json"
+# the first file in a folder in preparation: its settings, without which nothing in a folder is removed or overwritten
+MARK = "preparing.json"
 
 # Seconds between progress lines where there is no terminal.
 LINE_EVERY = 30.0
@@ -72,6 +78,43 @@ def read(folder: Path) -> dict[str, Any] | None:
         return record if complete and (folder / "tokenizer.json").is_file() else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def mark(folder: Path, settings: dict[str, Any]) -> None:
+    """Mark a new folder as one in preparation with these settings."""
+    replace_text(folder / MARK, json.dumps({"settings": settings}))
+
+
+def check_mark(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise DataError if a folder exists, is not empty, and is not marked as one in preparation with these settings."""
+    if not folder.exists():
+        return
+    marked = _marked_settings(folder)
+    # a kill may leave a mark half-written
+    if marked is None and folder.is_dir() and all(file.name == f".{MARK}.tmp" for file in folder.iterdir()):
+        return
+    remedy = "Nothing was changed. Set another data.path, or remove this folder by hand."
+    if marked is None:
+        raise DataError("in the way of preparing: not a folder that this version began to prepare", folder, remedy)
+    if differing := differences(marked, settings):
+        raise DataError(f"an unfinished preparation with other settings ({differing})", folder, remedy)
+
+
+def clear(folder: Path) -> None:
+    """Remove everything from a folder in preparation but its mark."""
+    for file in folder.iterdir():
+        if file.name != MARK:
+            shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+    sync(folder)
+
+
+def _marked_settings(folder: Path) -> dict[str, Any] | None:
+    # while a complete folder is published, its mark is removed before the other files may be
+    for name in (MARK, MANIFEST):
+        settings = read_json(folder / name).get("settings")
+        if isinstance(settings, dict):
+            return settings
+    return None
 
 
 @contextmanager
