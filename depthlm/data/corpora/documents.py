@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from depthlm.data.corpora import formats
+from depthlm.data.corpora.formats import TextFile
 from depthlm.data.corpora.parquet import values
-from depthlm.data.corpora.sources import TextFile
 from depthlm.data.errors import DataError
 
 # Where the source is a single text file, it is cut into documents of PIECE characters; a short file is cut into about

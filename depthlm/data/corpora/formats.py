@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from depthlm.data.corpora.sources import TextFile
 from depthlm.data.errors import DataError
 
 CHUNK = 2**20
@@ -36,6 +35,13 @@ _REMEDIES = {
 }
 _ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
 _SPREAD = re.compile(rb"\s*\{\s*\n")
+
+
+class TextFile(NamedTuple):
+    """A text file: its name below the root, the same locally and on the hub, and the location to open."""
+
+    name: str
+    location: str
 
 
 def split_codec(name: str) -> tuple[str, str | None]:

@@ -1,5 +1,6 @@
 """Preparation of raw text as folders of token files, one per source; a folder appears only once it is complete."""
 
+import dataclasses
 import fcntl
 import functools
 import re
@@ -39,6 +40,9 @@ from depthlm.files import sync
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
+
+
+_MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
 def prepare(
@@ -207,6 +211,8 @@ def _begin(
     progress_file.check_mark(partial, wanted_settings)
     earlier = _read_progress(partial, wanted_settings)
     files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
+    for note in files.unread:
+        console.print(f"not read in {source.source}: {note}", markup=False)
     if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
         if partial.exists():
             why = "no shard was complete" if earlier is None else "its text has changed"
@@ -219,6 +225,10 @@ def _begin(
         sync(tokenizer().save(partial))
     else:
         console.print(f"resuming {target}")
+        if earlier.get("times") != files.times:
+            console.print(f"note: {source.source} {_MAY_HAVE_CHANGED} since {target} was begun")
+            # so that the token files say so as well
+            files = dataclasses.replace(files, times=earlier.get("times") or "")
     return Job(
         name=name,
         files=files,
@@ -290,9 +300,15 @@ def _check_existing(name: str, source: "Source", data: "Data", folder: Path, con
     check_settings(name, source, data, manifest)
     check_sizes(folder, manifest)
     _warn_of_unknown(manifest, folder, console)
-    if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
-        note = f"note: {source.source} has changed since {folder} was prepared; remove {folder} to prepare it again"
-        console.print(note)
+    if not source.source or not Path(source.source).exists():
+        return
+    files, prepared = text_files(name, source), {**manifest.source}
+    times = prepared.pop("times", files.times)
+    if files.description != prepared or files.times != times:
+        changed = "has changed" if files.description != prepared else _MAY_HAVE_CHANGED
+        console.print(
+            f"note: {source.source} {changed} since {folder} was prepared; remove {folder} to prepare it again"
+        )
 
 
 @contextmanager

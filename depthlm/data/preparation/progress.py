@@ -45,17 +45,18 @@ class ProgressFile:
     def __init__(self, folder: Path, settings: dict[str, Any], files: TextFiles, tokenizer: str) -> None:
         self.file = folder / FILE_NAME
         self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
+        self.times = {"times": files.times}
 
     def begin(self) -> None:
         """Record that parts of the source are being encoded, unless a shard is complete already."""
         if read(self.file.parent) is None:
             empty = {"position": Position(0, 0, 0), "writers": {}, "left_out": {}}
-            replace_text(self.file, json.dumps(self.key | empty))
+            replace_text(self.file, json.dumps(self.key | self.times | empty))
 
     def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
-        text = json.dumps(self.key | {"position": position, "writers": states, "left_out": skipped})
+        text = json.dumps(self.key | self.times | {"position": position, "writers": states, "left_out": skipped})
         replace_text(self.file, text)
 
     def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:

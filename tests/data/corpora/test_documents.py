@@ -11,8 +11,7 @@ from backports import zstd
 
 from depthlm.data import DataError, documents
 from depthlm.data.corpora.documents import LONGEST, Reader, Record
-from depthlm.data.corpora.formats import compression
-from depthlm.data.corpora.sources import TextFile
+from depthlm.data.corpora.formats import TextFile, compression
 
 TEXTS = ["one", "two\nlines \u2028 and é", "🙂 three", "four <|endoftext|>"]
 LINES = b"".join(json.dumps({"meta": {"n": n}, "text": text}).encode() + b"\n" for n, text in enumerate(TEXTS))

@@ -229,6 +229,24 @@ def test_after_a_text_file_is_renamed_preparing_starts_from_scratch(
     assert content(folder) == content(prepare(local(shard_tokens=500, path="alone"))["local"])
 
 
+def test_a_preparation_resumes_with_files_that_were_copied_which_is_noted(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 3, data)
+    text_folder.rename("original")
+    shutil.copytree("original", text_folder)
+    for _ in range(2):
+        capsys.readouterr()
+        prepare(data)
+        assert "may have changed" in capsys.readouterr().err
+    assert (
+        content(Path("tokens"))["train-00000.bin"]
+        == content(prepare(local(path="whole", shard_tokens=500))["local"])["train-00000.bin"]
+    )
+
+
 def test_a_hub_corpus_resumes_at_the_commit_it_started_with(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
