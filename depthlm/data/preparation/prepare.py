@@ -168,7 +168,7 @@ def _encode_part(
     with _lock(target, console):
         if Manifest.exists(target):
             return
-        missing = missing_files(job, partial)
+        missing = missing_files(job, partial, console)
         console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
         if missing:
             console.print(f"at most {missing} files of other parts are missing; the last part that finishes joins all")
@@ -190,7 +190,7 @@ def _make(
     if folder_of(job, partial).is_dir():
         # what no part has encoded
         encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), console)
-        read = functools.partial(stored_batches, job, partial)
+        read = functools.partial(stored_batches, job, Tokenizer.load(partial), partial, console)
     manifest = encode(job, Tokenizer.load(partial), partial, console, read)
     manifest.write(partial)
     _publish(partial, target)
