@@ -23,10 +23,9 @@ from rich.console import Console
 from depthlm.data.corpora.documents import REASONS
 from depthlm.data.errors import DataError
 from depthlm.data.preparation.encode import Batch, Encoded, Job, Piece, encoded_batches
-from depthlm.data.preparation.progress import LINE_EVERY, Position
+from depthlm.data.preparation.progress import LINE_EVERY, Position, read_record, write_record
 from depthlm.data.preparation.split_writer import dtype_of, little_endian
 from depthlm.data.tokenizers import Tokenizer
-from depthlm.files import read_json, replace_text
 
 PREFIX = "encoded-"
 # seconds between two marks of how far a file is, from which it resumes
@@ -173,7 +172,7 @@ def _path(folder: Path, section: int, index: int) -> Path:
 def _totals(folder: Path, section: int, index: int) -> Totals | None:
     """Return the summary of a complete file; None without one, or if it or the file's length is not as written."""
     path = _path(folder, section, index)
-    summary = _read_record(path.with_suffix(".json"))
+    summary = read_record(path.with_suffix(".json"))
     if summary is None or not path.is_file() or path.stat().st_size != summary["size"]:
         return None
     return Totals(**summary["totals"])
@@ -207,34 +206,19 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
                 if time.monotonic() - marked >= MARK_EVERY:
                     _sync(file)
                     mark = {"record": batch.pieces[-1].after.record, "size": file.tell(), "totals": asdict(totals)}
-                    _write_record(path.with_suffix(".mark"), mark)
+                    write_record(path.with_suffix(".mark"), mark)
                     marked = time.monotonic()
         _sync(file)
-        _write_record(path.with_suffix(".json"), {"size": file.tell(), "totals": asdict(totals)})
+        write_record(path.with_suffix(".json"), {"size": file.tell(), "totals": asdict(totals)})
     return True
 
 
 def _read_mark(path: Path) -> tuple[int, int, Totals]:
     """Return how far a file is: the record and the size from which it resumes, and the totals until there."""
-    mark = _read_record(path.with_suffix(".mark"))
+    mark = read_record(path.with_suffix(".mark"))
     if mark is None or path.stat().st_size < mark["size"]:
         return 0, 0, Totals()
     return mark["record"], mark["size"], Totals(**mark["totals"])
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    replace_text(path, json.dumps({"record": record, "sha256": _digest_of(record)}))
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """Return what was written, or None if the file is missing or damaged."""
-    content = read_json(path)
-    record = content.get("record")
-    return record if isinstance(record, dict) and content.get("sha256") == _digest_of(record) else None
-
-
-def _digest_of(record: dict[str, Any]) -> str:
-    return sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(file: IO[bytes]) -> None:

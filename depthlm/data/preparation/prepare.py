@@ -215,7 +215,7 @@ def _begin(
         console.print(f"not read in {source.source}: {note}", markup=False)
     if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
         if partial.exists():
-            why = "no shard was complete" if earlier is None else "its text has changed"
+            why = "it has no complete shard or no valid progress.json" if earlier is None else "its text has changed"
             console.print(f"restarting {target} from scratch: {why}")
             progress_file.clear(partial)
         needed = check_room(name, source, data, target.parent, copies)

@@ -1,5 +1,6 @@
 """The progress of a preparation: the file from which the next call resumes, and the bars on the terminal."""
 
+import hashlib
 import json
 import shutil
 import time
@@ -51,13 +52,13 @@ class ProgressFile:
         """Record that parts of the source are being encoded, unless a shard is complete already."""
         if read(self.file.parent) is None:
             empty = {"position": Position(0, 0, 0), "writers": {}, "left_out": {}}
-            replace_text(self.file, json.dumps(self.key | self.times | empty))
+            write_record(self.file, self.key | self.times | empty)
 
     def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
-        text = json.dumps(self.key | self.times | {"position": position, "writers": states, "left_out": skipped})
-        replace_text(self.file, text)
+        progress = {"position": position, "writers": states, "left_out": skipped}
+        write_record(self.file, self.key | self.times | progress)
 
     def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:
         """Restore the writers and counts, and return the position; None, with nothing changed, without a valid file."""
@@ -71,14 +72,32 @@ class ProgressFile:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return the folder's progress record; None where there is none, or a file it lists is missing or too short."""
+    """Return the folder's progress record; None without a valid one, or if a file it lists is missing or too short."""
+    record = read_record(folder / FILE_NAME)
+    if record is None:
+        return None
     try:
-        record = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
         complete = all((folder / name).stat().st_size >= size for name, size in sizes.items())
         return record if complete and (folder / "tokenizer.json").is_file() else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def write_record(file: Path, record: dict[str, Any]) -> None:
+    """Replace a file's content with a record and its SHA-256."""
+    replace_text(file, json.dumps({"record": record, "sha256": _digest(record)}))
+
+
+def read_record(file: Path) -> dict[str, Any] | None:
+    """Return the record that was written, or None if the file is missing or damaged."""
+    content = read_json(file)
+    record = content.get("record")
+    return record if isinstance(record, dict) and content.get("sha256") == _digest(record) else None
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def mark(folder: Path, settings: dict[str, Any]) -> None:

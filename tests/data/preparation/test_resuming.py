@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -204,6 +205,33 @@ def test_a_folder_of_the_user_in_the_way_is_not_touched(local: Local, name: str,
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_flipped_bit_in_the_file_that_was_open_is_an_error(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 2, data)
+    unfinished = max(Path("tokens.partial").glob("train-*.bin"))
+    damaged = bytearray(unfinished.read_bytes())
+    damaged[0] ^= 1
+    unfinished.write_bytes(damaged)
+    with pytest.raises(DataError, match=rf"{unfinished.name} is damaged.*tokens\.partial. Check the disk"):
+        prepare(data)
+    damaged[0] ^= 1
+    unfinished.write_bytes(damaged)
+    assert content(prepare(data)["local"]) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
+
+
+def test_a_changed_number_in_the_progress_file_is_noticed(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 3, data)
+    progress = Path("tokens.partial/progress.json")
+    position = re.search(r'"position": \[1?0, (\d)', progress.read_text())
+    assert position is not None
+    text = progress.read_text()
+    progress.write_text(text[: position.start(1)] + str(int(position[1]) ^ 1) + text[position.end(1) :])
+    assert content(prepare(data)["local"]) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
 
 
 def test_documents_skipped_before_a_kill_are_still_counted(
