@@ -256,7 +256,7 @@ def test_a_column_with_a_dot_is_not_the_field_of_a_struct_beside_it(tmp_path: Pa
     assert [record.text for record in records(tmp_path / "a.parquet", text_field="meta.text")] == TEXTS
 
 
-@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY", "PLAIN"])
+@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
 def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path: Path, encoding: str) -> None:
     path, value, count = tmp_path / "a.parquet", "x" * 2**21, 300
     one_encoding = {} if encoding == "dictionary" else {"use_dictionary": False, "column_encoding": {"text": encoding}}
