@@ -22,7 +22,8 @@ class FakeHub(str):
 
     Attributes: requests, "METHOD path" of each request so far; drops, by file name, the numbers of bytes that the next
     downloads send before the connection is cut; gated, repositories that list their files but refuse to serve them;
-    page, the number of entries per page of a listing; uploads, None where nothing may be uploaded.
+    page, the number of entries per page of a listing; nulls, repositories and verbs of the API that are answered with
+    null; uploads, None where nothing may be uploaded.
     """
 
     def __init__(self, url: str) -> None:
@@ -30,6 +31,7 @@ class FakeHub(str):
         self.drops: dict[str, list[int]] = {}
         self.gated: set[str] = set()
         self.page = 1000
+        self.nulls: set[tuple[str, str]] = set()
         self.uploads: Uploads | None = None
         self._branches: dict[tuple[str, str], str] = {}
         self._commits: dict[tuple[str, str], Path] = {}
@@ -139,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not (commit := self._folder(repo, revision)):
             return
         sha, folder = commit
-        if verb == "revision":
+        if (repo, verb) in self.hub.nulls:
+            self._json(None)
+        elif verb == "revision":
             siblings = [{"rfilename": e["path"]} for e in _tree(folder, folder, recursive=True) if e["type"] == "file"]
             private = self.hub.uploads is not None and repo in self.hub.uploads.private
             about = {"id": repo.removeprefix("datasets/"), "sha": sha, "private": private, "siblings": siblings}

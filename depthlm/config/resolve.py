@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -102,7 +103,7 @@ def folder_name(text: str) -> str:
     if plain == text:
         return text
     # without the hash, two different texts could give the same name
-    return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return f"{plain}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
 
 
 def mechanism_name(preset: str, overrides: Sequence[str]) -> str:

@@ -70,11 +70,16 @@ def check_settings(name: str, source: "Source", data: "Data", manifest: Manifest
         remedy = f"Set data.max_tokens to that number, set another path, or remove {source.path} to prepare more."
         what = f"only the first {prepared_tokens:,} tokens were prepared, and more are requested"
         raise DataError(what, source.path, remedy)
-    names = sorted({*wanted, *prepared} - {"max_tokens", "shard_tokens"})
-    if differing := [key for key in names if wanted.get(key) != prepared.get(key)]:
-        pairs = [f"{key}: prepared {prepared.get(key)}, requested {wanted.get(key)}" for key in differing]
+    uses = {"max_tokens", "shard_tokens"}
+    if differing := differences(*({k: v for k, v in given.items() if k not in uses} for given in (prepared, wanted))):
         remedy = "Set another path, or data.source=null data.hub=null to train on these tokens as they are."
-        raise DataError(f"token files made with other settings ({', '.join(pairs)})", source.path, remedy)
+        raise DataError(f"token files made with other settings ({differing})", source.path, remedy)
+
+
+def differences(prepared: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Return the settings that differ with both values, as words; empty if there are none."""
+    differing = [key for key in sorted({*wanted, *prepared}) if wanted.get(key) != prepared.get(key)]
+    return ", ".join(f"{key}: prepared {prepared.get(key)}, requested {wanted.get(key)}" for key in differing)
 
 
 def _is_held_out_by_hash(source: "Source") -> bool:

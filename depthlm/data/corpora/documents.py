@@ -1,24 +1,22 @@
 """Documents read from files: one per text file, line of JSON or row of parquet; bad documents are reported."""
 
+import codecs
 import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from depthlm.data.corpora.sources import TextFile
+from depthlm.data.corpora import formats
+from depthlm.data.corpora.formats import TextFile
+from depthlm.data.corpora.parquet import values
 from depthlm.data.errors import DataError
 
 # Where the source is a single text file, it is cut into documents of PIECE characters; a short file is cut into about
 # PIECES documents, so that some can be held out.
 PIECE = 8192
 PIECES = 32
-
-# The codec of each file name suffix, by pyarrow's name.
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
-_CHUNK = 2**20
 
 # The default of data.max_document_bytes.
 LONGEST = 2**30
@@ -51,8 +49,8 @@ class Reader:
 
     text_field: of a JSON object or parquet table. cut: whether a plain-text file is cut into many documents, at line
     ends; otherwise it is one document. longest: bytes of a document or line; no more of a longer one is in memory,
-    except in parquet, which is read in pages. Raises DataError, while iterating, for a file that cannot be read or ends
-    early.
+    except in parquet, where a page must fit in memory. Raises DataError, while iterating, for a file that cannot be
+    read, ends early or is not of the format that its name says.
     """
 
     def __init__(self, file: TextFile, text_field: str, cut: bool = False, longest: int = LONGEST) -> None:
@@ -69,16 +67,22 @@ class Reader:
 
     def records(self, first: int = 0) -> Iterator[Record]:
         """Yield the records from number `first` on."""
-        plain, codec = _split_codec(self.file.name)
-        with _reading(self.file), self._open() as raw:
-            if plain.endswith(".parquet"):
+        plain, codec = formats.split_codec(self.file.name)
+        with formats.reading(self.file), self._open() as raw:
+            if plain.endswith(formats.PARQUET):
                 yield from self._rows(raw, first)
                 return
-            stream = _decompressed(raw, codec)
-            if plain.endswith((".json", ".jsonl")):
+            stream = formats.decompressed(raw, codec)
+            if plain.endswith(formats.JSON):
+                formats.check_text(stream.peek(), self.file, json=True)
+                if stream.peek().startswith(codecs.BOM_UTF8):
+                    stream.read(len(codecs.BOM_UTF8))
                 yield from self._lines(stream, first)
-            else:
-                yield from self._plain(stream, first)
+            elif self.cut:
+                formats.check_text(stream.peek(), self.file, json=False)
+                yield from self._pieces(stream, first)
+            elif first == 0:
+                yield self._whole(stream)
 
     @contextmanager
     def _open(self) -> Iterator[BinaryIO]:
@@ -91,8 +95,8 @@ class Reader:
         with self._raw:
             self._size = self._raw.seek(0, io.SEEK_END)
             self._raw.seek(0)
-            if not self._size and _split_codec(self.file.name) != (self.file.name, None):
-                raise DataError("an empty file instead of a compressed one", self.file.location, _DOWNLOAD)
+            if not self._size and formats.split_codec(self.file.name)[1] is not None:
+                raise DataError("an empty file instead of a compressed one", self.file.location, formats.DOWNLOAD)
             yield self._raw
 
     def _lines(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
@@ -103,53 +107,32 @@ class Reader:
                 return
             if too_long := len(line) > self.longest and len(line.rstrip(b"\n")) > self.longest:
                 while line and not line.endswith(b"\n"):
-                    line = stream.readline(_CHUNK)
+                    line = stream.readline(formats.CHUNK)
             if number >= first and too_long:
                 yield self._too_long(f"{self.file.name}:{number}", number, f"line {number + 1}")
             elif number >= first and not line.isspace():
                 yield self._json_document(number, line)
 
     def _rows(self, raw: BinaryIO, first: int) -> Iterator[Record]:
-        import pyarrow as pa
-        import pyarrow.parquet
+        for number, value, size in values(raw, self.text_field, first, self.longest, self.file.location):
+            name = f"{self.file.name}:{number}"
+            if size > self.longest:
+                yield self._too_long(name, number, _place("row", number))
+            else:
+                yield self._text(number, "row", value, name)
 
-        table = pyarrow.parquet.ParquetFile(raw)
-        names = table.schema_arrow.names
-        if self.text_field not in names:
-            remedy = f"Set data.text_field to one of its columns: {', '.join(names)}."
-            raise DataError(f"no column {self.text_field!r}", self.file.location, remedy)
-        dtype = table.schema_arrow.field(self.text_field).type
-        dtype = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
-        is_text = pa.types.is_string(dtype) or pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype)
-        if not is_text and not pa.types.is_binary(dtype) and not pa.types.is_large_binary(dtype):
-            remedy = "Set data.text_field to a column of text."
-            raise DataError(f"the column {self.text_field!r} is of type {dtype}", self.file.location, remedy)
-        number = 0
-        for group in range(table.num_row_groups):
-            rows = table.metadata.row_group(group).num_rows
-            if number + rows <= first:
-                number += rows
-                continue
-            for batch in table.iter_batches(1024, row_groups=[group], columns=[self.text_field]):
-                # as bytes, so that a value that is not UTF-8 does not fail its neighbours
-                text = batch.column(0).cast(pa.large_string()) if is_text else batch.column(0)
-                for value in text.cast(pa.large_binary()).to_pylist():
-                    if number >= first:
-                        yield self._text(number, "row", value, f"{self.file.name}:{number}")
-                    number += 1
+    def _whole(self, stream: io.BufferedReader) -> Record:
+        content = stream.read(self.longest + 1)
+        if len(content) <= self.longest:
+            if (what := formats.other_format(content)) is not None:
+                return Record(self.file.name, 1, None, "utf8", f"the file is {what}, not UTF-8")
+            return self._text(0, "", content, self.file.name)
+        # its end may be missing, which is an error in any case
+        while stream.read(formats.CHUNK):
+            pass
+        return self._too_long(self.file.name, 0, "the file")
 
-    def _plain(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
-        if not self.cut:
-            if first == 0:
-                content = stream.read(self.longest + 1)
-                if len(content) > self.longest:
-                    yield self._too_long(self.file.name, 0, "the file")
-                    # its end may be missing, which is an error in any case
-                    while stream.read(_CHUNK):
-                        pass
-                else:
-                    yield self._text(0, "", content, self.file.name)
-            return
+    def _pieces(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
         size = max(1, min(PIECE, self._size // PIECES))
         # a byte that is not UTF-8 becomes a character that cannot be encoded, so that its piece alone is bad
         text = io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="")
@@ -213,51 +196,7 @@ def documents(
                 yield record.name, record.text
 
 
-_DOWNLOAD = "Download or copy the file again."
-
-
 def pieces(stream: TextIO, size: int) -> Iterator[str]:
     """Yield pieces of a stream, cut at the first line end after `size` characters, or after `size` more characters."""
     while piece := stream.read(size):
         yield piece + stream.readline(size)
-
-
-def _split_codec(name: str) -> tuple[str, str | None]:
-    """Return the name without its compression suffix, and the codec."""
-    path = Path(name)
-    return (str(path.with_suffix("")), _CODECS[path.suffix]) if path.suffix in _CODECS else (name, None)
-
-
-def _decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
-    import pyarrow as pa
-
-    # pyarrow raises where a stream ends within a frame; fsspec's zstd, which `datasets` uses, treats that as the end
-    # of the file.
-    stream = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
-    return io.BufferedReader(stream, _CHUNK)  # type: ignore[arg-type]
-
-
-def compression(file: Path, sample: int = 2**23) -> float:
-    """Return how many bytes of text the first compressed bytes of a local file hold; 1 for a file without a codec.
-
-    sample: the bytes of text to decompress at most.
-    """
-    _, codec = _split_codec(file.name)
-    if codec is None:
-        return 1.0
-    with _reading(TextFile(file.name, str(file))), file.open("rb", buffering=0) as raw:
-        stream = _decompressed(raw, codec)
-        return len(stream.read(sample)) / max(raw.tell(), 1)
-
-
-@contextmanager
-def _reading(file: TextFile) -> Iterator[None]:
-    import pyarrow as pa
-
-    try:
-        yield
-    except DataError:
-        raise
-    except (OSError, EOFError, pa.ArrowException) as error:
-        what = f"cannot be read to its end ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        raise DataError(what, file.location, _DOWNLOAD) from error

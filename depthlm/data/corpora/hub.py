@@ -47,9 +47,10 @@ def hub_files(
     with _explained(where, repo, revision):
         wait = constants.HF_HUB_ETAG_TIMEOUT
         info = HfApi().dataset_info(repo, revision=revision, timeout=wait, expand=["sha"])
-        assert info.sha is not None
+        if not isinstance(info.id, str) or not isinstance(info.sha, str):
+            raise TypeError("no name or commit of the repository")
         root = f"hf://datasets/{info.id}@{info.sha}"
-        base, patterns = _splits(root, subset, _configs(info.id, info.sha), where)
+        base, patterns = _splits(root, subset, _configs(info.id, info.sha, where), where)
         urls = {split: _matching(base, patterns.get(split, [])) for split in splits}
         if missing := [split for split in splits if not urls[split]]:
             available = [split for split in patterns if _matching(base, patterns[split])]
@@ -117,8 +118,11 @@ def model_files(name: str, files: Sequence[str]) -> dict[str, bytes]:
     return contents
 
 
-def _configs(repo: str, commit: str) -> dict[str, dict[str, Any]]:
-    """Return the subsets that the README defines, by name, with their `data_files`, `data_dir` and `default` if set."""
+def _configs(repo: str, commit: str, where: str) -> dict[str, dict[str, Any]]:
+    """Return the subsets that the README defines, by name, with their `data_files`, `data_dir` and `default` if set.
+
+    Raises DataError if its definition is not a list of objects with names.
+    """
     from huggingface_hub import hf_hub_download, metadata_load
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -126,7 +130,13 @@ def _configs(repo: str, commit: str) -> dict[str, dict[str, Any]]:
         card = metadata_load(hf_hub_download(repo, "README.md", repo_type="dataset", revision=commit))
     except RemoteEntryNotFoundError:
         return {}
-    return {str(config["config_name"]): config for config in (card or {}).get("configs") or ()}
+    configs = (card or {}).get("configs") or []
+    if not isinstance(configs, list) or not all(
+        isinstance(entry, dict) and "config_name" in entry for entry in configs
+    ):
+        what = "its README.md must define its subsets as a list of objects, each with a `config_name`"
+        raise DataError(what, where, "Set data.hub or data.revision to another, or data.source=<folder> to a copy.")
+    return {str(entry["config_name"]): entry for entry in configs}
 
 
 def _splits(
@@ -205,6 +215,7 @@ class _Stream(io.RawIOBase):
 @contextmanager
 def _explained(where: str, repo: str, revision: str | None = None, model: bool = False) -> Iterator[None]:
     """Raise the libraries' errors as DataErrors that say what to do."""
+    import yaml
     from huggingface_hub import errors
     from huggingface_hub.utils import httpx
 
@@ -231,6 +242,10 @@ def _explained(where: str, repo: str, revision: str | None = None, model: bool =
             options += f" --revision {revision}" if revision else ""
             remedy = f"With internet access, run `hf download {repo}{options} --local-dir <folder>`, then set {copy}."
         raise DataError(what, where, remedy) from error
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError, yaml.YAMLError) as error:
+        # the libraries do not check what an answer or a file of the repository contains, such as null for an object
+        what = f"what the Hugging Face hub answered is not as expected ({type(error).__name__}: {_reason(error)})"
+        raise DataError(what, where, f"Try again later, set {key} to another, or set {copy}.") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -5,23 +5,15 @@ import os
 import platform
 import sysconfig
 from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from depthlm.data.corpora.folders import matches, walk
+from depthlm.data.corpora.formats import TextFile
 from depthlm.data.errors import DataError
 
 if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
-
-_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
-
-
-class TextFile(NamedTuple):
-    """A text file: its name below the root, the same locally and on the hub, and the location to open."""
-
-    name: str
-    location: str
 
 
 @dataclass(frozen=True)
@@ -29,12 +21,16 @@ class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their names.
 
     description: what the text was made from, for the manifest. state: a digest of the files' modification times.
+    times: a digest that also covers when the files were last written, renamed or copied, which edits cannot hide; empty
+    on the hub. unread: what else the folder has, a line for each reason why it is not read.
     """
 
     train: list[TextFile]
     held_out: list[TextFile] | None = None
     description: dict[str, Any] = field(default_factory=dict)
     state: str = ""
+    times: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def train_sources(data: "Data") -> dict[str, "Source"]:
@@ -115,47 +111,35 @@ def _hub_files(source: "Source", revision: str | None) -> TextFiles:
 def _local_files(name: str, source: "Source") -> TextFiles:
     root = root_of(name, source)
     description: dict[str, Any] = {"root": str(root.resolve())}
+    unread: tuple[str, ...] = ()
     if root.is_file():
         train, held_out = [TextFile(root.name, str(root))], None
     else:
-        everything = _walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
-        train, held_out = _matching(everything, source, root)
+        folder = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
+        train, held_out = _matching(folder.files, source, root)
+        for file in sorted({*folder.files} - {*train, *(held_out or ())}):
+            folder.skip("files that data.files does not match", file.name)
+        # of Python's own folder, a user wants to know nothing
+        unread = tuple(folder.notes()) if source.source else ()
     files = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
     description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
     description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
     if not source.source:
         description["python"] = platform.python_version()
-    return TextFiles(train, held_out, description, _digest([(name, stat.st_mtime_ns) for name, stat in files]))
+    state = _digest([(name, stat.st_mtime_ns) for name, stat in files])
+    times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in files])
+    return TextFiles(train, held_out, description, state, times, unread)
 
 
-def _digest(listing: list[tuple[str, int]]) -> str:
+def _digest(listing: list[tuple[str | int, ...]]) -> str:
     return hashlib.sha256(repr(listing).encode()).hexdigest()
-
-
-def _walk(root: Path, suffixes: tuple[str, ...]) -> list[TextFile]:
-    if not root.is_dir():
-        raise DataError("no such folder or file", root, "Set data.source to the folder or file of your text.")
-    found = []
-    # links are followed, since a mirror may consist of them, but no folder is read twice
-    known = {os.path.realpath(root)}
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in sorted(subfolders) if name not in _NOT_SOURCES and not name.startswith(".")]
-        places = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        subfolders[:] = [name for name in subfolders if places[name] not in known]
-        known |= set(places.values())
-        found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-    # Dangling links are skipped.
-    files = [TextFile(file.relative_to(root).as_posix(), str(file)) for file in found if file.is_file()]
-    if not files:
-        raise DataError(f"no file ending in {', '.join(suffixes)}", root, "Set data.suffixes to those of your text.")
-    return sorted(files)
 
 
 def _matching(files: list[TextFile], source: "Source", root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
     """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
     patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
     given = {key: pattern for key, pattern in patterns.items() if pattern is not None}
-    matching = {key: [file for file in files if fnmatchcase(file.name, pattern)] for key, pattern in given.items()}
+    matching = {key: [file for file in files if matches(file.name, pattern)] for key, pattern in given.items()}
     if missing := [key for key in given if not matching[key]]:
         what = " and ".join(f"{key}={given[key]}" for key in missing)
         names = ", ".join(file.name for file in files[:3])

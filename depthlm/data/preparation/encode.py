@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from depthlm.data.corpora.documents import REASONS, Reader, documents
-from depthlm.data.corpora.sources import TextFile, TextFiles
+from depthlm.data.corpora.formats import TextFile
+from depthlm.data.corpora.sources import TextFiles
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import held_out_share, is_validation
 from depthlm.data.manifest import Manifest
@@ -151,7 +152,7 @@ def encode(
     _check_unknown(job, tokenizer, writers)
     return Manifest(
         name=job.name,
-        source=job.files.description,
+        source=job.files.description | ({"times": job.files.times} if job.files.times else {}),
         settings=job.settings,
         dtype=dtype,
         vocab_size=size,

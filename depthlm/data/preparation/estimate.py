@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from depthlm.counts import count_text
-from depthlm.data.corpora.documents import compression
+from depthlm.data.corpora.formats import PARQUET, compression, split_codec
 from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
@@ -93,7 +93,7 @@ def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
 
 def _text_bytes(file: Path, look: bool) -> float:
     """Return about how many bytes of text a local file holds. look: whether to check if its compression is absurd."""
-    if not file.name.endswith((".gz", ".zst", ".parquet")):
+    if split_codec(file.name)[1] is None and not file.name.lower().endswith(PARQUET):
         return file.stat().st_size
     size = file.stat().st_size
     return size * max(_COMPRESSION, (look and _absurd_compression(file, size)) or 0.0)
@@ -102,7 +102,7 @@ def _text_bytes(file: Path, look: bool) -> float:
 @functools.cache
 def _absurd_compression(file: Path, size: int) -> float | None:
     """Return the compression of a file if it is absurd, and log it once; otherwise None, also for a damaged file."""
-    if not file.name.endswith((".gz", ".zst")) or size < _SMALL:
+    if split_codec(file.name)[1] is None or size < _SMALL:
         return None
     try:
         found = compression(file)

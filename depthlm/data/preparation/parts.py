@@ -2,7 +2,7 @@
 
 Below <folder>.partial, each file of the source has the encoded batches of its documents, and, once it is complete, a
 summary. Joining them reads these instead of the text, so the token files have the bytes that one process would have
-written.
+written. Batches and summaries carry a SHA-256; a file of which one differs is encoded again.
 """
 
 import fcntl
@@ -14,23 +14,32 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
 from depthlm.data.corpora.documents import REASONS
+from depthlm.data.errors import DataError
 from depthlm.data.preparation.encode import Batch, Encoded, Job, Piece, encoded_batches
-from depthlm.data.preparation.progress import LINE_EVERY, Position
+from depthlm.data.preparation.progress import LINE_EVERY, Position, read_record, write_record
+from depthlm.data.preparation.split_writer import dtype_of, little_endian
 from depthlm.data.tokenizers import Tokenizer
-from depthlm.files import replace_text
 
 PREFIX = "encoded-"
 # seconds between two marks of how far a file is, from which it resumes
 MARK_EVERY = 30.0
 # what a bad document is, by number; 0: it is good
 BAD = ["", *REASONS]
+# the numbers of pieces and of ids before those of a batch, and its digest after them
+HEAD, DIGEST = np.dtype("<i8"), 32
+COLUMNS = 6
+_DAMAGED = "or its .json is damaged, and its text must be encoded again"
+
+
+class DamagedError(Exception):
+    """A file of encoded text that is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -91,43 +100,64 @@ def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part, conso
                     before += totals
             if before.fill(job.quota):
                 break
-        encoded += _encode_file(job, tokenizer, folder, *file)
+        encoded += _encode_file(job, tokenizer, folder, *file, console)
         if time.monotonic() >= line_at:
             line_at = time.monotonic() + LINE_EVERY
             console.print(f"{part}: {encoded} files encoded, the last one is {number + 1} of {len(files)}")
     return encoded
 
 
-def missing_files(job: Job, partial: Path) -> int:
-    """Return how many files that the quota needs are not encoded yet, by any part."""
+def missing_files(job: Job, partial: Path, console: Console) -> int:
+    """Return how many files that the quota needs are not encoded yet, by any part, and print which are damaged."""
     folder, before, missing = folder_of(job, partial), Totals(), 0
     for file in _files(job):
         if before.fill(job.quota):
             break
         totals = _totals(folder, *file)
         missing += totals is None
+        path = _path(folder, *file)
+        if totals is None and path.with_suffix(".json").exists():
+            console.print(
+                f"{path} {_DAMAGED}; the command of its part, or the one without --part, does that", markup=False
+            )
         before += totals or Totals()
     return missing
 
 
-def stored_batches(job: Job, partial: Path, position: Position) -> Generator[tuple[Batch, Encoded]]:
-    """Yield the encoded batches of all files from a position on, in the order of the source."""
-    folder, files = folder_of(job, partial), _files(job)
+def stored_batches(
+    job: Job, tokenizer: Tokenizer, partial: Path, console: Console, position: Position
+) -> Generator[tuple[Batch, Encoded]]:
+    """Yield the encoded batches of all files from a position on, in the order of the source.
+
+    A damaged file is encoded again. Raises DataError if it is damaged again.
+    """
+    files = _files(job)
     for number, (section, index) in enumerate(files):
         if (section, index) < position[:2]:
             continue
         first = position.record if (section, index) == position[:2] else 0
-        with _path(folder, section, index).open("rb") as file:
-            for rows, ids in _read(file):
-                kept = rows[:, 0] > first
-                ids = ids[np.repeat(kept, rows[:, 1])]
-                pieces = [
-                    Piece(bool(held), "", bool(last), Position(section, index, after), BAD[bad])
-                    for after, _, _, held, last, bad in rows[kept].tolist()
-                ]
-                if pieces:
-                    done = (number + 1) / len(files)
-                    yield Batch(pieces, done), Encoded(ids, rows[kept, 1].tolist(), rows[kept, 2].tolist())
+        done, path = 0, _path(folder_of(job, partial), section, index)
+        for attempt in range(2):
+            try:
+                for rows, ids in _read(path, little_endian(dtype_of(job.vocab_size)), first, done):
+                    pieces = [
+                        Piece(bool(held), "", bool(last), Position(section, index, after), BAD[bad])
+                        for after, _, _, held, last, bad in rows.tolist()
+                    ]
+                    done += len(pieces)
+                    yield (
+                        Batch(pieces, (number + 1) / len(files)),
+                        Encoded(ids, rows[:, 1].tolist(), rows[:, 2].tolist()),
+                    )
+                break
+            except DamagedError as error:
+                if attempt:
+                    remedy = "Check the disk, then run the same command again: it encodes this file again."
+                    raise DataError(f"encoded text is damaged again ({error})", path, remedy) from error
+                console.print(f"{path} is damaged ({error}); encoding its text again", markup=False)
+                for suffix in (".json", ".mark"):
+                    path.with_suffix(suffix).unlink(missing_ok=True)
+                _encode_file(job, tokenizer, path.parent, section, index, console)
 
 
 def _files(job: Job) -> list[tuple[int, int]]:
@@ -136,18 +166,19 @@ def _files(job: Job) -> list[tuple[int, int]]:
 
 
 def _path(folder: Path, section: int, index: int) -> Path:
-    return folder / f"{section}-{index:06d}.npy"
+    return folder / f"{section}-{index:06d}.batches"
 
 
 def _totals(folder: Path, section: int, index: int) -> Totals | None:
-    """Return the summary of a complete file, else None."""
-    try:
-        return Totals(**json.loads(_path(folder, section, index).with_suffix(".json").read_text()))
-    except FileNotFoundError:
+    """Return the summary of a complete file; None without one, or if it or the file's length is not as written."""
+    path = _path(folder, section, index)
+    summary = read_record(path.with_suffix(".json"))
+    if summary is None or not path.is_file() or path.stat().st_size != summary["size"]:
         return None
+    return Totals(**summary["totals"])
 
 
-def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, index: int) -> bool:
+def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, index: int, console: Console) -> bool:
     """Encode a file; return whether this process did it, and not another one at the same time."""
     path = _path(folder, section, index)
     path.touch()
@@ -156,14 +187,16 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
         if _totals(folder, section, index) is not None:
             return False
         record, size, totals = _read_mark(path)
+        if path.with_suffix(".json").exists():
+            console.print(f"{path} {_DAMAGED}", markup=False)
+            record, size, totals = 0, 0, Totals()
         file.seek(size)
         file.truncate()
         start, marked = Position(section, index, record), time.monotonic()
         with closing(encoded_batches(job, tokenizer, start, files=[(section, index)])) as batches:
             for batch, encoded in batches if not totals.fill(job.quota) else ():
                 rows = _rows(batch, encoded)
-                np.save(file, rows)
-                np.save(file, encoded.ids)
+                _write(file, rows, encoded.ids)
                 totals += Totals.of(rows)
                 # a batch may end within a document, whose other pieces would be read again
                 if not batch.pieces[-1].last:
@@ -173,20 +206,19 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
                 if time.monotonic() - marked >= MARK_EVERY:
                     _sync(file)
                     mark = {"record": batch.pieces[-1].after.record, "size": file.tell(), "totals": asdict(totals)}
-                    replace_text(path.with_suffix(".mark"), json.dumps(mark))
+                    write_record(path.with_suffix(".mark"), mark)
                     marked = time.monotonic()
         _sync(file)
-        replace_text(path.with_suffix(".json"), json.dumps(asdict(totals)))
+        write_record(path.with_suffix(".json"), {"size": file.tell(), "totals": asdict(totals)})
     return True
 
 
 def _read_mark(path: Path) -> tuple[int, int, Totals]:
     """Return how far a file is: the record and the size from which it resumes, and the totals until there."""
-    try:
-        mark = json.loads(path.with_suffix(".mark").read_text())
-        return mark["record"], mark["size"], Totals(**mark["totals"])
-    except FileNotFoundError:
+    mark = read_record(path.with_suffix(".mark"))
+    if mark is None or path.stat().st_size < mark["size"]:
         return 0, 0, Totals()
+    return mark["record"], mark["size"], Totals(**mark["totals"])
 
 
 def _sync(file: IO[bytes]) -> None:
@@ -203,11 +235,35 @@ def _rows(batch: Batch, encoded: Encoded) -> NDArray[np.int64]:
     return np.array(columns, dtype=np.int64)
 
 
-def _read(file: IO[bytes]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
-    """Yield the batches of a complete file."""
-    while True:
-        try:
-            rows = np.load(file, allow_pickle=False)
-        except EOFError:
-            return
-        yield rows, np.load(file, allow_pickle=False)
+def _write(file: IO[bytes], rows: NDArray[np.int64], ids: NDArray[np.integer]) -> None:
+    content = np.array([len(rows), len(ids)], HEAD).tobytes() + rows.astype(HEAD).tobytes() + ids.tobytes()
+    file.write(content + sha256(content).digest())
+
+
+def _read(
+    path: Path, dtype: np.dtype[Any], first: int, skip: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
+    """Yield the batches of a complete file, without the pieces before record `first`, nor the next `skip` pieces.
+
+    dtype: of the ids. Raises DamagedError for what is not what was written.
+    """
+    with path.open("rb") as file:
+        remaining = os.fstat(file.fileno()).st_size
+        while remaining:
+            head = file.read(2 * HEAD.itemsize)
+            pieces, tokens = np.frombuffer(head, HEAD).tolist() if len(head) == 2 * HEAD.itemsize else (0, 0)
+            sizes = pieces * COLUMNS * HEAD.itemsize, tokens * dtype.itemsize
+            length = len(head) + sum(sizes) + DIGEST
+            if min(pieces, tokens) < 0 or not pieces or length > remaining:
+                raise DamagedError(f"the batch {remaining:,} bytes before its end has no such length")
+            content = file.read(sum(sizes))
+            if sha256(head + content).digest() != file.read(DIGEST):
+                raise DamagedError(f"the batch {remaining:,} bytes before its end differs from its SHA-256")
+            remaining -= length
+            rows = np.frombuffer(content[: sizes[0]], HEAD).reshape(-1, COLUMNS).astype(np.int64)
+            ids = np.frombuffer(content[sizes[0] :], dtype)
+            kept = rows[:, 0] > first
+            kept &= np.cumsum(kept) > skip
+            skip -= int((rows[:, 0] > first).sum() - kept.sum())
+            if kept.any():
+                yield rows[kept], ids[np.repeat(kept, rows[:, 1])]

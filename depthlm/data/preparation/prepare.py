@@ -1,5 +1,6 @@
 """Preparation of raw text as folders of token files, one per source; a folder appears only once it is complete."""
 
+import dataclasses
 import fcntl
 import functools
 import re
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from depthlm.config.schema import Data, Source
 
 
+_MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
+
+
 def prepare(
     data: "Data", progress: bool = True, only: Collection[str] = (), part: Part | None = None
 ) -> dict[str, Path]:
@@ -54,7 +58,7 @@ def prepare(
     same bytes, interrupted or not. progress: show a bar on a terminal, else plain lines, on stderr.
 
     Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
-    cannot be written or contains other files.
+    cannot be written, contains other files, or is being prepared with other settings.
     """
     console = stderr_console(quiet=not progress, soft_wrap=True)
     everything = train_sources(data) | validation_sources(data)
@@ -164,7 +168,7 @@ def _encode_part(
     with _lock(target, console):
         if Manifest.exists(target):
             return
-        missing = missing_files(job, partial)
+        missing = missing_files(job, partial, console)
         console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
         if missing:
             console.print(f"at most {missing} files of other parts are missing; the last part that finishes joins all")
@@ -176,6 +180,7 @@ def _make(
     name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
 ) -> None:
     start, partial = time.monotonic(), _partial(target)
+    progress_file.check_mark(partial, settings(name, source, data))
     if Manifest.exists(partial) and Manifest.read(partial).settings == settings(name, source, data):
         # killed between the last token and the rename
         _publish(partial, target)
@@ -185,7 +190,7 @@ def _make(
     if folder_of(job, partial).is_dir():
         # what no part has encoded
         encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), console)
-        read = functools.partial(stored_batches, job, partial)
+        read = functools.partial(stored_batches, job, Tokenizer.load(partial), partial, console)
     manifest = encode(job, Tokenizer.load(partial), partial, console, read)
     manifest.write(partial)
     _publish(partial, target)
@@ -203,19 +208,27 @@ def _begin(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
     partial, wanted_settings = _partial(target), settings(name, source, data)
+    progress_file.check_mark(partial, wanted_settings)
     earlier = _read_progress(partial, wanted_settings)
     files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
+    for note in files.unread:
+        console.print(f"not read in {source.source}: {note}", markup=False)
     if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
         if partial.exists():
-            why = "no shard was complete" if earlier is None else "its text has changed"
+            why = "it has no complete shard or no valid progress.json" if earlier is None else "its text has changed"
             console.print(f"restarting {target} from scratch: {why}")
-            shutil.rmtree(partial)
+            progress_file.clear(partial)
         needed = check_room(name, source, data, target.parent, copies)
         console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
-        partial.mkdir()
+        partial.mkdir(exist_ok=True)
+        progress_file.mark(partial, wanted_settings)
         sync(tokenizer().save(partial))
     else:
         console.print(f"resuming {target}")
+        if earlier.get("times") != files.times:
+            console.print(f"note: {source.source} {_MAY_HAVE_CHANGED} since {target} was begun")
+            # so that the token files say so as well
+            files = dataclasses.replace(files, times=earlier.get("times") or "")
     return Job(
         name=name,
         files=files,
@@ -287,15 +300,21 @@ def _check_existing(name: str, source: "Source", data: "Data", folder: Path, con
     check_settings(name, source, data, manifest)
     check_sizes(folder, manifest)
     _warn_of_unknown(manifest, folder, console)
-    if source.source and Path(source.source).exists() and text_files(name, source).description != manifest.source:
-        note = f"note: {source.source} has changed since {folder} was prepared; remove {folder} to prepare it again"
-        console.print(note)
+    if not source.source or not Path(source.source).exists():
+        return
+    files, prepared = text_files(name, source), {**manifest.source}
+    times = prepared.pop("times", files.times)
+    if files.description != prepared or files.times != times:
+        changed = "has changed" if files.description != prepared else _MAY_HAVE_CHANGED
+        console.print(
+            f"note: {source.source} {changed} since {folder} was prepared; remove {folder} to prepare it again"
+        )
 
 
 @contextmanager
 def _lock(target: Path, console: Console) -> Iterator[None]:
     # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
-    with open(target.with_name(f".{target.name}.lock"), "w") as file:
+    with open(target.with_name(f".{target.name}.lock"), "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

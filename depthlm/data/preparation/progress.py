@@ -1,6 +1,8 @@
 """The progress of a preparation: the file from which the next call resumes, and the bars on the terminal."""
 
+import hashlib
 import json
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from depthlm.data.corpora.sources import TextFiles
+from depthlm.data.errors import DataError
+from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.preparation.split_writer import SplitWriter
-from depthlm.files import replace_text
+from depthlm.data.settings import differences
+from depthlm.files import read_json, replace_text, sync
 
 FILE_NAME = "progress.json"
+# the first file in a folder in preparation: its settings, without which nothing in a folder is removed or overwritten
+MARK = "preparing.json"
 
 # Seconds between progress lines where there is no terminal.
 LINE_EVERY = 30.0
@@ -39,18 +46,19 @@ class ProgressFile:
     def __init__(self, folder: Path, settings: dict[str, Any], files: TextFiles, tokenizer: str) -> None:
         self.file = folder / FILE_NAME
         self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
+        self.times = {"times": files.times}
 
     def begin(self) -> None:
         """Record that parts of the source are being encoded, unless a shard is complete already."""
         if read(self.file.parent) is None:
             empty = {"position": Position(0, 0, 0), "writers": {}, "left_out": {}}
-            replace_text(self.file, json.dumps(self.key | empty))
+            write_record(self.file, self.key | self.times | empty)
 
     def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
-        text = json.dumps(self.key | {"position": position, "writers": states, "left_out": skipped})
-        replace_text(self.file, text)
+        progress = {"position": position, "writers": states, "left_out": skipped}
+        write_record(self.file, self.key | self.times | progress)
 
     def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:
         """Restore the writers and counts, and return the position; None, with nothing changed, without a valid file."""
@@ -64,14 +72,69 @@ class ProgressFile:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """Return the folder's progress record; None where there is none, or a file it lists is missing or too short."""
+    """Return the folder's progress record; None without a valid one, or if a file it lists is missing or too short."""
+    record = read_record(folder / FILE_NAME)
+    if record is None:
+        return None
     try:
-        record = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
         complete = all((folder / name).stat().st_size >= size for name, size in sizes.items())
         return record if complete and (folder / "tokenizer.json").is_file() else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def write_record(file: Path, record: dict[str, Any]) -> None:
+    """Replace a file's content with a record and its SHA-256."""
+    replace_text(file, json.dumps({"record": record, "sha256": _digest(record)}))
+
+
+def read_record(file: Path) -> dict[str, Any] | None:
+    """Return the record that was written, or None if the file is missing or damaged."""
+    content = read_json(file)
+    record = content.get("record")
+    return record if isinstance(record, dict) and content.get("sha256") == _digest(record) else None
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def mark(folder: Path, settings: dict[str, Any]) -> None:
+    """Mark a new folder as one in preparation with these settings."""
+    replace_text(folder / MARK, json.dumps({"settings": settings}))
+
+
+def check_mark(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise DataError if a folder exists, is not empty, and is not marked as one in preparation with these settings."""
+    if not folder.exists():
+        return
+    marked = _marked_settings(folder)
+    # a kill may leave a mark half-written
+    if marked is None and folder.is_dir() and all(file.name == f".{MARK}.tmp" for file in folder.iterdir()):
+        return
+    remedy = "Nothing was changed. Set another data.path, or remove this folder by hand."
+    if marked is None:
+        raise DataError("in the way of preparing: not a folder that this version began to prepare", folder, remedy)
+    if differing := differences(marked, settings):
+        raise DataError(f"an unfinished preparation with other settings ({differing})", folder, remedy)
+
+
+def clear(folder: Path) -> None:
+    """Remove everything from a folder in preparation but its mark."""
+    for file in folder.iterdir():
+        if file.name != MARK:
+            shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+    sync(folder)
+
+
+def _marked_settings(folder: Path) -> dict[str, Any] | None:
+    # while a complete folder is published, its mark is removed before the other files may be
+    for name in (MARK, MANIFEST):
+        settings = read_json(folder / name).get("settings")
+        if isinstance(settings, dict):
+            return settings
+    return None
 
 
 @contextmanager

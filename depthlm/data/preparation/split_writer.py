@@ -9,6 +9,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from depthlm.data.errors import DataError
 from depthlm.data.manifest import Shard, Split
 
 
@@ -51,12 +52,16 @@ class SplitWriter:
         return numbers | {
             "shards": [asdict(shard) for shard in self.shards],
             "open": self._length,
+            "open_sha256": self._digest.hexdigest() if self._file is not None else None,
             "sizes": {name: tokens * self.dtype.itemsize for name, tokens in lengths.items() if tokens},
             "counts": self.counts.tolist(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a state; each file must be at least as long as its `sizes` say."""
+        """Resume from a state; each file must be at least as long as its `sizes` say.
+
+        Raises DataError if the content of the file that was open is not what was written.
+        """
         self.tokens, self.documents, self.bytes = (state[name] for name in ("tokens", "documents", "bytes"))
         self.counts = np.array(state["counts"], dtype=np.int64)
         self.shards = [Shard(**shard) for shard in state["shards"]]
@@ -66,6 +71,9 @@ class SplitWriter:
             self._file.truncate(state["open"] * self.dtype.itemsize)
             while chunk := self._file.read(2**24):
                 self._digest.update(chunk)
+            if self._digest.hexdigest() != state["open_sha256"]:
+                remedy = "Check the disk, remove this folder by hand, and run the same command again."
+                raise DataError(f"{self._name} is damaged: it differs from its SHA-256", self.folder, remedy)
             self._length = state["open"]
 
     def finish(self, unknown: int | None = None, entropy: bool = False) -> Split:

@@ -50,6 +50,11 @@ QUESTIONS: dict[str, list[Any]] = {
     "mixed": ["some/mixed", None, None, ["train", "validation"]],
     "folders": ["some/folders", "second", None, ["train", "validation"]],
     "twice": ["some/twice", None, None, ["train"]],
+    "null": ["some/null", None, None, ["train"]],
+    "null listing": ["some/null-listing", None, None, ["train"]],
+    "null subset": ["some/null-subset", None, None, ["train"]],
+    "null files": ["some/null-files", None, None, ["train"]],
+    "no yaml": ["some/no-yaml", None, None, ["train"]],
     "gated": ["some/gated", None, None, ["train"]],
     "nowhere": ["some/nowhere", None, None, ["train"]],
     "no name": ["a/b/c", None, None, ["train"]],
@@ -148,6 +153,14 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "c.jsonl": lines("c"),
     },
     "datasets/some/gated": {"README.md": b"---\nextra_gated_prompt: agree\n---\n", "train.jsonl": lines("secret")},
+    "datasets/some/null": {"train.jsonl": lines("a")},
+    "datasets/some/null-listing": {"train.jsonl": lines("a")},
+    "datasets/some/null-subset": {"README.md": b"---\nconfigs: [null]\n---\n", "train.jsonl": lines("a")},
+    "datasets/some/null-files": {
+        "README.md": b"---\nconfigs: [{config_name: a, data_files: [null]}]\n---\n",
+        "train.jsonl": lines("a"),
+    },
+    "datasets/some/no-yaml": {"README.md": b"---\n: [\n---\n", "train.jsonl": lines("a")},
     "datasets/some/large": {
         "noise.jsonl.gz": gzip.compress(random.Random(0).randbytes(200_000)),
         "frames.jsonl.zst": zst("first") + zst("second"),
@@ -155,6 +168,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     },
     "EleutherAI/gpt-neox-20b": {"tokenizer.json": TOKENIZER.encode(), "config.json": b'{"eos_token_id": 0}'},
     "some/model": {"config.json": b"{}"},
+    "some/null-model": {"tokenizer.json": TOKENIZER.encode()},
 }
 
 

@@ -7,17 +7,25 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from backports import zstd
 
 from depthlm.data import DataError, documents
-from depthlm.data.corpora.documents import LONGEST, Reader, Record, compression
-from depthlm.data.corpora.sources import TextFile
+from depthlm.data.corpora.documents import LONGEST, Reader, Record
+from depthlm.data.corpora.formats import TextFile, compression
 
 TEXTS = ["one", "two\nlines \u2028 and é", "🙂 three", "four <|endoftext|>"]
 LINES = b"".join(json.dumps({"meta": {"n": n}, "text": text}).encode() + b"\n" for n, text in enumerate(TEXTS))
 
 
-def zstd(content: bytes) -> bytes:
+def packed(content: bytes) -> bytes:
     return pa.compress(content, codec="zstd", asbytes=True)
+
+
+def long_window(content: bytes) -> bytes:
+    """Return a frame whose header announces a window of 2 GiB, as `zstd --long=31` writes it for a pipe."""
+    options = {zstd.CompressionParameter.window_log: 31, zstd.CompressionParameter.content_size_flag: 0}
+    compressor = zstd.ZstdCompressor(options=options)
+    return compressor.compress(content) + compressor.flush()
 
 
 def parquet(path: Path, **columns: list[object]) -> None:
@@ -36,9 +44,16 @@ FORMATS: dict[str, Callable[[Path], object]] = {
     "blank-lines.jsonl": lambda path: path.write_bytes(LINES + b"\n \n"),
     "a.json.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
     "two-members.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:60]) + gzip.compress(LINES[60:])),
-    "a.jsonl.zst": lambda path: path.write_bytes(zstd(LINES)),
-    "two-frames.jsonl.zst": lambda path: path.write_bytes(zstd(LINES[:60]) + zstd(LINES[60:])),
+    "a.jsonl.zst": lambda path: path.write_bytes(packed(LINES)),
+    "two-frames.jsonl.zst": lambda path: path.write_bytes(packed(LINES[:60]) + packed(LINES[60:])),
     "a.parquet": lambda path: parquet(path, url=["", "", "", ""], text=TEXTS),
+    "A.PARQUET": lambda path: parquet(path, text=TEXTS),
+    "a.ndjson": lambda path: path.write_bytes(LINES),
+    "a.jl.gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "A.JSONL.GZ": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "bom.jsonl": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES),
+    "padded.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES) + bytes(5000)),
+    "window.jsonl.zst": lambda path: path.write_bytes(long_window(LINES)),
 }
 
 
@@ -91,7 +106,7 @@ def test_a_document_over_the_limit_is_bad_and_its_neighbours_are_read(tmp_path: 
         path.write_bytes(gzip.compress(OVER.encode()))
         texts = [OVER]
     else:
-        path.write_bytes({"jsonl": bytes, "gz": gzip.compress, "zst": zstd}[name.rpartition(".")[2]](lines))
+        path.write_bytes({"jsonl": bytes, "gz": gzip.compress, "zst": packed}[name.rpartition(".")[2]](lines))
     assert [record.text for record in records(path)] == texts
     limited = records(path, longest=1000)
     assert [record.text for record in limited] == [None if text == OVER else text for text in texts]
@@ -103,7 +118,7 @@ def test_a_document_over_the_limit_is_bad_and_its_neighbours_are_read(tmp_path: 
     assert [record.text for record in records(path, longest=exact)] == texts
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zstd])
+@pytest.mark.parametrize("pack", [gzip.compress, packed])
 def test_a_long_document_is_not_decompressed_into_memory(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / f"bomb.jsonl.{'gz' if pack is gzip.compress else 'zst'}"
     path.write_bytes(pack(b'{"text": "' + b"x" * 2**26 + b'"}\n' + LINES))
@@ -177,9 +192,9 @@ LONG = b"".join(json.dumps({"text": f"{n} {n * n}"}).encode() + b"\n" for n in r
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("cut.jsonl.zst", zstd(LONG)[:-9]),
-        ("half.jsonl.zst", zstd(LONG)[: len(zstd(LONG)) // 2]),
-        ("second-frame-cut.jsonl.zst", zstd(LONG) + zstd(LONG)[:20]),
+        ("cut.jsonl.zst", packed(LONG)[:-9]),
+        ("half.jsonl.zst", packed(LONG)[: len(packed(LONG)) // 2]),
+        ("second-frame-cut.jsonl.zst", packed(LONG) + packed(LONG)[:20]),
         ("other.jsonl.zst", b"no zstd at all"),
         ("empty.jsonl.zst", b""),
         ("cut.json.gz", gzip.compress(LONG)[:-100]),
@@ -196,3 +211,68 @@ def test_a_truncated_or_damaged_file_is_named(tmp_path: Path, name: str, content
         records(path)
     assert str(path) in str(caught.value)
     assert "again" in caught.value.remedy
+
+
+NOT_LINES = {
+    "utf16.jsonl": (LINES.decode().encode("utf-16"), "the file is UTF-16", "iconv -f UTF-16"),
+    "no-mark.jsonl": (LINES.decode().encode("utf-16-le"), "the file is UTF-16", "iconv -f UTF-16"),
+    "array.json": (json.dumps([{"text": text} for text in TEXTS]).encode(), "one array of JSON", "jq -c '.[]'"),
+    "pretty.json": (json.dumps([{"text": "one"}], indent=1).encode(), "one array of JSON", "jq -c '.[]'"),
+    "object.json": (json.dumps({"text": "one"}, indent=1).encode(), "takes several lines", "jq -c ."),
+    "gzip.jsonl": (gzip.compress(LINES), "compressed by gzip", "Add .gz to its name"),
+    "zstd.json": (packed(LINES), "compressed by zstd", "Add .zst to its name"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINES)
+def test_a_file_that_is_not_an_object_per_line_is_named_for_what_it_is(tmp_path: Path, name: str) -> None:
+    content, what, remedy = NOT_LINES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=what) as caught:
+        records(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    assert remedy in caught.value.remedy
+
+
+def test_text_in_utf16_is_a_bad_document_or_in_a_single_file_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("one".encode("utf-16"))
+    (bad,) = records(path)
+    assert (bad.bad, bad.why) == ("utf8", "the file is UTF-16, not UTF-8")
+    with pytest.raises(DataError, match="UTF-16"):
+        records(path, cut=True)
+
+
+def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["text", "text", "url"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="2 columns are named 'text'"):
+        records(tmp_path / "a.parquet")
+    assert [record.text for record in records(tmp_path / "a.parquet", text_field="url")] == ["c"]
+
+
+def test_a_column_with_a_dot_is_not_the_field_of_a_struct_beside_it(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", meta=[{"text": "no"}] * 4, **{"meta.text": TEXTS})
+    assert [record.text for record in records(tmp_path / "a.parquet", text_field="meta.text")] == TEXTS
+
+
+@pytest.mark.parametrize("encoding", ["dictionary", "DELTA_BYTE_ARRAY"])
+def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path: Path, encoding: str) -> None:
+    path, value, count = tmp_path / "a.parquet", "x" * 2**21, 300
+    one_encoding = {} if encoding == "dictionary" else {"use_dictionary": False, "column_encoding": {"text": encoding}}
+    table = pa.table({"text": [value] * count + TEXTS})
+    pyarrow.parquet.write_table(table, path, compression="zstd", dictionary_pagesize_limit=2**30, **one_encoding)
+    assert path.stat().st_size < 2**16
+    del table
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
+    try:
+        found = records(path, longest=2**20)
+    finally:
+        pa.set_memory_pool(usual)
+    assert [record.text for record in found] == [None] * count + TEXTS
+    assert {record.bad for record in found[:count]} == {"long"}
+    # all at once would be 600 MiB
+    assert pool.max_memory() < 2**27
+    assert records(path, count + 1, longest=2**20) == found[count + 1 :]

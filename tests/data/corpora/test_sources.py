@@ -1,3 +1,4 @@
+import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +68,103 @@ def test_patterns_select_the_files_of_a_mirror_to_read_and_to_hold_out(tmp_path:
         text_files("pile", Data(source=str(tmp_path), validation_files="*dev*"))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("**/*.jsonl", ["a/b/three.jsonl", "a/two.jsonl", "one.jsonl"]),
+        ("a/**/*.jsonl", ["a/b/three.jsonl", "a/two.jsonl"]),
+        ("a/*.jsonl", ["a/b/three.jsonl", "a/two.jsonl"]),
+        ("*one*", ["one.jsonl"]),
+        ("**/b/**/three.*", ["a/b/three.jsonl"]),
+    ],
+)
+def test_folders_in_a_pattern_may_be_none(tmp_path: Path, pattern: str, names: list[str]) -> None:
+    write(tmp_path, "one.jsonl", "a/two.jsonl", "a/b/three.jsonl", "a/b/four.txt")
+    files = text_files("own", Data(source=str(tmp_path), files=pattern))
+    assert [file.name for file in files.train] == names
+    assert files.unread == (f"files that data.files does not match: {4 - len(names)} ({rest(tmp_path, names)})",)
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def rest(folder: Path, names: list[str]) -> str:
+    others = sorted({str(file.relative_to(folder)) for file in folder.rglob("*.*")} - {*names})
+    return ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+
+
+def test_what_a_folder_holds_and_is_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        tmp_path,
+        *(f"{n}.txt" for n in range(30)),
+        "UP.TXT",
+        "data/a.json",
+        "b.Json.gz",
+        "LICENSE",
+        ".hidden.txt",
+        "c.bin",
+    )
+    for number in range(5):
+        (tmp_path / f"link{number}.txt").symlink_to(f"../blobs/{number}")
+    os.mkfifo(tmp_path / "pipe.txt")
+    data = Data(name="own", source=str(tmp_path), suffixes=[".txt"], tokenizer="bytes")
+    files = text_files("own", data)
+    assert [file.name for file in files.train] == sorted([*(f"{n}.txt" for n in range(30)), "UP.TXT"])
+    expected = (
+        "dangling links: 5 (link0.txt, link1.txt, link2.txt, ...)",
+        "entries that are not regular files: 1 (pipe.txt)",
+        "files ending in .bin: 1 (c.bin)",
+        "files ending in .json: 1 (data/a.json)",
+        "files ending in .json.gz: 1 (b.Json.gz)",
+        "files without a suffix: 1 (LICENSE)",
+    )
+    assert files.unread == expected
+    prepare(data)
+    assert capsys.readouterr().err.splitlines()[:6] == [f"not read in {tmp_path}: {line}" for line in expected]
+
+
+ABOUT = ["LICENSE.txt", "README.md", "dataset_infos.json"]
+
+
+@pytest.mark.parametrize(
+    ("others", "card", "read"),
+    [
+        (["data/a.jsonl", "data/readme.md.jsonl"], "A corpus", ["data/a.jsonl", "data/readme.md.jsonl"]),
+        (
+            ["data/train.txt", "script.py", "data/README.md"],
+            "---\nlicense: mit\n---",
+            ["data/README.md", "data/train.txt"],
+        ),
+    ],
+)
+def test_the_card_and_licence_of_a_downloaded_data_set_are_not_text(
+    tmp_path: Path, others: list[str], card: str, read: list[str]
+) -> None:
+    write(tmp_path, *others, *ABOUT, ".gitattributes")
+    (tmp_path / "README.md").write_text(card)
+    files = text_files("own", Data(source=str(tmp_path)))
+    assert [file.name for file in files.train] == read
+    about = sorted([*ABOUT, *(name for name in others if name == "script.py")])
+    assert files.unread == (f"files about the data set: {len(about)} ({rest(tmp_path, [*read, '.gitattributes'])})",)
+
+
+def test_a_folder_of_text_is_read_with_its_readme(tmp_path: Path) -> None:
+    write(tmp_path, "README.md", "LICENSE.txt", "package.json", "docs/a.md")
+    files = text_files("own", Data(source=str(tmp_path)))
+    assert [file.name for file in files.train] == ["LICENSE.txt", "README.md", "docs/a.md"]
+
+
+def test_a_data_set_of_which_nothing_is_read_says_what_it_has(tmp_path: Path) -> None:
+    write(tmp_path, *ABOUT, "data/a.json")
+    with pytest.raises(
+        DataError, match=r"no file ending in .*, only files about.*; files ending in \.json: 1 \(data/a"
+    ):
+        text_files("own", Data(source=str(tmp_path)))
+
+
 def test_a_source_of_a_mixture_takes_missing_settings_from_the_corpus() -> None:
     data = Data(
         name="mix", hub="a/b", text_field="body", path="tokens", weight=9,
@@ -103,6 +201,15 @@ def test_linked_folders_are_read_once_and_unusual_names_are_read(tmp_path: Path)
     (tmp_path / "real" / "loop").symlink_to(tmp_path / "real")
     assert sorted(text for _, text in docs(Data(source=str(tmp_path / "mirror"), tokenizer="bytes"))) == ["one", "two"]
     prepare(Data(name="own", source=str(tmp_path / "mirror"), tokenizer="bytes"))
+
+
+def test_a_folder_whose_name_is_not_utf8_is_prepared(tmp_path: Path) -> None:
+    folder = tmp_path / "caf\udce9"
+    write(folder, *(f"{n}.txt" for n in range(9)))
+    data = depthlm.compose(["data=local", f"data.source='{folder}'", "data.tokenizer=bytes"]).data
+    prepare(data)
+    prepare(data)
+    assert open_corpus(data).tokens > 40
 
 
 def test_token_files_outlive_their_text(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A corpus prepared in parts, by several processes, has the bytes that one process would have written."""
 
+import os
 import random
 import subprocess
 import sys
@@ -7,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from depthlm.commands.prepare import main
 from depthlm.config.schema import Data
-from depthlm.data import prepare, token_folders
+from depthlm.data import DataError, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.preparation import parts
 from depthlm.data.preparation.parts import Part
@@ -111,6 +114,72 @@ def test_one_process_encodes_what_a_lost_part_has_not(
     assert content(prepare(data)["local"]) == whole
     # half of the 60 files, and some for the share that is held out
     assert len(set(opened)) < 45
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def change_number(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(text.replace('"size": ', '"size": 1', 1))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an id": lambda path: flip(path, -40),
+    "a length": lambda path: flip(path, 1),
+    "a huge length": lambda path: flip(path, 6, 6),
+    "a negative length": lambda path: flip(path, 7, 7),
+    "a column": lambda path: flip(path, 30),
+    "the digest": lambda path: flip(path, -1),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 5),
+    "one batch": lambda path: os.truncate(path, 0),
+    "lost": lambda path: path.unlink(),
+    "a summary cut": lambda path: os.truncate(path.with_suffix(".json"), 20),
+    "a summary emptied": lambda path: os.truncate(path.with_suffix(".json"), 0),
+    "a summary of nothing": lambda path: path.with_suffix(".json").write_text("null"),
+    "a number in a summary": lambda path: change_number(path.with_suffix(".json")),
+}
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_a_part_is_encoded_again_which_is_printed(
+    local: Local, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
+    data = local(path="tokens", shard_tokens=500)
+    prepare(data, part=Part(0, 2))
+    damaged = sorted(Path("tokens.partial").glob("encoded-*/*.batches"))[7]
+    DAMAGES[damage](damaged)
+    prepare(data, part=Part(1, 2))
+    assert f"{damaged.name} " in capsys.readouterr().err.replace("\n", "")
+    # a damaged summary counts as missing, and only its own part or a process for all encodes the file
+    assert content(prepare(data)["local"]) == whole
+    assert left_over(Path("tokens")) <= {"whole", "text"}
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_part_that_is_damaged_again_while_it_is_joined_is_an_error(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = parts._write
+
+    def damaging(file: IO[bytes], rows: NDArray[np.int64], ids: NDArray[np.integer]) -> None:
+        write(file, rows, ids)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(b"?")
+
+    data = local(path="tokens", shard_tokens=500)
+    monkeypatch.setattr(parts, "_write", damaging)
+    with pytest.raises(DataError, match=r"encoded text is damaged again.*differs from its SHA-256") as caught:
+        prepare(data, part=Part(0, 1))
+    assert "run the same command again" in caught.value.remedy
+    monkeypatch.setattr(parts, "_write", write)
+    whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
+    assert content(prepare(data)["local"]) == whole
 
 
 def test_parts_at_the_same_time(local: Local, text_folder: Path) -> None:

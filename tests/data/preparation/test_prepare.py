@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,37 @@ def test_a_change_of_the_text_is_noted(local: Local, text_folder: Path, capsys: 
     prepare(local())
     assert "has changed since" in capsys.readouterr().err
     assert content(folder) == before
+
+
+@pytest.mark.parametrize("restored", ["nothing", "the second", "all of the time"])
+def test_an_edit_that_keeps_the_size_is_noted(
+    local: Local, text_folder: Path, capsys: pytest.CaptureFixture[str], restored: str
+) -> None:
+    file = text_folder / "part0" / "0.txt"
+    # as of a file from an archive
+    os.utime(file, (10**9, 10**9))
+    folder = prepare(local())["local"]
+    prepare(local())
+    assert "note" not in capsys.readouterr().err
+    before, text = content(folder), file.read_bytes()
+    file.write_bytes(text.replace(b"one", b"two"))
+    assert file.read_bytes() != text
+    if restored != "nothing":
+        os.utime(file, ns=(10**18, 10**18 + (5 if restored == "the second" else 0)))
+    prepare(local())
+    assert "may have changed (the same names and sizes, but files were written" in capsys.readouterr().err
+    assert content(folder) == before
+
+
+def test_token_files_of_an_earlier_version_without_times_are_not_noted(
+    local: Local, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = Manifest.read(folder := prepare(local())["local"])
+    del manifest.source["times"]
+    manifest.write(folder)
+    capsys.readouterr()
+    prepare(local())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_document_longer_than_a_token_file_and_a_batch_stays_one_document(

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from depthlm.config.schema import Data
 from depthlm.data import DataError, Manifest, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.preparation.encode import encode
+from depthlm.data.preparation.parts import Part
 from depthlm.data.preparation.progress import ProgressFile
 
 from ...forks import Forks
@@ -86,9 +88,7 @@ def test_a_killed_preparation_resumes_from_its_last_complete_file(
     assert "part0/0.txt" not in read[read.index(read[-1]) - 40 :]
 
 
-@pytest.mark.parametrize(
-    "change", ["text", "tokenizer", "half-written progress", "empty progress", "a file lost", "a file cut"]
-)
+@pytest.mark.parametrize("change", ["text", "half-written progress", "empty progress", "a file lost", "a file cut"])
 def test_a_killed_preparation_that_cannot_resume_starts_from_scratch(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -100,8 +100,6 @@ def test_a_killed_preparation_that_cannot_resume_starts_from_scratch(
     monkeypatch.setattr("depthlm.data.preparation.prepare.encode", encode)
     if change == "text":
         (text_folder / "new.txt").write_text("more text " * 30)
-    elif change == "tokenizer":
-        data = local(shard_tokens=500, path="tokens", vocab_size=310)
     elif change == "half-written progress":
         progress = Path("tokens.partial/progress.json")
         progress.write_text(progress.read_text()[:100])
@@ -172,6 +170,70 @@ def test_a_kill_inside_a_document_that_spans_files_does_not_cut_it(
     assert content(prepare(data)["local"]) == whole
 
 
+@pytest.mark.parametrize("part", [None, Part(0, 2)])
+def test_with_another_setting_an_unfinished_preparation_is_refused_and_stays_as_it_is(
+    local: Local, monkeypatch: pytest.MonkeyPatch, part: Part | None
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    if part is None:
+        stopped_after(monkeypatch, 3, data)
+    else:
+        prepare(data, part=part)
+    before = tree(Path("tokens.partial"))
+    assert len(before) > 3
+    for again in (None, Part(0, 2), Part(1, 2)):
+        with pytest.raises(DataError, match=r"vocab_size: prepared 300, requested 310") as caught:
+            prepare(dataclasses.replace(data, vocab_size=310), part=again)
+        assert "Set another data.path, or remove this folder by hand" in caught.value.remedy
+        assert tree(Path("tokens.partial")) == before
+    prepare(data, part=Part(1, 2) if part else None)
+    assert content(Path("tokens")) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
+
+
+@pytest.mark.parametrize("name", ["chapter.tex", "progress.json", "manifest.json", "notes/a.txt"])
+@pytest.mark.parametrize("part", [None, Part(0, 2)])
+def test_a_folder_of_the_user_in_the_way_is_not_touched(local: Local, name: str, part: Part | None) -> None:
+    Path("thesis.partial", name).parent.mkdir(parents=True)
+    Path("thesis.partial", name).write_text('{"text": "years"}')
+    Path(".thesis.lock").write_text("mine")
+    with pytest.raises(DataError, match=r"in the way of preparing.*thesis\.partial.*Set another data\.path"):
+        prepare(local(path="thesis"), part=part)
+    assert tree(Path("thesis.partial")) == {name: b'{"text": "years"}'}
+    assert Path(".thesis.lock").read_text() == "mine"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_flipped_bit_in_the_file_that_was_open_is_an_error(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 2, data)
+    unfinished = max(Path("tokens.partial").glob("train-*.bin"))
+    damaged = bytearray(unfinished.read_bytes())
+    damaged[0] ^= 1
+    unfinished.write_bytes(damaged)
+    with pytest.raises(DataError, match=rf"{unfinished.name} is damaged.*tokens\.partial. Check the disk"):
+        prepare(data)
+    damaged[0] ^= 1
+    unfinished.write_bytes(damaged)
+    assert content(prepare(data)["local"]) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
+
+
+def test_a_changed_number_in_the_progress_file_is_noticed(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 3, data)
+    progress = Path("tokens.partial/progress.json")
+    position = re.search(r'"position": \[1?0, (\d)', progress.read_text())
+    assert position is not None
+    text = progress.read_text()
+    progress.write_text(text[: position.start(1)] + str(int(position[1]) ^ 1) + text[position.end(1) :])
+    assert content(prepare(data)["local"]) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
+
+
 def test_documents_skipped_before_a_kill_are_still_counted(
     local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +255,24 @@ def test_after_a_text_file_is_renamed_preparing_starts_from_scratch(
     folder = prepare(data)["local"]
     assert "from scratch: its text has changed" in capsys.readouterr().err
     assert content(folder) == content(prepare(local(shard_tokens=500, path="alone"))["local"])
+
+
+def test_a_preparation_resumes_with_files_that_were_copied_which_is_noted(
+    local: Local, text_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
+    data = local(shard_tokens=500, path="tokens")
+    stopped_after(monkeypatch, 3, data)
+    text_folder.rename("original")
+    shutil.copytree("original", text_folder)
+    for _ in range(2):
+        capsys.readouterr()
+        prepare(data)
+        assert "may have changed" in capsys.readouterr().err
+    assert (
+        content(Path("tokens"))["train-00000.bin"]
+        == content(prepare(local(path="whole", shard_tokens=500))["local"])["train-00000.bin"]
+    )
 
 
 def test_a_hub_corpus_resumes_at_the_commit_it_started_with(

@@ -1,0 +1,123 @@
+"""The format of a file: what its name and its first bytes say, and the decompressed text in it."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from depthlm.data.errors import DataError
+
+CHUNK = 2**20
+DOWNLOAD = "Download or copy the file again."
+
+# Suffixes in lower case; any case is read.
+COMPRESSED = (".gz", ".zst")
+JSON = (".jsonl", ".ndjson", ".jl", ".json")
+PARQUET = ".parquet"
+
+# The first bytes of what is not UTF-8, and its name.
+_OTHERS = {
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\xfd7zXZ\0": "compressed by xz",
+}
+_REMEDIES = {
+    "UTF-16": "Convert it: iconv -f UTF-16 -t UTF-8 <file> > <new file>.",
+    "UTF-32": "Convert it: iconv -f UTF-32 -t UTF-8 <file> > <new file>.",
+    "compressed by gzip": "Add .gz to its name (and to data.suffixes).",
+    "compressed by zstd": "Add .zst to its name (and to data.suffixes).",
+    "compressed by xz": "Decompress it: only .gz and .zst are read.",
+}
+_ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
+_SPREAD = re.compile(rb"\s*\{\s*\n")
+
+
+class TextFile(NamedTuple):
+    """A text file: its name below the root, the same locally and on the hub, and the location to open."""
+
+    name: str
+    location: str
+
+
+def split_codec(name: str) -> tuple[str, str | None]:
+    """Return the name in lower case without its compression suffix, and this suffix."""
+    name = name.lower()
+    suffix = Path(name).suffix
+    return (name[: -len(suffix)], suffix) if suffix in COMPRESSED else (name, None)
+
+
+def is_records(name: str) -> bool:
+    """Return whether a file with this name has many documents, as lines of JSON or rows of parquet."""
+    return split_codec(name)[0].endswith((*JSON, PARQUET))
+
+
+def decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
+    """Return the text of a compressed file as a stream; it raises where the file ends within a frame."""
+    stream: Any = raw
+    if codec == ".gz":
+        import gzip
+
+        stream = gzip.GzipFile(fileobj=raw)
+    elif codec == ".zst":
+        from backports import zstd
+
+        # as `zstd -d --long=31`: a window of up to 2 GiB, which takes as much memory as its text has bytes
+        stream = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
+    return io.BufferedReader(stream, CHUNK)
+
+
+def compression(file: Path, sample: int = 2**23) -> float:
+    """Return how many bytes of text the first compressed bytes of a local file hold; 1 for a file without a codec.
+
+    sample: the bytes of text to decompress at most.
+    """
+    _, codec = split_codec(file.name)
+    if codec is None:
+        return 1.0
+    with reading(TextFile(file.name, str(file))), file.open("rb", buffering=0) as raw:
+        stream = decompressed(raw, codec)
+        return len(stream.read(sample)) / max(raw.tell(), 1)
+
+
+def other_format(head: bytes) -> str | None:
+    """Return what a file is that begins with these bytes, if it is known not to be UTF-8."""
+    return next((name for start, name in _OTHERS.items() if head.startswith(start)), None)
+
+
+def check_text(head: bytes, file: TextFile, json: bool) -> None:
+    """Raise DataError where the first bytes of a file of many documents show that it is something else.
+
+    json: whether it should have one JSON object per line.
+    """
+    what = other_format(head) or ("UTF-16" if json and b"\0" in head[:4] else None)
+    if what is not None:
+        raise DataError(f"the file is {what}, not UTF-8", file.location, _REMEDIES[what])
+    head = head.removeprefix(b"\xef\xbb\xbf")
+    if json and _ARRAY.match(head):
+        remedy = "Write each object on a line of its own: jq -c '.[]' <file> > <new file>.jsonl."
+        raise DataError("the file is one array of JSON, not an object per line", file.location, remedy)
+    if json and _SPREAD.match(head):
+        remedy = "Write each object on a line of its own: jq -c . <file> > <new file>.jsonl."
+        raise DataError("a JSON object takes several lines of the file", file.location, remedy)
+
+
+@contextmanager
+def reading(file: TextFile) -> Iterator[None]:
+    """Raise the libraries' errors as a DataError that names the file."""
+    import zlib
+
+    import pyarrow as pa
+    from backports import zstd
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, EOFError, pa.ArrowException, zlib.error, zstd.ZstdError) as error:
+        what = f"cannot be read to its end ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+        raise DataError(what, file.location, DOWNLOAD) from error
