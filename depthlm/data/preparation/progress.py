@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from depthlm.data.corpora.sources import TextFiles
+from depthlm.data.end_of_text import TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.preparation.split_writer import SplitWriter
@@ -116,7 +117,9 @@ def check_mark(folder: Path, settings: dict[str, Any]) -> None:
     remedy = "Nothing was changed. Set another data.path, or remove this folder by hand."
     if marked is None:
         raise DataError("in the way of preparing: not a folder that this version began to prepare", folder, remedy)
-    if differing := differences(marked, settings):
+    # a preparation that failed before its first file has encoded nothing
+    encoded = any(file.name not in (MARK, "tokenizer.json", TOKENIZER_CONFIG) for file in folder.iterdir())
+    if encoded and (differing := differences(marked, settings)):
         raise DataError(f"an unfinished preparation with other settings ({differing})", folder, remedy)
 
 

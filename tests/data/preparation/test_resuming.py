@@ -191,6 +191,15 @@ def test_with_another_setting_an_unfinished_preparation_is_refused_and_stays_as_
     assert content(Path("tokens")) == content(prepare(local(shard_tokens=500, path="whole"))["local"])
 
 
+def test_a_setting_may_be_corrected_where_nothing_was_encoded(local: Local, text_folder: Path) -> None:
+    (text_folder / "a.jsonl").write_text('{"words": "some text"}\n' * 50)
+    data = local(tokenizer="bytes", path="tokens", source=str(text_folder / "a.jsonl"))
+    with pytest.raises(DataError, match="text"):
+        prepare(data)
+    assert Path("tokens.partial").is_dir()
+    assert prepare(dataclasses.replace(data, text_field="words"))["local"] == Path("tokens")
+
+
 @pytest.mark.parametrize("name", ["chapter.tex", "progress.json", "manifest.json", "notes/a.txt"])
 @pytest.mark.parametrize("part", [None, Part(0, 2)])
 def test_a_folder_of_the_user_in_the_way_is_not_touched(local: Local, name: str, part: Part | None) -> None:
