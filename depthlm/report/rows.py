@@ -11,6 +11,7 @@ from depthlm.config.resolve import by_name
 from depthlm.config.schema import Config
 from depthlm.config.schema.experiment import Column
 from depthlm.runs.records import RunRecord, read_run
+from depthlm.streams import printable
 from depthlm.sweeps.points import Point
 
 # metrics that describe a run but not its quality
@@ -82,7 +83,7 @@ def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run)
         all_settings = point.settings or by_name(point.overrides)
         settings = {name: value for name, value in all_settings.items() if name != "seed"}
         key = tuple(f"{name}={value}" for name, value in sorted(settings.items()))
-        label = point.label or Path(point.directory).name
+        label = point.label or printable(Path(point.directory).name)
         row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
         row.points.append(point)
         row.runs.append(read(point.directory))
@@ -93,7 +94,7 @@ def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run)
 def _without_seed(row: Row) -> str:
     """Return the row's label without the seed, where the points' labels differ only in the seed."""
     labels = {
-        re.sub(rf"(,? |__seed-){re.escape(seed)}(?=$|,|\s|__)", "", point.label or run.directory.name)
+        re.sub(rf"(,? |__seed-){re.escape(seed)}(?=$|,|\s|__)", "", point.label or printable(run.directory.name))
         for point, run, seed in zip(row.points, row.runs, row.seeds, strict=True)
     }
     return labels.pop() if len(labels) == 1 and len(row.points) > 1 else row.label

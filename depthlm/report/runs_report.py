@@ -18,6 +18,7 @@ from depthlm.report.rows import number
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import FAILED, RunRecord, read_run, recorded_settings
+from depthlm.streams import printable
 
 # runs per table of differing settings
 BESIDE = 4
@@ -108,13 +109,13 @@ def panels_by_size(runs: Sequence[RunRecord], names: Sequence[str], configs: Seq
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """Return the last parts of each path, as many as make all of them distinct."""
-    parts = [directory.parts or (".",) for directory in directories]
+    """Return the last parts of each path, as many as make all of them distinct, in characters that can be drawn."""
+    parts = [tuple(map(printable, directory.parts)) or (".",) for directory in directories]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return [str(directory) for directory in directories]
+    return [printable(str(directory)) for directory in directories]
 
 
 def what_differs(names: Sequence[str]) -> list[str]:

@@ -121,3 +121,8 @@ def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
     assert set(tables) == {"results", "settings"}
     content = json.loads(tables["results"].read_text())
     assert content["data"][0][content["columns"].index("validation loss")] == 3.0
+
+
+def test_names_that_cannot_be_drawn_are_escaped() -> None:
+    names = short_names([Path("runs/caf\udce9"), Path("runs/e\x1b[31mvil")])
+    assert names == [r"caf\udce9", r"e\x1b[31mvil"]
