@@ -17,6 +17,7 @@ from depthlm.config import bucket_elements
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.model.experts import Spread
+from depthlm.model.parameters import fp32_parameters
 from depthlm.optimizers import state_bytes
 
 if TYPE_CHECKING:
@@ -182,6 +183,8 @@ class MemoryEstimator:
             model = own_decoder(self.config) if stage < 3 else build_model(self.config, "meta")
             if half_weights:
                 model.to(precision)
+                for parameter in fp32_parameters(model).values():
+                    parameter.data = parameter.data.float()
             model.checkpoint_activations(checkpointing)
             if stage == 3:
                 model.read_alone()

@@ -58,6 +58,24 @@ def kind_of(owned: Owned) -> str:
     return "vector" if isinstance(owned.owner, Norm | DeltaAttention | GatedNorm | ShortConvolution) else "mechanism"
 
 
+def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return, by name, the parameters that stay in fp32 in a model of 16 bits. A module declares some of its own:
+
+        fp32_parameters = ("gate", "bias")
+
+    Raises: ValueError if it declares an unknown one.
+    """
+    declared = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name in getattr(module, "fp32_parameters", ()):
+            if name not in own:
+                where = f"{type(module).__name__}.fp32_parameters[{name!r}]"
+                raise ValueError(f"{where}: no such parameter; there are {', '.join(own) or 'none'}")
+            declared[f"{path}.{name}" if path else name] = own[name]
+    return declared
+
+
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the groups {params, names, weight_decay, lr_scale, kind}; each trained parameter is in exactly one group.
 

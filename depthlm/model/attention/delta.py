@@ -36,6 +36,8 @@ class DeltaAttention(nn.Module):
     from v_in, all else from k_in.
     """
 
+    fp32_parameters = ("A_log", "dt_bias")
+
     def __init__(self, size: Size, backbone: Backbone):
         super().__init__()
         d, e, c = size.hidden_size, size.head_size, size.num_heads * size.head_size

@@ -66,6 +66,7 @@ class HyperConnections(Connection):
         if dynamic:
             self.w = nn.Parameter(torch.empty(n + 2, d))
             self.scale = nn.Parameter(torch.empty(2))
+        self.fp32_parameters = tuple(self._parameters)
 
     def link(self, connections: Sequence[Connection]) -> None:
         # with activation checkpointing, the streams within a layer are computed again in any case
@@ -156,6 +157,7 @@ class ManifoldHyperConnections(Connection):
         self.phi = nn.Parameter(torch.empty(sum(self.widths), width))
         self.alpha = nn.Parameter(torch.empty(3))
         self.bias = nn.Parameter(torch.empty(sum(self.widths)))
+        self.fp32_parameters = tuple(self._parameters)
 
     def link(self, connections: Sequence[Connection]) -> None:
         # with activation checkpointing, the streams within a layer are computed again in any case
@@ -232,6 +234,7 @@ class Collapse(nn.Module):
         self.kind = kind
         if kind == "learned":
             self.weights = nn.Parameter(torch.empty(num_streams))
+            self.fp32_parameters = ("weights",)
 
     def forward(self, x_btnd: Tensor) -> Tensor:
         if self.kind == "learned":

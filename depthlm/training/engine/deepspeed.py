@@ -20,15 +20,16 @@ from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import spread_states
-from depthlm.training.engine.averages import averaged
+from depthlm.training.engine.averages import averaged, show
 from depthlm.training.engine.counters import count_updates
 from depthlm.training.engine.finite import nonfinite
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.reduction import Reducer
-from depthlm.training.engine.settings import deepspeed_settings
+from depthlm.training.engine.settings import deepspeed_settings, half_dtype
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
 from depthlm.training.engine.skipping import agree_on_bf16_norm, guard_step
 from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights
+from depthlm.training.engine.zero.fp32 import keep_fp32, take_fp32
 from depthlm.training.engine.zero.matrices import split_matrices
 from depthlm.training.engine.zero.repartition import load_repartitioned
 from depthlm.training.plan import Plan
@@ -54,6 +55,8 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     else:
         undo_sharding()
     settings = deepspeed_settings(config, plan, model)
+    is_half = config.deepspeed.stage > 0 and config.precision.name != "fp32"
+    in_fp32 = take_fp32(model, half_dtype(config)) if is_half else {}
     # DeepSpeed's bf16 optimizer prints its memory use at every log level
     with contextlib.redirect_stdout(io.StringIO()), experts_detected(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
@@ -63,6 +66,9 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if config.deepspeed.experts > 1 and config.deepspeed.stage > 0:
         spread_states.name_parts(engine, model)
+    if in_fp32:
+        keep_fp32(engine.optimizer, in_fp32)
+        show(engine.optimizer)
     if config.deepspeed.stage > 0:
         split_matrices(optimizer, engine.optimizer, engine.device)
     if config.deepspeed.stage == 3:
@@ -163,6 +169,8 @@ class DeepSpeedEngine:
             loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
         if loaded is None:
             raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
+        # of the parameters kept in fp32, DeepSpeed loads only the fp32 weights
+        show(self.zero)
         if spread and self.reducer is not None:
             spread_states.load_states(checkpoint, optimizer, self.model)
         # a fork may have other settings, and experts may have been spread

@@ -59,5 +59,9 @@ def deepspeed_settings(config: Config, plan: Plan, model: Decoder) -> dict[str, 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
     """Return the autocast context for computing outside the engine, as in validation."""
-    half = torch.float16 if config.precision.name == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=half, enabled=config.precision.name != "fp32")
+    return torch.autocast(device.type, dtype=half_dtype(config), enabled=config.precision.name != "fp32")
+
+
+def half_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of a precision of 16 bits."""
+    return torch.float16 if config.precision.name == "fp16" else torch.bfloat16

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from depthlm.config import Config
 from depthlm.machine import environment
 from depthlm.model import Decoder, initialize
-from depthlm.model.parameters import Owned
+from depthlm.model.parameters import Owned, fp32_parameters
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.plan import Plan
 
@@ -40,9 +40,11 @@ def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
     deepspeed.init_distributed()
     # for an empty module, since a context would also replace the constructors of all modules and tensors
     sharding = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_settings(config, plan, model))
+    in_fp32 = fp32_parameters(model)
 
     def place(owned: Owned, weight: Tensor) -> None:
-        whole = weight.to(sharding.local_device, sharding.dtype)
+        dtype = torch.float32 if owned.name in in_fp32 else sharding.dtype
+        whole = weight.to(sharding.local_device, dtype)
         parameter = nn.Parameter(whole, owned.parameter.requires_grad)
         owned.owner.register_parameter(owned.own_name, parameter)
         sharding._convert_to_zero_parameters([parameter])

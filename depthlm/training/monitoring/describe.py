@@ -11,6 +11,7 @@ from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
 from depthlm.machine import environment
 from depthlm.model import Decoder
+from depthlm.model.parameters import fp32_parameters
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import ValidationLosses, loss_key, perplexity
 from depthlm.training.monitoring.display import number_text, show_table
@@ -50,7 +51,7 @@ def derived(
         f"{counted(plan.world_size, 'rank')} x {plan.accumulation} accumulated x {plan.micro_batch_size} sequences",
         "FLOPs": f"{count_text(flops_per_token)} per token, {flops_per_token * plan.total_tokens:.3g} in all",
         "memory estimate": memory_text(config, memory),
-        "dtypes": dtypes(config),
+        "dtypes": dtypes(config, model),
         "device": f"{environment.device_name(environment.device_type(config.device))}, {config.precision.name}"
         f"{', compiled' if model.is_compiled else ''}, {ranks().launcher}",
         "token files": ", ".join(map(str, corpus.folders.values())),
@@ -89,7 +90,7 @@ def memory_text(config: Config, memory: Memory | None) -> str:
     )
 
 
-def dtypes(config: Config) -> str:
+def dtypes(config: Config, model: Decoder) -> str:
     """Describe the dtypes of computation, weights, gradient accumulation and communication."""
     name, sharding = config.precision.name, config.deepspeed
     weights = "fp32" if sharding.stage == 0 else name
@@ -98,7 +99,9 @@ def dtypes(config: Config) -> str:
         computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
         return f"{computed}; gradients accumulated in fp32, reduced in {reduced}"
     scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
-    return f"{name} weights, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
+    kept = sorted({name.rpartition(".")[2] for name in fp32_parameters(model)})
+    in_fp32 = f" (fp32: {', '.join(kept)})" if kept else ""
+    return f"{name} weights{in_fp32}, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
 
 
 def mixture(plan: Plan, batches: Batches) -> str:

@@ -89,6 +89,15 @@ def test_inputs_may_have_different_dtypes() -> None:
     torch.testing.assert_close(found[8].double(), expected[8], rtol=2**-10, atol=1e-5)
 
 
+def test_parameters_and_maps_may_be_in_fp32_beside_streams_of_16_bits() -> None:
+    half, double = low(arguments(4, 24, 5), torch.float16)
+    inputs = [x if position in (0, 4) else x.float() for position, x in enumerate(half)]
+    found = results("triton", inputs)
+    assert [x.dtype for x in found[4:]] == [x.dtype for x in inputs]
+    assert_same(found, results("torch", double), 8 * torch.finfo(torch.float16).eps)
+    assert_same(found, [x.double() for x in results("torch", inputs)], 4 * torch.finfo(torch.float16).eps)
+
+
 def test_autocast_rounds_only_the_product() -> None:
     """With fp16 autocast, the streams remain exact, and the maps are those of a rounded product."""
     inputs = [x.float() for x in arguments(4, 24, 5)]

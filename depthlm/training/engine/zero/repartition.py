@@ -87,7 +87,10 @@ def pieces_of(contents: list[dict[str, Any]], folder: Path) -> dict[str, list[Pi
             flats, states = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
         for number, flat in enumerate(flats):
             state = states.get(number, {})
-            sharded = {key: value for key, value in state.items() if getattr(value, "shape", None) == flat.shape}
+            # at ZeRO 2, DeepSpeed saves what pads the last partition in the states, but not in the weights
+            sharded = {
+                key: value for key, value in state.items() if getattr(value, "ndim", 0) == 1 and len(value) >= len(flat)
+            }
             values = {key: value for key, value in state.items() if key not in sharded}
             if shapes is None:
                 slices = content["param_slice_mappings"][number].items()

@@ -1,0 +1,220 @@
+"""Parameters that a module declares in `fp32_parameters` stay in fp32 in bf16 and fp16 at ZeRO 1 to 3."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import depthlm
+from depthlm.distributed.launchers import ranks
+from depthlm.distributed.process_group import start_distributed
+from depthlm.model.parameters import fp32_parameters, optimizer_groups
+from depthlm.training import train
+from depthlm.training.engine import build_engine, writable
+from depthlm.training.engine.settings import deepspeed_settings
+from depthlm.training.engine.zero.partitions import partitions
+from depthlm.training.plan import make_plan
+from depthlm.training.step import train_step
+
+from ..two_ranks import TwoRanks, train_and_resume, train_on_ranks
+from .run_files import assert_same, curve, states, weights
+from .synthetic import losses, synthetic_tokens
+
+Overrides = Callable[..., list[str]]
+MODELS = {
+    "mhc": ["model=mhc", "model.connection.collapse=learned"],
+    "hyper_connections": ["model=hyper_connections"],
+    "static": ["model=hyper_connections", "model.connection.dynamic=false"],
+    "kimi_linear": ["backbone=kimi_linear"],
+}
+STAGES = ("zero1", "zero2", "zero3", "zero3_offload")
+QUICK = [("zero1", "bf16", "kimi_linear"), ("zero2", "bf16", "hyper_connections"), ("zero3", "bf16", "mhc")]
+ALL = [(stage, precision, model) for stage in STAGES for precision in ("bf16", "fp16") for model in MODELS]
+SCALE = 2**8
+
+
+def cases(quick: list[Any], every: list[Any]) -> list[Any]:
+    """Return the quick cases, and all others marked as slow."""
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in quick)]
+
+
+def start(overrides: list[str], change: Callable[[nn.Module], None] = lambda _: None) -> tuple[Any, ...]:
+    """Return a configuration, its plan, and its engine. change: what to change in the model before it is built."""
+    torch.set_num_threads(1)
+    config = depthlm.compose(overrides)
+    start_distributed(ranks())
+    plan, model = make_plan(config, ranks()), depthlm.build_model(config)
+    change(model)
+    engine = build_engine(config, plan, model)
+    engine.set_learning_rate(1e-3)
+    return config, plan, engine
+
+
+@pytest.mark.parametrize(("stage", "precision", "model"), cases(QUICK, ALL))
+@pytest.mark.usefixtures("fp16_on_the_cpu")
+def test_updates_equal_adamw_in_fp32_on_the_same_gradients(
+    small_run: Overrides, stage: str, precision: str, model: str
+) -> None:
+    config, plan, engine = start(
+        small_run(
+            f"deepspeed={stage}", f"precision={precision}", *MODELS[model], "training.gradient_clipping=0",
+            "training.micro_batch_size=2", "precision.initial_scale_power=8",
+        )
+    )  # fmt: skip
+    initial = depthlm.build_model(config)
+    expected = {name: p.detach().clone().requires_grad_() for name, p in fp32_parameters(initial).items()}
+    decays = {
+        name: group["weight_decay"]
+        for group in optimizer_groups(initial, config.optimizer.weight_decay)
+        for name in group["names"]
+    }
+    groups = [{"params": [parameter], "weight_decay": decays[name]} for name, parameter in expected.items()]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=config.optimizer.betas, eps=config.optimizer.eps)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, gradient: Tensor) -> None:
+        assert gradient.dtype == torch.float32
+        # ranks send gradients in 16 bits: at stage 1 that of a batch, else that of each micro-batch
+        sums[name] = sums.get(name, torch.zeros(())) + (gradient if stage == "zero1" else gradient.to(half).float())
+
+    for name, parameter in fp32_parameters(engine.model).items():
+        parameter.register_hook(lambda gradient, name=name: add(name, gradient))
+    for tokens in synthetic_tokens(config, 4):
+        sums.clear()
+        train_step(engine, tokens.view(plan.accumulation, plan.micro_batch_size, -1), plan, 0.0)
+        for name, parameter in expected.items():
+            parameter.grad = sums[name].to(half).float() if stage == "zero1" else sums[name]
+            parameter.grad /= SCALE if precision == "fp16" else 1
+        adamw.step()
+    actual = engine.weights()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(actual[name], parameter.detach(), rtol=1e-6, atol=1e-6)
+    rounded = torch.cat([(actual[name].to(half) - actual[name]).flatten() for name in expected])
+    assert rounded.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("stage", "model"), cases([("zero3", "mhc")], [(s, m) for s in STAGES for m in MODELS]))
+def test_the_forward_pass_reads_them_in_fp32_from_the_first_step(small_run: Overrides, stage: str, model: str) -> None:
+    overrides = small_run(f"deepspeed={stage}", "precision=bf16", *MODELS[model])
+
+    def loss(changed: str | None) -> float:
+        def change(initial: nn.Module) -> None:
+            torch.manual_seed(0)
+            for name, parameter in fp32_parameters(initial).items():
+                parameter.data = torch.randn_like(parameter).bfloat16().float()
+                if name.endswith(f".{changed}"):
+                    # rounded to bf16, they would be the same
+                    parameter.data *= 1 + 2**-12
+
+        config, _, engine = start(overrides, change)
+        tokens = synthetic_tokens(config, 1)[0]
+        with torch.no_grad():
+            return engine(tokens[:, :-1], tokens[:, 1:]).nll.item()
+
+    declared = {name.rpartition(".")[2] for name in fp32_parameters(depthlm.build_model(depthlm.compose(overrides)))}
+    # the product with w is in bf16, like every matrix product
+    assert [name for name in sorted(declared - {"w"}) if loss(name) == loss(None)] == []
+
+
+def updated(overrides: list[str]) -> list[tuple[str, np.ndarray]]:
+    """Return these parameters of this rank after some updates, which it compares with its part of the fp32 weights."""
+    config, plan, engine = start(overrides)
+    for tokens in synthetic_tokens(config, 3):
+        batch = tokens.chunk(plan.world_size)[ranks().rank]
+        train_step(engine, batch.view(plan.accumulation, plan.micro_batch_size, -1), plan, 0.0)
+    masters = [(part.flat, *own) for part in partitions(engine.zero) for own in part.own()]
+    names, result = {parameter: name for name, parameter in fp32_parameters(engine.model).items()}, {}
+    for parameter, name in names.items():
+        with writable(parameter):
+            result[name] = parameter.detach().flatten().clone()
+    for flat, parameter, (_, start_, offset, length) in masters:
+        if parameter in names:
+            assert torch.equal(result[names[parameter]][start_ : start_ + length], flat[offset : offset + length])
+    engine.destroy()
+    # tensors would be sent as shared memory
+    return [(name, values.numpy()) for name, values in result.items()]
+
+
+@pytest.mark.parametrize(
+    ("stage", "model"),
+    cases([("zero2", "mhc"), ("zero3", "mhc")], [(stage, model) for stage in STAGES for model in MODELS]),
+)
+def test_all_ranks_have_the_fp32_weights(two_ranks: TwoRanks, small_run: Overrides, stage: str, model: str) -> None:
+    settings = (f"deepspeed={stage}", "precision=bf16", *MODELS[model], "training.micro_batch_size=1")
+    one, other = two_ranks(updated, small_run(*settings))
+    assert one
+    for (name, values), (_, expected) in zip(one, other, strict=True):
+        assert values.dtype == np.float32
+        assert np.array_equal(values, expected), name
+    together = torch.from_numpy(np.concatenate([values for _, values in one]))
+    assert not torch.equal(together, together.bfloat16().float())
+
+
+@pytest.mark.parametrize(("stage", "model"), cases([("zero2", "mhc")], [(s, m) for s in STAGES for m in MODELS]))
+def test_runs_resume_bit_for_bit_and_on_other_ranks(
+    two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: str, model: str
+) -> None:
+    given = (f"deepspeed={stage}", "precision=bf16", *MODELS[model], "training.max_steps=6",
+             "training.micro_batch_size=1", "training.validate_every=3")  # fmt: skip
+    train_and_resume(two_ranks, small_run, given, (3, 6))
+    two, resumed = tmp_path / "two", tmp_path / "resumed"
+    assert curve(two) == curve(resumed)
+    assert_same(weights(two), weights(resumed))
+    assert_same(states(two), states(resumed))
+    loaded, _ = depthlm.load(two)
+    for name, parameter in fp32_parameters(loaded).items():
+        assert weights(two)[name].dtype == torch.float32
+        assert torch.equal(weights(two)[name], parameter)
+    assert two_ranks(train_on_ranks, small_run(*given, "training.stop_after=3", name="moved")) == [0, 0]
+    assert train(depthlm.compose(small_run(*given, name="moved"))) == 0
+    moved = tmp_path / "moved"
+    assert "1 rank x 4" in (moved / "train.log").read_text()
+    torch.testing.assert_close([row[2] for row in curve(moved)], [row[2] for row in curve(two)], rtol=3e-3, atol=0)
+
+
+@pytest.mark.slow
+def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
+    small_run: Overrides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sharded(*arguments: Any) -> dict[str, Any]:
+        settings = deepspeed_settings(*arguments)
+        for name in ("param_persistence_threshold", "max_reuse_distance", "max_live_parameters"):
+            settings["zero_optimization"][f"stage3_{name}"] = 0
+        return settings
+
+    overrides = small_run("deepspeed=zero3", "precision=bf16", *MODELS["mhc"])
+    expected = losses(overrides, 4)
+    monkeypatch.setattr("depthlm.training.engine.deepspeed.deepspeed_settings", sharded)
+    assert losses(overrides, 4) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_averages_are_evaluated_in_fp32(small_run: Overrides, stage: str) -> None:
+    config, plan, engine = start(
+        small_run(
+            f"deepspeed={stage}", "precision=bf16", "optimizer=schedule_free", "schedule=constant", *MODELS["mhc"]
+        )
+    )
+    for tokens in synthetic_tokens(config, 3):
+        train_step(engine, tokens[None], plan, 0.0)
+
+    def values() -> dict[str, Tensor]:
+        result = {}
+        for name, parameter in fp32_parameters(engine.model).items():
+            with writable(parameter):
+                result[name] = parameter.detach().clone()
+        return result
+
+    before, averages = values(), engine.weights()
+    with engine.evaluated():
+        assert_same(values(), {name: averages[name] for name in before})
+    assert_same(values(), before)
+    together = torch.cat([averages[name].flatten() for name in before])
+    assert not torch.equal(together, torch.cat([value.flatten() for value in before.values()]))
+    assert not torch.equal(together, together.bfloat16().float())
