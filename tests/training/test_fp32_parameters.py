@@ -34,6 +34,8 @@ MODELS = {
 STAGES = ("zero1", "zero2", "zero3", "zero3_offload")
 QUICK = [("zero1", "bf16", "kimi_linear"), ("zero2", "bf16", "hyper_connections"), ("zero3", "bf16", "mhc")]
 ALL = [(stage, precision, model) for stage in STAGES for precision in ("bf16", "fp16") for model in MODELS]
+# every stage, and every model
+SOME = [(stage, model) for stage in STAGES for model in MODELS if stage == "zero3" or model == "mhc"]
 SCALE = 2**8
 
 
@@ -98,7 +100,7 @@ def test_updates_equal_adamw_in_fp32_on_the_same_gradients(
     assert rounded.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(("stage", "model"), cases([("zero3", "mhc")], [(s, m) for s in STAGES for m in MODELS]))
+@pytest.mark.parametrize(("stage", "model"), cases([("zero3", "mhc")], SOME))
 def test_the_forward_pass_reads_them_in_fp32_from_the_first_step(small_run: Overrides, stage: str, model: str) -> None:
     overrides = small_run(f"deepspeed={stage}", "precision=bf16", *MODELS[model])
 
@@ -142,7 +144,7 @@ def updated(overrides: list[str]) -> list[tuple[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("stage", "model"),
-    cases([("zero2", "mhc"), ("zero3", "mhc")], [(stage, model) for stage in STAGES for model in MODELS]),
+    cases([("zero2", "mhc"), ("zero3", "mhc")], SOME),
 )
 def test_all_ranks_have_the_fp32_weights(two_ranks: TwoRanks, small_run: Overrides, stage: str, model: str) -> None:
     settings = (f"deepspeed={stage}", "precision=bf16", *MODELS[model], "training.micro_batch_size=1")
@@ -155,7 +157,7 @@ def test_all_ranks_have_the_fp32_weights(two_ranks: TwoRanks, small_run: Overrid
     assert not torch.equal(together, together.bfloat16().float())
 
 
-@pytest.mark.parametrize(("stage", "model"), cases([("zero2", "mhc")], [(s, m) for s in STAGES for m in MODELS]))
+@pytest.mark.parametrize(("stage", "model"), cases([("zero2", "mhc")], SOME))
 def test_runs_resume_bit_for_bit_and_on_other_ranks(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: str, model: str
 ) -> None:
