@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from depthlm.kernels.backend import missing
+from depthlm.ops.backend import missing
 from depthlm.machine import environment
 
 CUDA = torch.cuda.is_available()

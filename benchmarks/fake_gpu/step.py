@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.kernels.flash import Bounds
+from depthlm.ops.flash import Bounds
 from depthlm.model import Decoder, compile_sublayers
 from depthlm.model.documents import DocumentMask
 from fake_gpu import machine_code

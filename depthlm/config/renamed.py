@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 KEYS = {"import_from": "init_from", "training.on_bad_numbers": "training.on_nonfinite"}
-MODULES = {"depthlm.model.connections.cross_attention.": "depthlm.model.connections.deep_cross_attention."}
+MODULES = {"depthlm.mechanisms.cross_attention.": "depthlm.mechanisms.dca."}
 # an older configuration has the name of its optimizer, but no class
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"_target_": "torch.optim.AdamW", "momentum": None, "ns_steps": None, "settings": {"fused": True}},

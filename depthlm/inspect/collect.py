@@ -7,11 +7,11 @@ from torch import Tensor
 
 from depthlm.inspect.mechanisms import COLLECTORS
 from depthlm.inspect.picture import Picture
+from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder, Observer, SublayerSpec
 from depthlm.model.attention.mixers import attention_class
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
-from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.connections.residual import Residual
+from depthlm.model.connection import Connection, Stream
 
 WITHOUT_WEIGHTS = (SelfAttention, Residual)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from depthlm.inspect.mixing_figure import draw_mixing
 from depthlm.inspect.picture import Array, Collector, Picture
 from depthlm.model import Connection, Decoder, SublayerSpec
-from depthlm.model.connections.connection import Inputs, Stream
+from depthlm.model.connection import Inputs, Stream
 
 
 @torch.no_grad()

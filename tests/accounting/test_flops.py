@@ -4,7 +4,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthlm.accounting.flops import flops_per_token
-from depthlm.kernels.delta.reference import recurrence
+from depthlm.ops.delta.reference import recurrence
 from depthlm.model.attention import delta
 from depthlm.model.experts import experts
 

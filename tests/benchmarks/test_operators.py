@@ -8,9 +8,9 @@ import torch
 import depthlm
 from benchmarks import operators
 from benchmarks.operators import CASES, Make, Shape, difference, read_table, shape_of, step
-from depthlm.model.connections.attention_residuals import AttentionResiduals
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
+from depthlm.mechanisms.attention_residuals import AttentionResiduals
+from depthlm.mechanisms.dca import GRN
+from depthlm.mechanisms.denseformer import DenseFormer
 
 TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
 PARAMETERS = {"depth_attend_block": 1, "depth_attend_full": 1, "weighted_reads": 1, "gated_reads": 2}

@@ -23,7 +23,7 @@ def test_an_old_key_beside_the_new_one_is_refused() -> None:
 
 
 def test_the_names_in_a_saved_configuration_become_the_new_ones() -> None:
-    target = "depthlm.model.connections.{}.GRN"
+    target = "depthlm.mechanisms.{}.GRN"
     saved: dict[str, Any] = {
         "import_from": "a/run",
         "training": {"on_bad_numbers": "rewind"},

@@ -14,7 +14,7 @@ from torch import Tensor
 from depthlm.inspect import depth_mixing
 from depthlm.inspect.depth_mixing import mixing_picture
 from depthlm.model import Connection, Decoder, Observer
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 
 from .conftest import TOKENS
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from depthlm.kernels.moda.merge import probabilities
+from depthlm.ops.moda.merge import probabilities
 from depthlm.model import Decoder, Observer
 
 from .conftest import TOKENS

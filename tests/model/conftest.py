@@ -11,7 +11,7 @@ import depthlm
 from depthlm.config import Config
 from depthlm.locations import CONF
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Backbone, Size

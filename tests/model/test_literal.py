@@ -5,19 +5,19 @@ from functools import partial
 import pytest
 import torch
 
-from depthlm.model.attention.depth_attention import DepthAttention
-from depthlm.model.attention.moda import Moda
+from depthlm.mechanisms.depth_attention import DepthAttention
+from depthlm.mechanisms.moda import Moda
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
-from depthlm.model.connections.depth_dense import DepthDense
-from depthlm.model.connections.depth_qkv import DepthQKV
-from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
-from depthlm.model.connections.laurel import Laurel
-from depthlm.model.connections.mrla import MRLA
-from depthlm.model.connections.residual import Residual
-from depthlm.model.connections.single_state import Highway, ReZero
+from depthlm.mechanisms.attention_residuals import AttentionResiduals, AttentionResidualsRecency
+from depthlm.mechanisms.dca import GRN
+from depthlm.mechanisms.denseformer import DenseFormer
+from depthlm.mechanisms.depth_dense import DepthDense
+from depthlm.mechanisms.depth_qkv import DepthQKV
+from depthlm.mechanisms.hyper_connections import HyperConnections, ManifoldHyperConnections
+from depthlm.mechanisms.laurel import Laurel
+from depthlm.mechanisms.mrla import MRLA
+from depthlm.mechanisms.residual import Residual
+from depthlm.mechanisms.single_state import Highway, ReZero
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Size

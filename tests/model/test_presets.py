@@ -12,7 +12,7 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
-from depthlm.kernels.moda.bank import depth_of
+from depthlm.ops.moda.bank import depth_of
 from depthlm.locations import CONF
 from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext

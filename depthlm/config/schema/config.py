@@ -7,9 +7,9 @@ from depthlm.config.schema.deepspeed import DeepSpeed
 from depthlm.config.schema.evaluation import Evaluation
 from depthlm.config.schema.experiment import Budget, Experiment
 from depthlm.fields import TINY, key, section
-from depthlm.kernels import CHOICES
 from depthlm.machine.environment import DEVICES
 from depthlm.model.shape import Backbone, Size
+from depthlm.ops import CHOICES
 
 
 @dataclass

@@ -18,7 +18,7 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
-    from depthlm.model.connections.connection import ConnectionFactory
+    from depthlm.model.connection import ConnectionFactory
 
 # arguments of an optimizer that its parameter groups set, from the keys beside its settings
 SET_BY_GROUPS = {"lr", "weight_decay"}
@@ -39,11 +39,11 @@ def check_target(name: str, settings: Any) -> list[str]:
     import torch
 
     from depthlm.model.attention.self_attention import SelfAttention
-    from depthlm.model.connections.connection import Connection
+    from depthlm.model.connection import Connection
 
     # the last value: how many leading parameters are not settings
     interface, example, first_setting = {
-        "model.connection": (Connection, "depthlm.model.connections.residual.Residual", 3),
+        "model.connection": (Connection, "depthlm.mechanisms.residual.Residual", 3),
         "model.attention": (SelfAttention, "depthlm.model.attention.self_attention.SelfAttention", 3),
         "optimizer.settings": (torch.optim.Optimizer, "torch.optim.AdamW", 1),
     }[name]

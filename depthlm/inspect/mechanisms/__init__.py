@@ -6,13 +6,13 @@ from depthlm.inspect.mechanisms.learned import Averages, LaurelWeights
 from depthlm.inspect.mechanisms.moda import DepthProbabilities
 from depthlm.inspect.mechanisms.reads import AttentionResidualWeights, StackWeights
 from depthlm.inspect.picture import Collector
-from depthlm.model.attention.depth_attention import DepthAttention
-from depthlm.model.attention.moda import Moda
-from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
-from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
-from depthlm.model.connections.laurel import Laurel
+from depthlm.mechanisms.attention_residuals import AttentionResiduals, AttentionResidualsRecency
+from depthlm.mechanisms.dca import GRN
+from depthlm.mechanisms.denseformer import DenseFormer
+from depthlm.mechanisms.depth_attention import DepthAttention
+from depthlm.mechanisms.hyper_connections import HyperConnections, ManifoldHyperConnections
+from depthlm.mechanisms.laurel import Laurel
+from depthlm.mechanisms.moda import Moda
 
 __all__ = ["COLLECTORS"]
 

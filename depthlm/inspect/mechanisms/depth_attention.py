@@ -8,8 +8,8 @@ from torch import Tensor
 from depthlm.inspect.figures import Grid, draw_grids
 from depthlm.inspect.picture import Collector, Picture, over_tokens
 from depthlm.inspect.tokens import token_picture
+from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.model import Decoder, SublayerSpec
-from depthlm.model.attention.depth_attention import DepthAttention
 from depthlm.model.attention.mixers import attending
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
 

@@ -9,9 +9,9 @@ import torch
 from depthlm.inspect.figures import Grid, draw_curves, draw_grids, draw_matrices
 from depthlm.inspect.picture import Array, Collector, Picture
 from depthlm.inspect.tokens import token_picture
+from depthlm.mechanisms.hyper_connections import HyperConnections, ManifoldHyperConnections
 from depthlm.model import Decoder
-from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
+from depthlm.model.connection import Connection, Stream
 
 # matrices per picture, from evenly spaced sublayers
 SHOWN = 6

@@ -6,8 +6,8 @@ import numpy as np
 
 from depthlm.inspect.figures import Grid, draw_curves, draw_grids
 from depthlm.inspect.picture import Collector, Picture, stacked
-from depthlm.model.connections.denseformer import DenseFormer
-from depthlm.model.connections.laurel import Laurel
+from depthlm.mechanisms.denseformer import DenseFormer
+from depthlm.mechanisms.laurel import Laurel
 
 
 class Averages(Collector):

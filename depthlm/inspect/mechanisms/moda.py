@@ -9,11 +9,11 @@ from torch import Tensor
 from depthlm.inspect.mechanisms.moda_figures import draw_depth_share, draw_maps
 from depthlm.inspect.picture import Array, Collector, Picture, spread
 from depthlm.inspect.tokens import TOKENS
-from depthlm.kernels.moda.merge import probabilities
+from depthlm.mechanisms.moda import Moda
 from depthlm.model import Decoder, SublayerSpec
 from depthlm.model.attention.mixers import attending
-from depthlm.model.attention.moda import Moda
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
+from depthlm.ops.moda.merge import probabilities
 
 # in the picture of the maps: evenly spaced layers and heads, as in the paper, and the first tokens
 LAYERS, HEADS = 4, 4

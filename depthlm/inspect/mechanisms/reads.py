@@ -8,9 +8,9 @@ import torch
 from depthlm.inspect.figures import Grid, draw_grids
 from depthlm.inspect.picture import Array, Collector, Picture, over_tokens, stacked
 from depthlm.inspect.tokens import token_picture
-from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
-from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.connections.deep_cross_attention import GRN
+from depthlm.mechanisms.attention_residuals import AttentionResiduals, AttentionResidualsRecency
+from depthlm.mechanisms.dca import GRN
+from depthlm.model.connection import Connection, Stream
 
 KINDS = {"attention": "attention", "mlp": "MLP"}
 # the inputs of a read, by their number
