@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
 
 try:
@@ -120,8 +121,21 @@ def in_groups(reads: int) -> list[slice]:
 
 
 def of_group(x: Tensor, group: slice) -> Tensor:
-    """Return the part of x of a group of reads. If it is the only group, that is x, whose gradient is not copied."""
+    """Slice the reads of one group. With a single group, return x itself, so that autograd copies no gradient."""
     return x if len(x) <= group.stop - group.start else x[group]
+
+
+def joined(outputs: list[Tensor]) -> Tensor:
+    """Return the outputs of the groups of reads as one tensor."""
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def check_reads(operator: str, parameter: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> None:
+    """Check that the sources have one shape, and that the start has it for each read of a parameter."""
+    shape = sources[0].shape
+    expect(operator, parameter, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
+    if start_spd is not None:
+        expect(operator, parameter, start=(start_spd, (len(parameter), *shape)))
 
 
 def widest(sources: Sequence[Tensor], start: Tensor | None) -> torch.dtype:

@@ -4,20 +4,20 @@ from functools import partial
 
 import pytest
 import torch
+from depthlm.mechanisms.single_state import Highway, ReZero
 
-from depthlm.mechanisms.depth_attention import DepthAttention
-from depthlm.mechanisms.moda import Moda
-from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.mechanisms.attention_residuals import AttentionResiduals, AttentionResidualsRecency
 from depthlm.mechanisms.dca import GRN
 from depthlm.mechanisms.denseformer import DenseFormer
+from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.depth_dense import DepthDense
 from depthlm.mechanisms.depth_qkv import DepthQKV
 from depthlm.mechanisms.hyper_connections import HyperConnections, ManifoldHyperConnections
 from depthlm.mechanisms.laurel import Laurel
+from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.mrla import MRLA
 from depthlm.mechanisms.residual import Residual
-from depthlm.mechanisms.single_state import Highway, ReZero
+from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Size

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
-from depthlm.ops.moda.bank import depth_of
 from depthlm.locations import CONF
 from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
 from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.moda.bank import depth_of
 
 from ..options import option
 from .conftest import BACKBONES, PRESETS, composed, quick_first

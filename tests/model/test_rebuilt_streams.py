@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from depthlm.model.connections import hyper_connections
 
 from depthlm.model import Decoder
-from depthlm.model.connections import hyper_connections
 
 
 @pytest.mark.parametrize("name", ["mhc", "hyper_connections"])

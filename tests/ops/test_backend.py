@@ -75,12 +75,12 @@ def test_auto_falls_back_with_one_log_line_and_triton_raises(complete: Path, mon
     lines: list[str] = []
     logger = logging.getLogger("depthlm.ops.backend")
     monkeypatch.setattr(logger, "warning", lambda text, *arguments: lines.append(text % arguments))
-    for operator in ("depth_attend", "depth_sums", "depth_attend"):
+    for operator in ("attention_residuals", "dca", "attention_residuals"):
         assert not backend.fused(operator, on_gpu)
     (line,) = lines
     assert line.startswith("kernels=auto: the operators over depth run in PyTorch: Triton needs Python's headers")
     with (
         backend.using("triton"),
-        pytest.raises(ValueError, match="kernels=triton: depth_attend: Triton needs Python's"),
+        pytest.raises(ValueError, match="kernels=triton: attention_residuals: Triton needs Python's"),
     ):
-        backend.fused("depth_attend", on_gpu)
+        backend.fused("attention_residuals", on_gpu)

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from depthlm.ops.attention_residuals.reference import depth_attend
 from depthlm.ops.backend import using
-from depthlm.ops.dca.reference import gated_reads, weighted_reads
+from depthlm.ops.dca.reference import gated_reads
+from depthlm.ops.denseformer.reference import weighted_reads
 
 from .compiling import compile_kernels
 
 reads_triton = pytest.importorskip("depthlm.ops.reads_triton")
 attend_ops = pytest.importorskip("depthlm.ops.attention_residuals.triton")
 from depthlm.ops.attention_residuals import many_triton, one_triton  # noqa: E402
-from depthlm.ops.dca import gated_triton, weighted_triton  # noqa: E402
+from depthlm.ops.dca import triton as gated_triton  # noqa: E402
+from depthlm.ops.denseformer import triton as weighted_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READS = ("attend", "weighted", "gated")

@@ -127,8 +127,10 @@ def reads(kind: str):
     from depthlm.ops.attention_residuals import many_triton, one_triton
     from depthlm.ops.attention_residuals.reference import depth_attend
     from depthlm.ops.backend import using
-    from depthlm.ops.dca import gated_triton, weighted_triton
-    from depthlm.ops.dca.reference import gated_reads, weighted_reads
+    from depthlm.ops.dca import triton as gated_triton
+    from depthlm.ops.dca.reference import gated_reads
+    from depthlm.ops.denseformer import triton as weighted_triton
+    from depthlm.ops.denseformer.reference import weighted_reads
 
     d, n, kept, count = 128, 2, 17, 1 if kind == "one" else 2
     p = 2**31 // d + 61

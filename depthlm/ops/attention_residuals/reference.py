@@ -40,7 +40,7 @@ def depth_attend(
     start: out_spd and lse_sp of the same reads over other sources.
     """
     arguments = (query_sd, bias_n, *(start or (None, None)), *sources)
-    if fused("depth_attend", present(*arguments)):
+    if fused("attention_residuals", present(*arguments)):
         from depthlm.ops.attention_residuals.triton import attend
 
         return attend(query_sd, sources, eps, bias_n, start)

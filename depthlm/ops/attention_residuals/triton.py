@@ -7,13 +7,12 @@ Shapes: s reads, n sources, p positions, d width.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from depthlm.ops.attention_residuals.many_triton import forward as attend_many
 from depthlm.ops.attention_residuals.one_triton import forward as attend_one
 from depthlm.ops.backend import expect
-from depthlm.ops.reads_triton import ADDRESSES, in_groups, of_group, one_narrow_dtype, widest
+from depthlm.ops.reads_triton import ADDRESSES, check_reads, in_groups, joined, of_group, one_narrow_dtype, widest
 from depthlm.ops.source_sums import tokens_of
 
 
@@ -26,14 +25,13 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Run `depth_attend`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
     reads, shape = len(query_sd), sources[0].shape
-    expect("depth_attend", query_sd, query=(query_sd, (reads, shape[-1])))
-    expect("depth_attend", query_sd, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
+    expect("attention_residuals", query_sd, query=(query_sd, (reads, shape[-1])))
+    check_reads("attention_residuals", query_sd, sources, start[0] if start else None)
     if bias_n is not None:
-        expect("depth_attend", query_sd, bias=(bias_n, (len(sources),)))
+        expect("attention_residuals", query_sd, bias=(bias_n, (len(sources),)))
     out_spd, lse_sp = start or (None, None)
-    if out_spd is not None and lse_sp is not None:
-        expect("depth_attend", query_sd, **{"start of out": (out_spd, (reads, *shape))})
-        expect("depth_attend", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
+    if lse_sp is not None:
+        expect("attention_residuals", query_sd, **{"start of lse": (lse_sp, (reads, *shape[:-1]))})
     dtype, xs = widest(sources, out_spd), one_narrow_dtype(sources)
     tokens = tokens_of(xs)
     if reads == 1 and len(xs) <= ADDRESSES:
@@ -44,6 +42,4 @@ def attend(
     for group in in_groups(reads):
         starts = (None if x is None else of_group(x, group) for x in (out_spd, lse_sp))
         parts.append(attend_many(of_group(query_sd, group), xs, eps, bias_n, *starts, dtype, tokens)[:2])
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    return joined([out for out, _ in parts]), joined([lse for _, lse in parts])

@@ -1,1 +1,1 @@
-"""Weighted sums over depth for several reads of the same sources."""
+"""Gated sums over depth for several reads of the same sources."""

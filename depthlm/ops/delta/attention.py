@@ -62,7 +62,7 @@ def _by_fla(q_bthd: Tensor, *others: Tensor) -> bool:
         unsupported = f"fla-core is not installed: {install_command('kimi')}"
     elif q_bthd.shape[3] > WIDEST:
         unsupported = f"{q_bthd.shape[3]} channels of a query are more than {WIDEST}"
-    return fused("delta_attention", (q_bthd, *others), unsupported)
+    return fused("kimi_delta", (q_bthd, *others), unsupported)
 
 
 def _fla(

@@ -30,11 +30,11 @@ def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Ten
         unsupported = f"head size {e} is above {WIDEST}"
     elif e != values[0].shape[3]:
         unsupported = f"values of {values[0].shape[3]} are not as wide as keys of {e}"
-    if not fused("depth_value_mix", [q_bhte, *keys, *values], unsupported):
+    if not fused("depth_attention", [q_bhte, *keys, *values], unsupported):
         return weighted_sum(depth_weights(q_bhte, keys), values)
     from depthlm.ops.depth_attention.triton import forward
 
-    check_entries("depth_value_mix", q_bhte, keys, values)
+    check_entries("depth_attention", q_bhte, keys, values)
     return forward(q_bhte, list(keys), list(values))[0]
 
 

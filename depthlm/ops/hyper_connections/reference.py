@@ -38,7 +38,7 @@ def hyper_post_pre(
     """
     n = x_btnd.shape[2]
     unsupported = None if n <= MOST_STREAMS else f"num_streams={n} is above {MOST_STREAMS}"
-    if dynamic is not None and fused("hyper_post_pre", (x_btnd, *static, *dynamic, *(pending or ())), unsupported):
+    if dynamic is not None and fused("hyper_connections", (x_btnd, *static, *dynamic, *(pending or ())), unsupported):
         from depthlm.ops.hyper_connections.triton import hyper_post_pre as in_triton
 
         _check(x_btnd, pending, static, dynamic)
@@ -71,9 +71,11 @@ def hyper_maps(x_btnd: Tensor, static: Static, dynamic: Dynamic | None, eps: flo
 def _check(x_btnd: Tensor, pending: Pending | None, static: Static, dynamic: Dynamic) -> None:
     b, t, n, d = x_btnd.shape
     (pre_n, post_n, res_ij), (w_md, scale) = static, dynamic
-    expect("hyper_post_pre", x_btnd, x=(x_btnd, (b, t, n, d)), w=(w_md, (n + 2, d)), scale=(scale, (2,)))
-    expect("hyper_post_pre", x_btnd, static_pre=(pre_n, (n,)), static_post=(post_n, (n,)), static_res=(res_ij, (n, n)))
+    expect("hyper_connections", x_btnd, x=(x_btnd, (b, t, n, d)), w=(w_md, (n + 2, d)), scale=(scale, (2,)))
+    expect(
+        "hyper_connections", x_btnd, static_pre=(pre_n, (n,)), static_post=(post_n, (n,)), static_res=(res_ij, (n, n))
+    )
     if pending is not None:
         output_btd, post_btn, res_btij = pending
-        expect("hyper_post_pre", x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))
-        expect("hyper_post_pre", x_btnd, res=(res_btij, (b, t, n, n)))
+        expect("hyper_connections", x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))
+        expect("hyper_connections", x_btnd, res=(res_btij, (b, t, n, n)))

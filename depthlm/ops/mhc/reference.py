@@ -51,7 +51,7 @@ def mhc_post_pre(
     """
     n = x_btnd.shape[2]
     unsupported = None if n <= MOST_STREAMS else f"num_streams={n} is above {MOST_STREAMS}"
-    if fused("mhc_post_pre", (x_btnd, phi_mw, alpha, bias_m, *(pending or ())), unsupported):
+    if fused("mhc", (x_btnd, phi_mw, alpha, bias_m, *(pending or ())), unsupported):
         from depthlm.ops.mhc.triton import mhc_post_pre as in_triton
 
         _check(x_btnd, pending, phi_mw, norm_w, alpha, bias_m)
@@ -91,11 +91,11 @@ def _check(
 ) -> None:
     b, t, n, d = x_btnd.shape
     m = n * (n + 2)
-    expect("mhc_post_pre", x_btnd, x=(x_btnd, (b, t, n, d)), phi=(phi_mw, (m, n * d)), alpha=(alpha, (3,)))
-    expect("mhc_post_pre", x_btnd, bias=(bias_m, (m,)))
+    expect("mhc", x_btnd, x=(x_btnd, (b, t, n, d)), phi=(phi_mw, (m, n * d)), alpha=(alpha, (3,)))
+    expect("mhc", x_btnd, bias=(bias_m, (m,)))
     if norm_w is not None:
-        expect("mhc_post_pre", x_btnd, norm=(norm_w, (n * d,)))
+        expect("mhc", x_btnd, norm=(norm_w, (n * d,)))
     if pending is not None:
         output_btd, post_btn, res_btij = pending
-        expect("mhc_post_pre", x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))
-        expect("mhc_post_pre", x_btnd, res=(res_btij, (b, t, n, n)))
+        expect("mhc", x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))
+        expect("mhc", x_btnd, res=(res_btij, (b, t, n, n)))

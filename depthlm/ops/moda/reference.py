@@ -34,7 +34,7 @@ def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke
         return add_depth(q_bhte, out_bhte, lse_bht, entries_n2btke)
     from depthlm.ops.moda.triton import forward
 
-    expect("moda_depth", q_bhte, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
+    expect("moda", q_bhte, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
     return forward(q_bhte, out_bhte, lse_bht, entries_n2btke)
 
 
@@ -62,7 +62,7 @@ def moda_depth_backward(
     alike = {"grad": grad_bhte, "context": context_bhte, "grad_q": grad_q_bhte}
     shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
     shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}
-    expect("moda_depth", q_bhte, **shapes)
+    expect("moda", q_bhte, **shapes)
     return backward(*arguments)
 
 
@@ -70,12 +70,12 @@ def _fused(q_bhte: Tensor, entries_n2btke: Tensor) -> bool:
     """Return whether to run Triton kernels. If so, check the entries."""
     b, h, t, e = q_bhte.shape
     unsupported = f"head size {e} is above {WIDEST}" if e > WIDEST else None
-    if not fused("moda_depth", [q_bhte, entries_n2btke], unsupported):
+    if not fused("moda", [q_bhte, entries_n2btke], unsupported):
         return False
     n, num_kv_heads = entries_n2btke.shape[0], entries_n2btke.shape[4]
-    expect("moda_depth", q_bhte, entries=(entries_n2btke, (n, 2, b, t, num_kv_heads, e)))
+    expect("moda", q_bhte, entries=(entries_n2btke, (n, 2, b, t, num_kv_heads, e)))
     if h % num_kv_heads:
-        raise ValueError(f"moda_depth: {h} query heads, must be a multiple of the {num_kv_heads} key/value heads")
+        raise ValueError(f"moda: {h} query heads, must be a multiple of the {num_kv_heads} key/value heads")
     return True
 
 

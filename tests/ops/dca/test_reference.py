@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.ops.attention_residuals import reference as depth_attend
-from depthlm.ops.dca.reference import gated_reads, weighted_reads
+from depthlm.ops.dca.reference import gated_reads
+from depthlm.ops.denseformer.reference import weighted_reads
 
 from ..inputs import normal
 

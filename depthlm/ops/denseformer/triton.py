@@ -5,9 +5,12 @@ Shapes: s reads, n sources, p positions, d width, v values (p and d together), r
 dimensions.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.reads_triton import (
     COUNTS,
@@ -17,13 +20,19 @@ from depthlm.ops.reads_triton import (
     TILE_WIDTH,
     WARPS,
     aligned,
+    check_reads,
+    in_groups,
+    joined,
     load_reads,
     load_source,
     narrow_dtype,
+    of_group,
+    one_narrow_dtype,
     store_reads,
     table_of,
+    widest,
 )
-from depthlm.ops.source_sums import reserve_sums, returned
+from depthlm.ops.source_sums import reserve_sums, returned, tokens_of
 
 try:
     import triton
@@ -35,6 +44,18 @@ except ImportError as error:
 TILE_VALUES, SOURCES, BACKWARD_WARPS = 64, 16, 2
 # programs of the backward pass for each 16 sources
 PROGRAMS = 512
+
+
+def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
+    """Run `weighted_reads`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
+    expect("denseformer", weights_sn, weights=(weights_sn, (len(weights_sn), len(sources))))
+    check_reads("denseformer", weights_sn, sources, start_spd)
+    dtype, xs = widest(sources, start_spd), one_narrow_dtype(sources)
+    outputs, tokens = [], tokens_of(xs)
+    for group in in_groups(len(weights_sn)):
+        start = None if start_spd is None else of_group(start_spd, group)
+        outputs.append(forward(of_group(weights_sn, group), xs, start, dtype, tokens))
+    return joined(outputs)
 
 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads"), mutates_args=())

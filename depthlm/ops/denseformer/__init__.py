@@ -1,0 +1,1 @@
+"""Weighted sums over depth for several reads of the same sources."""
