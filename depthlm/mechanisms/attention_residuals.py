@@ -21,7 +21,7 @@ from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.attention_residuals.reference import depth_attend
+from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.depth_reduce import source_scores, weighted_sum
 
 

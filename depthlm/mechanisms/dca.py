@@ -27,8 +27,8 @@ from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.dca.reference import gated_reads
-from depthlm.ops.denseformer.reference import weighted_reads
+from depthlm.ops.dca.naive import gated_reads
+from depthlm.ops.denseformer.naive import weighted_reads
 from depthlm.ops.depth_reduce import source_scores, weighted_sum
 
 

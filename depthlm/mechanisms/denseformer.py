@@ -20,7 +20,7 @@ from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, check
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.denseformer.reference import weighted_reads
+from depthlm.ops.denseformer.naive import weighted_reads
 
 
 class State(NamedTuple):

@@ -15,7 +15,7 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.depth_attention.reference import depth_value_mix, depth_weights
+from depthlm.ops.depth_attention.naive import depth_value_mix, depth_weights
 from depthlm.ops.depth_reduce import weighted_sum
 
 

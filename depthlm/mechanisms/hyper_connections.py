@@ -20,9 +20,9 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.hyper_connections.reference import Dynamic, Static, hyper_maps, hyper_post_pre
-from depthlm.ops.mhc.reference import Pending, write_streams
-from depthlm.ops.mhc.streams import read_streams
+from depthlm.ops.hyper_connections.cpu import Dynamic, Static
+from depthlm.ops.hyper_connections.naive import hyper_maps, hyper_post_pre
+from depthlm.ops.mhc.cpu import Pending, read_streams, write_streams
 
 COLLAPSES = ("mean", "sum", "learned")
 

@@ -35,7 +35,8 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.mhc.reference import Pending, mhc_maps, mhc_post_pre
+from depthlm.ops.mhc.cpu import Pending
+from depthlm.ops.mhc.naive import mhc_maps, mhc_post_pre
 
 
 class ManifoldHyperConnections(Connection):

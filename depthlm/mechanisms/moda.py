@@ -14,7 +14,8 @@ from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
 from depthlm.ops.functions import linear_together
 from depthlm.ops.moda.bank import Bank, Depth
-from depthlm.ops.moda.merge import merged_attention, probabilities
+from depthlm.ops.moda.merge import merged_attention
+from depthlm.ops.moda.naive import probabilities
 
 
 class Moda(SelfAttention):

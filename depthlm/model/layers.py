@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.shape import Backbone, Size
-from depthlm.ops.cross_entropy.reference import linear_cross_entropy
+from depthlm.ops.cross_entropy.chunked import linear_cross_entropy
 from depthlm.ops.dtypes import compute_dtype, upcast
 from depthlm.ops.functions import gated_projection, linear, linear_together, rms_norm
 

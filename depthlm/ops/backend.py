@@ -1,4 +1,4 @@
-"""The choice between the PyTorch reference of an operator and its Triton kernels."""
+"""The choice among the implementations of an operator: its definition, faster PyTorch, and Triton kernels."""
 
 import importlib.util
 import logging
@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from depthlm.ops import CHOICES
 
 FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _choice: ContextVar[str] = ContextVar("kernels", default="auto")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class using:
@@ -138,6 +141,44 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
     if reason is not None:
         _say_once(f"{operator} runs", reason)
     return reason is None
+
+
+def operator(
+    name: str,
+    *,
+    triton: Callable[[], Callable[..., Any]],
+    cpu: Callable[[], Callable[..., Any]] | None = None,
+    unsupported: Callable[..., str | None] = lambda *_, **__: None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for the definition of an operator; the result chooses an implementation for each call.
+
+    triton: imports the function that runs Triton kernels, and returns it. cpu: the same for an implementation in
+    PyTorch that is faster than the definition; None: without Triton, the definition runs.
+    unsupported: returns why the kernels do not support these arguments, or None.
+    `inspect.unwrap` returns the definition. All of these functions have the same parameters.
+    """
+
+    def decorate(naive: Callable[P, R]) -> Callable[P, R]:
+        @wraps(naive)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if fused(name, _tensors([*args, *kwargs.values()]), unsupported(*args, **kwargs)):
+                return triton()(*args, **kwargs)
+            return (naive if cpu is None else cpu())(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def _tensors(arguments: Iterable[object]) -> list[Tensor]:
+    """Return the tensors among the arguments, and in their tuples and lists."""
+    found = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple | list):
+            found.extend(_tensors(x))
+    return found
 
 
 @cache

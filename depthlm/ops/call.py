@@ -1,11 +1,15 @@
 """Helpers of operators with hand-written backward passes: calls, names for registration, and chunks of work."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# values of a source per chunk: the chunks of 8 to 16 sources and reads fit into a CPU's cache
+CHUNK = 2**15
+GPU_CHUNK = 2**24
 
 
 class NoContext:
@@ -36,6 +40,16 @@ def parts(rows: int, step: int, x: Tensor) -> Iterator[slice]:
     A meta run only measures memory, and every slice needs the same.
     """
     return (slice(i, i + step) for i in range(0, min(rows, step) if x.is_meta else rows, step))
+
+
+def chunks(positions: int, d: int, x: Tensor) -> Iterator[slice]:
+    """Yield the chunks of positions that a read over depth processes at a time."""
+    return parts(positions, max(1, (CHUNK if x.is_cpu else GPU_CHUNK) // d), x)
+
+
+def stacked(sources_pd: Sequence[Tensor], part: slice, dtype: torch.dtype, dim: int = 0) -> Tensor:
+    """Return a chunk of all sources in one dtype."""
+    return torch.stack([x_pd[part].to(dtype) for x_pd in sources_pd], dim)
 
 
 def present(*tensors: Tensor | None) -> list[Tensor]:

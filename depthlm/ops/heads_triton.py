@@ -13,6 +13,12 @@ except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
 
 
+def check_heads(operator: str, heads: int, num_kv_heads: int) -> None:
+    """Raise a ValueError unless the query heads are a multiple of the key/value heads."""
+    if heads % num_kv_heads:
+        raise ValueError(f"{operator}: {heads} query heads, must be a multiple of the {num_kv_heads} key/value heads")
+
+
 def rows_of_heads(x_bhte: torch.Tensor) -> torch.Tensor:
     """Return x_bthe, contiguous. This is the layout of a projection, so usually nothing is copied."""
     return x_bhte.transpose(1, 2).contiguous()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from depthlm.model import Decoder, Observer
-from depthlm.ops.moda.merge import probabilities
+from depthlm.ops.moda.naive import probabilities
 
 from .conftest import TOKENS
 

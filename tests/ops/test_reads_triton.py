@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthlm.ops.attention_residuals.reference import depth_attend
+from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.backend import using
-from depthlm.ops.dca.reference import gated_reads
-from depthlm.ops.denseformer.reference import weighted_reads
+from depthlm.ops.dca.naive import gated_reads
+from depthlm.ops.denseformer.naive import weighted_reads
 
 from .compiling import compile_kernels
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depthlm.ops.attention_residuals.reference import depth_attend
+from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.backend import using
-from depthlm.ops.dca.reference import gated_reads
-from depthlm.ops.denseformer.reference import weighted_reads
+from depthlm.ops.dca.naive import gated_reads
+from depthlm.ops.denseformer.naive import weighted_reads
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -56,7 +56,7 @@ def cross_entropy():
 
 def depth_attention():
     from depthlm.ops.backend import using
-    from depthlm.ops.depth_attention.reference import depth_value_mix
+    from depthlm.ops.depth_attention.naive import depth_value_mix
     from depthlm.ops.depth_attention.triton import forward
 
     t, heads, e, kept = 2**31 // (8 * 64) + 61, 8, 64, 4
@@ -69,7 +69,7 @@ def depth_attention():
 
 def moda():
     from depthlm.ops.moda import triton as operators
-    from depthlm.ops.moda.reference import add_depth, add_depth_backward
+    from depthlm.ops.moda.cpu import add_depth, add_depth_backward
 
     t, kv_heads, groups, e, n, kept = 2**31 // (8 * 6 * 64) + 61, 8, 6, 64, 4, 1
     q, out, grad, grad_q = (sparse((1, t, kv_heads * groups, e), 1, seed).transpose(1, 2) for seed in range(4))
@@ -91,7 +91,7 @@ def moda():
 
 def hyper():
     from depthlm.ops.backend import using
-    from depthlm.ops.hyper_connections.reference import hyper_post_pre
+    from depthlm.ops.hyper_connections.naive import hyper_post_pre
     from depthlm.ops.hyper_connections.triton import forward
 
     n, d, kept = 4, 64, 17
@@ -108,7 +108,7 @@ def hyper():
 
 def mhc():
     from depthlm.ops.backend import using
-    from depthlm.ops.mhc.reference import mhc_post_pre
+    from depthlm.ops.mhc.naive import mhc_post_pre
     from depthlm.ops.mhc.triton import forward
 
     n, d, kept = 4, 64, 17
@@ -125,12 +125,12 @@ def mhc():
 
 def reads(kind: str):
     from depthlm.ops.attention_residuals import many_triton, one_triton
-    from depthlm.ops.attention_residuals.reference import depth_attend
+    from depthlm.ops.attention_residuals.naive import depth_attend
     from depthlm.ops.backend import using
     from depthlm.ops.dca import triton as gated_triton
-    from depthlm.ops.dca.reference import gated_reads
+    from depthlm.ops.dca.naive import gated_reads
     from depthlm.ops.denseformer import triton as weighted_triton
-    from depthlm.ops.denseformer.reference import weighted_reads
+    from depthlm.ops.denseformer.naive import weighted_reads
 
     d, n, kept, count = 128, 2, 17, 1 if kind == "one" else 2
     p = 2**31 // d + 61

@@ -13,7 +13,7 @@ from depthlm.mechanisms.moda import Moda
 from depthlm.model import Decoder, SublayerSpec
 from depthlm.model.attention.mixers import attending
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
-from depthlm.ops.moda.merge import probabilities
+from depthlm.ops.moda.naive import probabilities
 
 # in the picture of the maps: evenly spaced layers and heads, as in the paper, and the first tokens
 LAYERS, HEADS = 4, 4

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV
 from depthlm.model.layers import Linear, Rope
 from depthlm.model.shape import Backbone, Size
-from depthlm.ops.delta.attention import delta_attention
-from depthlm.ops.delta.convolution import short_convolution
-from depthlm.ops.delta.norms import gated_rms_norm, l2_norm
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.functions import linear_together
+from depthlm.ops.kimi_delta.attention import delta_attention
+from depthlm.ops.kimi_delta.convolution import short_convolution
+from depthlm.ops.kimi_delta.norms import gated_rms_norm, l2_norm
 
 TAPS = 4
 

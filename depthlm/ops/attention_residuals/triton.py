@@ -20,8 +20,8 @@ def attend(
     query_sd: Tensor,
     sources: Sequence[Tensor],
     eps: float | None,
-    bias_n: Tensor | None,
-    start: tuple[Tensor, Tensor] | None,
+    bias_n: Tensor | None = None,
+    start: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `depth_attend`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
     reads, shape = len(query_sd), sources[0].shape

@@ -7,12 +7,15 @@ Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/v
 the layer itself, r rows (b, t, k).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import common_dtype
-from depthlm.ops.heads_triton import empty_heads, load_fp32, padded, rows_of_heads
+from depthlm.ops.heads_triton import check_heads, empty_heads, load_fp32, padded, rows_of_heads
 
 try:
     import triton
@@ -22,6 +25,17 @@ except ImportError as error:
 
 # values of one tensor that a program has in registers
 TILE = 2048
+
+
+def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Run `depth_value_mix`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
+    (b, h, t, e), num_kv_heads = q_bhte.shape, keys[0].shape[1]
+    if len(keys) != len(values):
+        raise ValueError(f"depth_attention: {len(keys)} keys and {len(values)} values, must be equally many")
+    check_heads("depth_attention", h, num_kv_heads)
+    entries = {f"{name}s[{j}]": x for name, xs in (("key", keys), ("value", values)) for j, x in enumerate(xs)}
+    expect("depth_attention", q_bhte, **{name: (x, (b, num_kv_heads, t, e)) for name, x in entries.items()})
+    return forward(q_bhte, list(keys), list(values))[0]
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_value_mix"), mutates_args=())

@@ -7,11 +7,14 @@ Shapes: b batch, t tokens, n streams, d hidden size.
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.call import call, operator_name
 from depthlm.ops.dtypes import common_dtype, compute_dtype
+from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
 from depthlm.ops.hyper_connections.triton_kernels import backward_kernel, forward_kernel
+from depthlm.ops.mhc.cpu import Pending
 from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
-from depthlm.ops.mhc.triton_write import write_again
+from depthlm.ops.mhc.triton_write import check_streams, write_again
 
 try:
     import triton
@@ -25,13 +28,19 @@ POSITIONS = 16
 
 def hyper_post_pre(
     x_btnd: Tensor,
-    pending: tuple[Tensor, Tensor, Tensor] | None,
+    pending: Pending | None,
     static: tuple[Tensor, Tensor, Tensor],
-    dynamic: tuple[Tensor, Tensor],
+    dynamic: tuple[Tensor, Tensor] | None,
     eps: float,
-    rebuild: bool,
+    rebuild: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `depthlm.ops.hyper_connections.reference.hyper_post_pre` in Triton."""
+    """Run `depthlm.ops.hyper_connections.naive.hyper_post_pre` in Triton."""
+    if dynamic is None:
+        return static_post_pre(x_btnd, pending, static, None, eps, rebuild)
+    (n, d), (pre_n, post_n, res_ij), (w_md, scale) = x_btnd.shape[2:], static, dynamic
+    check_streams("hyper_connections", x_btnd, pending)
+    shapes = {"static_pre": (pre_n, (n,)), "static_post": (post_n, (n,)), "static_res": (res_ij, (n, n))}
+    expect("hyper_connections", x_btnd, w=(w_md, (n + 2, d)), scale=(scale, (2,)), **shapes)
     settings = eps, compute_dtype(x_btnd)
     output, post, res = pending or (None, None, None)
     rebuild = rebuild and pending is not None

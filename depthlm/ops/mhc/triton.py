@@ -7,11 +7,12 @@ Shapes: b batch, t tokens, n streams, d hidden size, m = n (n + 2).
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.call import call, operator_name
 from depthlm.ops.dtypes import compute_dtype, no_autocast
 from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
 from depthlm.ops.mhc.triton_kernels import backward_kernel, forward_kernel
-from depthlm.ops.mhc.triton_write import write_again
+from depthlm.ops.mhc.triton_write import check_streams, write_again
 
 try:
     import triton
@@ -26,14 +27,20 @@ def mhc_post_pre(
     x_btnd: Tensor,
     pending: tuple[Tensor, Tensor, Tensor] | None,
     phi_mw: Tensor,
-    norm_w: Tensor | None,
     alpha: Tensor,
     bias_m: Tensor,
     eps: float,
     iterations: int,
-    rebuild: bool,
+    rebuild: bool = False,
+    norm_w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `depthlm.ops.mhc.reference.mhc_post_pre` in Triton."""
+    """Run `depthlm.ops.mhc.naive.mhc_post_pre` in Triton."""
+    n, d = x_btnd.shape[2:]
+    m = n * (n + 2)
+    check_streams("mhc", x_btnd, pending)
+    expect("mhc", x_btnd, phi=(phi_mw, (m, n * d)), alpha=(alpha, (3,)), bias=(bias_m, (m,)))
+    if norm_w is not None:
+        expect("mhc", x_btnd, norm=(norm_w, (n * d,)))
     settings = eps, iterations
     output, post, res = pending or (None, None, None)
     rebuild = rebuild and pending is not None

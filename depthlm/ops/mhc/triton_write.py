@@ -4,11 +4,13 @@
 Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.mhc.rebuilding import saved_streams
 from depthlm.ops.mhc.triton_streams import mixed_tile, stream_tiles, vectors
@@ -21,6 +23,16 @@ except ImportError as error:
 
 # positions and columns per program
 POSITIONS, COLUMNS = 16, 64
+
+
+def check_streams(operator: str, x_btnd: Tensor, pending: Sequence[Tensor] | None) -> None:
+    """Check the streams, and the output, post and res of a pending write."""
+    b, t, n, d = x_btnd.shape
+    expect(operator, x_btnd, x=(x_btnd, (b, t, n, d)))
+    if pending is not None:
+        output_btd, post_btn, res_btij = pending
+        expect(operator, x_btnd, output=(output_btd, (b, t, d)), post=(post_btn, (b, t, n)))
+        expect(operator, x_btnd, res=(res_btij, (b, t, n, n)))
 
 
 def write_again(node: Any) -> Tensor:

@@ -9,7 +9,6 @@ Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/val
 key/value head, e head size.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from depthlm.ops.backend import chosen, using
 from depthlm.ops.call import call
-from depthlm.ops.dtypes import upcast
 from depthlm.ops.flash import Bounds, gpu_flash
 from depthlm.ops.flash import backward as backward_by_document
 from depthlm.ops.flash import forward as forward_by_document
-from depthlm.ops.moda.bank import Bank, Depth, Pair
-from depthlm.ops.moda.reference import moda_depth, moda_depth_backward
+from depthlm.ops.moda.bank import Bank, Depth
+from depthlm.ops.moda.cpu import moda_depth, moda_depth_backward
+from depthlm.ops.moda.naive import attend_with_scores
 
 
 def merged_attention(
@@ -63,30 +62,6 @@ def has_flash(q_bhte: Tensor, k_bkse: Tensor, mask_b1ts: Tensor | None) -> bool:
     if mask_b1ts is not None:
         return q_bhte.is_cpu
     return (q_bhte.is_cpu or gpu_flash(q_bhte)) and q_bhte.shape[2] in (1, k_bkse.shape[2])
-
-
-def attend_with_scores(
-    q_bhte: Tensor, k_bkse: Tensor, v_bkse: Tensor, depth: Sequence[Pair], mask_b1ts: Tensor | None = None
-) -> Tensor:
-    """Return context_bhte from materialized scores: the definition of `DepthMerge`, and the fallback for it."""
-    s, groups = k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
-    p = probabilities(q_bhte, k_bkse, [key for key, _ in depth], mask_b1ts)
-    context = p[..., :s] @ _repeated(v_bkse, groups)
-    for j, (_, value) in enumerate(depth):
-        context = torch.addcmul(context, p[..., s + j, None], _repeated(value, groups))
-    return context.to(q_bhte.dtype)
-
-
-def probabilities(
-    q_bhte: Tensor, k_bkse: Tensor, depth_keys: Sequence[Tensor], mask_b1ts: Tensor | None = None
-) -> Tensor:
-    """Return the softmax over sequence and depth, p_bhtx, where x is the s tokens and then the n depth entries."""
-    t, s, groups = q_bhte.shape[2], k_bkse.shape[2], q_bhte.shape[1] // k_bkse.shape[1]
-    q = upcast(q_bhte) * q_bhte.shape[3] ** -0.5
-    seen = torch.ones(t, s, dtype=torch.bool, device=q_bhte.device).tril(s - t) if mask_b1ts is None else mask_b1ts
-    scores = (q @ _repeated(k_bkse, groups).mT).masked_fill(~seen, -torch.inf)
-    depth_scores = [(q * _repeated(key, groups)).sum(-1, keepdim=True) for key in depth_keys]
-    return torch.cat([scores, *depth_scores], dim=-1).softmax(-1)
 
 
 class DepthMerge(torch.autograd.Function):
@@ -151,8 +126,3 @@ def _flash_backward(
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the mask as an additive one, since the operator does not take a boolean mask."""
     return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-
-
-def _repeated(x_bkse: Tensor, groups: int) -> Tensor:
-    """Return x_bhse in fp32 or better: repeat each key/value head for all of its query heads."""
-    return upcast(x_bkse).repeat_interleave(groups, 1)

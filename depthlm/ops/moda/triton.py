@@ -11,12 +11,14 @@ Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/v
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
-from depthlm.ops.heads_triton import empty_heads, load_fp32, rows_of_heads
+from depthlm.ops.heads_triton import check_heads, empty_heads, load_fp32, rows_of_heads
 
 try:
     import triton
@@ -28,6 +30,36 @@ LOG2E = tl.constexpr(math.log2(math.e))
 # queries of a head that a program processes at once, and values of a key that it has in registers: 8 per thread are one
 # load of 128 bits. The backward pass holds three tensors of the shape of the queries, so for many queries it takes half
 GROUP, TILE = 8, 1024
+
+
+def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `depthlm.ops.moda.cpu.moda_depth` in Triton."""
+    _check(q_bhte, entries_n2btke, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
+    return forward(q_bhte, out_bhte, lse_bht, entries_n2btke)
+
+
+def moda_depth_backward(
+    grad_bhte: Tensor,
+    q_bhte: Tensor,
+    context_bhte: Tensor,
+    lse_bht: Tensor,
+    grad_q_bhte: Tensor,
+    entries_n2btke: Tensor,
+    sums_n2btke: Tensor,
+    fresh: int = 0,
+) -> Tensor:
+    """Run `depthlm.ops.moda.cpu.moda_depth_backward` in Triton."""
+    alike = {"grad": grad_bhte, "context": context_bhte, "grad_q": grad_q_bhte}
+    shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
+    shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}
+    _check(q_bhte, entries_n2btke, **shapes)
+    return backward(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh)
+
+
+def _check(q_bhte: Tensor, entries_n2btke: Tensor, **shapes: Any) -> None:
+    (b, h, t, e), n, num_kv_heads = q_bhte.shape, entries_n2btke.shape[0], entries_n2btke.shape[4]
+    expect("moda", q_bhte, entries=(entries_n2btke, (n, 2, b, t, num_kv_heads, e)), **shapes)
+    check_heads("moda", h, num_kv_heads)
 
 
 @torch.library.custom_op(operator_name(__name__, "moda_depth"), mutates_args=())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.ops.backend import using
-from depthlm.ops.depth_attention.reference import depth_value_mix
+from depthlm.ops.depth_attention.naive import depth_value_mix
 
 from ..compiling import compile_kernels
 
@@ -117,6 +117,8 @@ def test_unsupported_arguments_are_refused() -> None:
         ((normal(1, 1, 1, 300), [normal(1, 1, 1, 300)] * 2, [normal(1, 1, 1, 300)] * 2), "head size 300 is above 256"),
         ((q, [key], [value.double()]), "torch.float64 is not fp32, fp16 or bf16"),
         ((q, [key], [value[:, :, 1:]]), r"values\[0\] is \[2, 2, 2, 4\], must be \[2, 2, 3, 4\]"),
+        ((q, [key, key], [value]), "2 keys and 1 values"),
+        ((q[:, :1], [key], [value]), "1 query heads, must be a multiple of the 2"),
         ((q, [key.to("meta")], [value]), "is on meta, must be on"),
     ]
     for arguments, message in refused:

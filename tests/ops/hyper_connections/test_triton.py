@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.ops.backend import using
-from depthlm.ops.hyper_connections.reference import hyper_post_pre
+from depthlm.ops.hyper_connections.naive import hyper_post_pre
 
 from ..compiling import compile_kernels
 from ..inputs import assert_close, low

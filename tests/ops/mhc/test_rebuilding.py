@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.backend import using
-from depthlm.ops.hyper_connections.reference import hyper_post_pre
+from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.naive import mhc_post_pre, write_streams
 from depthlm.ops.mhc.rebuilding import RUN
-from depthlm.ops.mhc.reference import mhc_post_pre, write_streams
 
 N, D, WRITES = 2, 8, 2 * RUN + 3
 

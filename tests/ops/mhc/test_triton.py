@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.ops.backend import using
-from depthlm.ops.mhc.reference import mhc_post_pre
+from depthlm.ops.mhc.naive import mhc_post_pre
 
 from ..compiling import compile_kernels
 from ..inputs import assert_close, low

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from depthlm.ops.moda.bank import Bank, Depth, depth_of
-from depthlm.ops.moda.merge import attend_with_flash, attend_with_scores
+from depthlm.ops.moda.merge import attend_with_flash
+from depthlm.ops.moda.naive import attend_with_scores
 
 LAYERS, B, H, K, T, E = 4, 2, 4, 2, 5, 4
 

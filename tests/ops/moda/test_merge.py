@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthlm.ops.moda import cpu as moda_depth
 from depthlm.ops.moda import merge as depth_merge
-from depthlm.ops.moda import reference as moda_depth
 from depthlm.ops.moda.bank import depth_of
-from depthlm.ops.moda.merge import attend_with_flash, attend_with_scores, merged_attention
+from depthlm.ops.moda.merge import attend_with_flash, merged_attention
+from depthlm.ops.moda.naive import attend_with_scores
 
 
 def tensors(heads: int, kv_heads: int, t: int, s: int, entries: int, e: int = 4) -> list[torch.Tensor]:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.ops.delta import chunked as module
-from depthlm.ops.delta.chunked import CHUNK, chunked
-from depthlm.ops.delta.reference import recurrence
+from depthlm.ops.kimi_delta import chunked as module
+from depthlm.ops.kimi_delta.chunked import CHUNK, chunked
+from depthlm.ops.kimi_delta.naive import recurrence
 
 from ..inputs import assert_close
 from .inputs import NAMES, inputs, results, starts

@@ -1,6 +1,4 @@
-"""Weighted sums over depth for several reads of the same sources at once. Each source is loaded once for all reads.
-
-A sum in two phases is exact: the result over the old sources is the `start` of the sum over the newer ones.
+"""`weighted_reads` in PyTorch, chunk by chunk. Each source is loaded once for all reads.
 
 Shapes: s reads, n sources, p positions (any leading dimensions), c positions of a chunk, d width.
 """
@@ -11,18 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.ops.attention_residuals.reference import chunks
-from depthlm.ops.backend import fused
-from depthlm.ops.call import call, present
+from depthlm.ops.call import call, chunks, present, stacked
 from depthlm.ops.dtypes import common_dtype, exact_dtype, no_autocast
 
 
 def weighted_reads(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
-    """Return out_spd = start_s + sum_j weights[s, j] * sources[j], in the widest dtype of sources and start."""
-    if fused("denseformer", present(weights_sn, start_spd, *sources)):
-        from depthlm.ops.denseformer.triton import weighted
-
-        return weighted(weights_sn, sources, start_spd)
     return call(WeightedReads, weights_sn, start_spd, *sources)
 
 
@@ -37,7 +28,7 @@ class WeightedReads(torch.autograd.Function):
         start = None if start_spd is None else start_spd.reshape(out_spd.shape)
         with no_autocast(weights_sn):
             for part in chunks(out_spd.shape[1], d, out_spd):
-                out_scd = (weights @ _rows(sources_pd, part, dtype)).view(reads, -1, d)
+                out_scd = (weights @ stacked(sources_pd, part, dtype).flatten(1)).view(reads, -1, d)
                 if start is None:
                     out_spd[:, part] = out_scd
                 else:
@@ -54,14 +45,9 @@ class WeightedReads(torch.autograd.Function):
         with no_autocast(weights_sn):
             for part in chunks(grads.shape[1], d, grads):
                 grad = grads[:, part].to(dtype).flatten(1)
-                grad_weights.addmm_(grad, _rows(sources_pd, part, dtype).mT)
+                grad_weights.addmm_(grad, stacked(sources_pd, part, dtype).flatten(1).mT)
                 for grad_pd, row in zip(grads_pd, weights.mT @ grad, strict=True):
                     grad_pd[part] = row.view(-1, d)
         grad_start = None if ctx.start is None else grad_spd.to(ctx.start)
         shaped = (grad.view(x.shape) for grad, x in zip(grads_pd, sources, strict=True))
         return grad_weights.to(weights_sn.dtype), grad_start, *shaped
-
-
-def _rows(sources_pd: Sequence[Tensor], part: slice, dtype: torch.dtype) -> Tensor:
-    """Return x_n(cd) of a chunk in one dtype."""
-    return torch.stack([x_pd[part].to(dtype) for x_pd in sources_pd]).flatten(1)

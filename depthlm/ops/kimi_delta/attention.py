@@ -13,9 +13,9 @@ from torch import Tensor
 
 from depthlm.locations import install_command
 from depthlm.ops.backend import fused
-from depthlm.ops.delta.chunked import chunked
-from depthlm.ops.delta.reference import recurrence, zero_state
 from depthlm.ops.dtypes import exact_dtype, no_autocast, upcast
+from depthlm.ops.kimi_delta.chunked import chunked
+from depthlm.ops.kimi_delta.naive import recurrence, zero_state
 
 # the most channels of a query that fla-core supports
 WIDEST = 256

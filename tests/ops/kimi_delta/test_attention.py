@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthlm.ops.delta import attention as module
-from depthlm.ops.delta.attention import delta_attention
-from depthlm.ops.delta.reference import recurrence
+from depthlm.ops.kimi_delta import attention as module
+from depthlm.ops.kimi_delta.attention import delta_attention
+from depthlm.ops.kimi_delta.naive import recurrence
 
 from ..inputs import assert_close
 from .inputs import NAMES, inputs, results, starts

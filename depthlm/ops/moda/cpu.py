@@ -11,12 +11,14 @@ Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/v
 2 a key and a value, r rows of a head's entries (b, t, k).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from depthlm.ops.backend import expect, fused
+from depthlm.ops.backend import operator
 from depthlm.ops.call import parts
-from depthlm.ops.depth_attention.reference import WIDEST
+from depthlm.ops.depth_attention.naive import MAX_HEAD_SIZE
 from depthlm.ops.dtypes import exact_dtype, no_autocast
 
 # values of the entries that are in fp32 at a time: few enough for a CPU's cache, and enough to occupy a GPU
@@ -24,63 +26,30 @@ CHUNK = 2**18
 GPU_CHUNK = 2**28
 
 
+def _forward() -> Callable[..., tuple[Tensor, Tensor]]:
+    from depthlm.ops.moda.triton import moda_depth
+
+    return moda_depth
+
+
+def _backward() -> Callable[..., Tensor]:
+    from depthlm.ops.moda.triton import moda_depth_backward
+
+    return moda_depth_backward
+
+
+def _unsupported(q_bhte: Tensor, *_: object) -> str | None:
+    e = q_bhte.shape[3]
+    return f"head size {e} is above {MAX_HEAD_SIZE}" if e > MAX_HEAD_SIZE else None
+
+
+@operator("moda", triton=_forward, unsupported=_unsupported)
 def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
     """Return o' as context_bhte in the dtype of q, and l' as lse_bht, contiguous, in fp32 or better.
 
     out_bhte, lse_bht: o and l.
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
-    if not _fused(q_bhte, entries_n2btke):
-        return add_depth(q_bhte, out_bhte, lse_bht, entries_n2btke)
-    from depthlm.ops.moda.triton import forward
-
-    expect("moda", q_bhte, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
-    return forward(q_bhte, out_bhte, lse_bht, entries_n2btke)
-
-
-def moda_depth_backward(
-    grad_bhte: Tensor,
-    q_bhte: Tensor,
-    context_bhte: Tensor,
-    lse_bht: Tensor,
-    grad_q_bhte: Tensor,
-    entries_n2btke: Tensor,
-    sums_n2btke: Tensor,
-    fresh: int = 0,
-) -> Tensor:
-    """Return the gradient of q, in its dtype, and add those of the entries to the sums, in place.
-
-    context_bhte, lse_bht: o' and l' of `moda_depth`. grad_q_bhte: the gradient of q from the sequence part.
-    fresh: the number of the first entries whose sums are undefined, and are replaced.
-    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
-    """
-    arguments = grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sums_n2btke, fresh
-    if not _fused(q_bhte, entries_n2btke):
-        return add_depth_backward(*arguments)
-    from depthlm.ops.moda.triton import backward
-
-    alike = {"grad": grad_bhte, "context": context_bhte, "grad_q": grad_q_bhte}
-    shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
-    shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}
-    expect("moda", q_bhte, **shapes)
-    return backward(*arguments)
-
-
-def _fused(q_bhte: Tensor, entries_n2btke: Tensor) -> bool:
-    """Return whether to run Triton kernels. If so, check the entries."""
-    b, h, t, e = q_bhte.shape
-    unsupported = f"head size {e} is above {WIDEST}" if e > WIDEST else None
-    if not fused("moda", [q_bhte, entries_n2btke], unsupported):
-        return False
-    n, num_kv_heads = entries_n2btke.shape[0], entries_n2btke.shape[4]
-    expect("moda", q_bhte, entries=(entries_n2btke, (n, 2, b, t, num_kv_heads, e)))
-    if h % num_kv_heads:
-        raise ValueError(f"moda: {h} query heads, must be a multiple of the {num_kv_heads} key/value heads")
-    return True
-
-
-def add_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `moda_depth` in PyTorch."""
     dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5
     tensors, keys_nre, values_nre = _rows(entries_n2btke, q_bhte, out_bhte, lse_bht[..., None])
     context_rge, merged_rg1 = (x.new_empty(x.shape) for x in tensors[::2])
@@ -98,7 +67,8 @@ def add_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke:
     return _heads(context_rge, q_bhte), _heads(merged_rg1, q_bhte)[..., 0].contiguous()
 
 
-def add_depth_backward(
+@operator("moda", triton=_backward, unsupported=_unsupported)
+def moda_depth_backward(
     grad_bhte: Tensor,
     q_bhte: Tensor,
     context_bhte: Tensor,
@@ -106,9 +76,14 @@ def add_depth_backward(
     grad_q_bhte: Tensor,
     entries_n2btke: Tensor,
     sums_n2btke: Tensor,
-    fresh: int,
+    fresh: int = 0,
 ) -> Tensor:
-    """Run `moda_depth_backward` in PyTorch."""
+    """Return the gradient of q, in its dtype, and add those of the entries to the sums, in place.
+
+    context_bhte, lse_bht: o' and l' of `moda_depth`. grad_q_bhte: the gradient of q from the sequence part.
+    fresh: the number of the first entries whose sums are undefined, and are replaced.
+    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
+    """
     dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5
     queries = grad_bhte, q_bhte, context_bhte, lse_bht[..., None], grad_q_bhte
     tensors, *entries_nre = _rows(entries_n2btke, *queries)

@@ -1,9 +1,10 @@
-"""Operators on n parallel residual streams.
+"""The write of one mHC sublayer and the read of the next in PyTorch, from operators on n parallel residual streams.
 
 Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w any width, m width of a projection.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,66 @@ from torch import Tensor
 from depthlm.ops.call import call
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write
+
+# pre_btn, post_btn and res_btij
+Maps = tuple[Tensor, Tensor, Tensor]
+
+
+class Pending(NamedTuple):
+    """The arguments of a deferred write: the output of the sublayer, and two maps of its read."""
+
+    output_btd: Tensor
+    post_btn: Tensor
+    res_btij: Tensor
+
+
+def mhc_post_pre(
+    x_btnd: Tensor,
+    pending: Pending | None,
+    phi_mw: Tensor,
+    alpha: Tensor,
+    bias_m: Tensor,
+    eps: float,
+    iterations: int,
+    rebuild: bool = False,
+    norm_w: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    phi = phi_mw if norm_w is None else norm_w * phi_mw
+    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, phi, alpha, bias_m, eps, iterations))
+
+
+def write_and_read(
+    x_btnd: Tensor, pending: Pending | None, rebuild: bool, maps_of: Callable[[Tensor], Maps]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij."""
+    if pending is not None:
+        x_btnd = write_streams(x_btnd, pending, rebuild)
+    pre_btn, post_btn, res_btij = maps_of(x_btnd)
+    return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
+
+
+def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int) -> Maps:
+    """Return the maps of the streams (`depthlm.ops.mhc.naive.mhc_maps`)."""
+    n = x_btnd.shape[2]
+    widths = (n, n, n * n)
+    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
+    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), phi_mw, eps) + bias_m
+    pre, post, res = m_btm.split(widths, dim=-1)
+    return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
+
+
+def write_streams(x_btnd: Tensor, pending: Pending, rebuild: bool = False) -> Tensor:
+    """Return X'_btnd = H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i.
+
+    rebuild: whether the functions of this module may compute the result again instead of saving it.
+    """
+    output_btd, post_btn, res_btij = pending
+    return call(WriteStreams, res_btij, x_btnd, post_btn, output_btd, rebuild)
+
+
+def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
+    """Return H_pre X = sum_j pre[j] * X_j as x_btd, in the dtype of X."""
+    return call(ReadStreams, pre_btn, streams_btnd)
 
 
 def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
@@ -21,27 +82,8 @@ def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
     return call(NormedProjection, x, weight_mw, eps)
 
 
-def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
-    """Return H_pre X = sum_j pre[j] * X_j as x_btd, in the dtype of X."""
-    return call(ReadStreams, pre_btn, streams_btnd)
-
-
-def mix_streams(
-    res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool = False
-) -> Tensor:
-    """Return H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i, in the dtype of X.
-
-    rebuild: whether the functions of this module may compute the result again instead of saving it.
-    """
-    return call(MixStreams, res_btij, streams_btnd, post_btn, output_btd, rebuild)
-
-
 def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
-    """Scale exp(logits) so that rows and columns sum to 1 (Sinkhorn and Knopp, 1967), in fp32 or better.
-
-    Each iteration divides the columns by their sums, then the rows. So the sums of rows are exact and those of columns
-    are approximate.
-    """
+    """Scale exp(logits) so that rows and columns sum to 1 (`depthlm.ops.mhc.naive.sinkhorn`), in fp32 or better."""
     return call(Sinkhorn, upcast(logits_btij), iterations)
 
 
@@ -87,7 +129,7 @@ class ReadStreams(torch.autograd.Function):
         return grad_pre.to(pre_btn.dtype), grad_streams.to(streams_btnd.dtype)
 
 
-class MixStreams(torch.autograd.Function):
+class WriteStreams(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool

@@ -1,27 +1,16 @@
-"""Attention over depth for several reads of the same sources at once. Each source is loaded once for all reads.
-
-    score_sj = q_s . x_j / rms(x_j) + bias_j,    lse_s = log sum_j exp score_sj,
-    out_s = sum_j exp(score_sj - lse_s) x_j
-
-A read in two phases is exact (Attention Residuals, arXiv 2603.15031, section 4.2): the (out, lse) over the old sources
-is the `start` of the read over the newer ones. A start counts as one more source with score lse and value out.
+"""`depth_attend` in PyTorch, chunk by chunk. Each source is loaded once for all reads.
 
 Shapes: s reads, n sources, p positions (any leading dimensions), c positions of a chunk, d width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthlm.ops.backend import fused
-from depthlm.ops.call import call, parts, present
+from depthlm.ops.call import call, chunks, present, stacked
 from depthlm.ops.dtypes import common_dtype, exact_dtype, no_autocast
-
-# values of a source per chunk: the chunks of 8 to 16 sources and reads fit into a CPU's cache
-CHUNK = 2**15
-GPU_CHUNK = 2**24
 
 Start = tuple[Tensor, Tensor]
 
@@ -33,17 +22,6 @@ def depth_attend(
     bias_n: Tensor | None = None,
     start: Start | None = None,
 ) -> Start:
-    """Return (out_spd, lse_sp): out in the widest dtype of the sources and the start, lse in fp32 or better.
-
-    sources: n tensors x_pd.
-    eps: of the rms; None: keys are not normalized.
-    start: out_spd and lse_sp of the same reads over other sources.
-    """
-    arguments = (query_sd, bias_n, *(start or (None, None)), *sources)
-    if fused("attention_residuals", present(*arguments)):
-        from depthlm.ops.attention_residuals.triton import attend
-
-        return attend(query_sd, sources, eps, bias_n, start)
     return call(DepthAttend, query_sd, eps, bias_n, *(start or (None, None)), *sources)
 
 
@@ -69,7 +47,7 @@ class DepthAttend(torch.autograd.Function):
         start = _flat(start_spd, start_sp, dtype)
         with no_autocast(query_sd):
             for part in chunks(positions, d, query_sd):
-                x_cnd = stacked(sources_pd, part, dtype)
+                x_cnd = stacked(sources_pd, part, dtype, dim=1)
                 scores_cns = scores_pns[part]
                 torch.matmul(x_cnd, query_sd.to(dtype).mT, out=scores_cns)
                 if scale_pn is not None:
@@ -104,7 +82,7 @@ class DepthAttend(torch.autograd.Function):
             grad_start_spd, grad_start_ps = torch.empty_like(start[0]), torch.empty_like(start[1])
         with no_autocast(query_sd):
             for part in chunks(len(lse_ps), d, query_sd):
-                x_cnd = stacked(sources_pd, part, dtype)
+                x_cnd = stacked(sources_pd, part, dtype, dim=1)
                 grad_csd = grad_spd[:, part].transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
                 lse_cs, scores_cns = lse_ps[part], scores_pns[part]
                 biased = scores_cns if bias_n is None else scores_cns + bias_n[:, None]
@@ -141,16 +119,6 @@ class DepthAttend(torch.autograd.Function):
             return grad_query.to(query_sd.dtype), None, grad_bias_n, None, None, *grads
         grad_start = grad_start_spd.to(start_spd.dtype).view(start_spd.shape), grad_start_ps.mT.view(start_sp.shape)
         return grad_query.to(query_sd.dtype), None, grad_bias_n, *grad_start, *grads
-
-
-def chunks(positions: int, d: int, x: Tensor) -> Iterator[slice]:
-    """Yield the chunks of positions that are processed at a time."""
-    return parts(positions, max(1, (CHUNK if x.is_cpu else GPU_CHUNK) // d), x)
-
-
-def stacked(sources_pd: Sequence[Tensor], part: slice, dtype: torch.dtype) -> Tensor:
-    """Return x_cnd of a chunk in one dtype."""
-    return torch.stack([x_pd[part].to(dtype) for x_pd in sources_pd], 1)
 
 
 def _flat(start_spd: Tensor | None, start_sp: Tensor | None, dtype: torch.dtype) -> Start | None:

@@ -5,9 +5,9 @@ from inspect import unwrap
 import pytest
 import torch
 
-from depthlm.ops.delta.chunked import CHUNK, chunked
-from depthlm.ops.delta.convolution import short_convolution
-from depthlm.ops.delta.norms import gated_rms_norm, l2_norm
+from depthlm.ops.kimi_delta.chunked import CHUNK, chunked
+from depthlm.ops.kimi_delta.convolution import short_convolution
+from depthlm.ops.kimi_delta.norms import gated_rms_norm, l2_norm
 
 from ..inputs import normal
 from .inputs import inputs

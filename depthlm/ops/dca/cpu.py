@@ -1,6 +1,4 @@
-"""Gated sums over depth for several reads of the same sources at once. Each source is loaded once for all reads.
-
-A sum in two phases is exact: the result over the old sources is the `start` of the sum over the newer ones.
+"""`gated_reads` in PyTorch, chunk by chunk. Each source is loaded once for all reads.
 
 Shapes: s reads, n sources, p positions (any leading dimensions), c positions of a chunk, d width.
 """
@@ -11,23 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.ops.attention_residuals.reference import chunks
-from depthlm.ops.backend import fused
-from depthlm.ops.call import call, present
+from depthlm.ops.call import call, chunks, present
 from depthlm.ops.dtypes import common_dtype, exact_dtype, no_autocast
 
 
 def gated_reads(
     bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None
 ) -> Tensor:
-    """Return out_spd = start_s + sum_j relu(bias[s, j] + gate[s, j] . sources[j]) * sources[j].
-
-    Each dimension has its own bias, and so its own gate.
-    """
-    if fused("dca", present(bias_snd, gate_snd, start_spd, *sources)):
-        from depthlm.ops.dca.triton import gated
-
-        return gated(bias_snd, gate_snd, sources, start_spd)
     return call(GatedReads, bias_snd, gate_snd, start_spd, *sources)
 
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.delta.convolution import short_convolution
-from depthlm.ops.delta.norms import gated_rms_norm, l2_norm
+from depthlm.ops.kimi_delta.convolution import short_convolution
+from depthlm.ops.kimi_delta.norms import gated_rms_norm, l2_norm
 
 from ..inputs import normal
 

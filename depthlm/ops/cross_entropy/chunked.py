@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthlm.ops.call import call, operator_name, parts
+from depthlm.ops.cross_entropy.naive import cross_entropy as naive
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.functions import linear
 
@@ -47,9 +48,7 @@ def cross_entropy(logits_rv: Tensor, targets_r: Tensor, fused: bool = False) -> 
     """Return nll_r and logsumexp_r in fp32. The nll of a target of -100 is undefined and must get no gradient."""
     if not torch.compiler.is_compiling():
         return call(CrossEntropy, logits_rv, targets_r, fused)
-    logits_rv = upcast(logits_rv)
-    logsumexp_r = logits_rv.logsumexp(1)
-    return logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0], logsumexp_r
+    return naive(logits_rv, targets_r)
 
 
 def chunk_rows(logits_rv: Tensor) -> int:

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthlm.ops.cross_entropy import reference as module
-from depthlm.ops.cross_entropy.reference import cross_entropy, linear_cross_entropy
+from depthlm.ops.cross_entropy import chunked as module
+from depthlm.ops.cross_entropy.chunked import cross_entropy, linear_cross_entropy
+from depthlm.ops.cross_entropy.naive import linear_cross_entropy as whole
 
 ROWS, WIDTH, VOCABULARY = 23, 6, 37
 # rows per chunk: one, several with a shorter last chunk, all but one, and all rows
@@ -40,11 +41,6 @@ def targets() -> Tensor:
     """Targets of which the first three and the last are ignored."""
     found = torch.randint(0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(3))
     return found.index_fill(0, torch.tensor([0, 1, 2, ROWS - 1]), -100)
-
-
-def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets_r: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, weight, bias)
-    return F.cross_entropy(logits, targets_r, reduction="none"), logits.logsumexp(1)
 
 
 def results(function: Any, tensors: list[Tensor], autocast: bool = False) -> list[Tensor]:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.call import call
-from depthlm.ops.delta.chunks import backward as chunk_gradients
-from depthlm.ops.delta.chunks import forward as chunk_parts
-from depthlm.ops.delta.chunks import masks_of, merge, operands, split
-from depthlm.ops.delta.reference import zero_state
 from depthlm.ops.dtypes import exact_dtype, no_autocast, upcast
+from depthlm.ops.kimi_delta.chunks import backward as chunk_gradients
+from depthlm.ops.kimi_delta.chunks import forward as chunk_parts
+from depthlm.ops.kimi_delta.chunks import masks_of, merge, operands, split
+from depthlm.ops.kimi_delta.naive import zero_state
 
 # tokens of a chunk, a power of 2
 CHUNK = 64
