@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from depthlm.mechanisms.phases import READS
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,13 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import depthlm
 from depthlm.ops.attention_residuals.reference import depth_attend
 from depthlm.ops.backend import using
-from depthlm.ops.depth_attention.reference import depth_value_mix
 from depthlm.ops.dca.reference import gated_reads, weighted_reads
+from depthlm.ops.depth_attention.reference import depth_value_mix
 from depthlm.ops.hyper_connections.reference import hyper_post_pre
 from depthlm.ops.mhc.reference import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
-from depthlm.mechanisms.phases import READS
 
 TABLES = Path(__file__).parent / "tables" / "kernels"
 EPS = 1e-6

@@ -12,7 +12,7 @@ class Figure(NamedTuple):
     name: of the array and its picture, after that of the mechanism: `weights` of dca is dca_weights.
     axes: the name of each axis. One axis has any name, such as "source" or "layer": its entries are the columns of a
         grid, whose rows are the places in depth. Others may be
-        - "batch" and "token", which are averaged over; where `inspect` gets a text, its tokens are drawn one by one too;
+        - "batch" and "token", which are averaged over; `inspect` also draws the tokens of a given text one by one;
         - "panel", first: each entry has a grid of its own, and a title in `panels`;
         - "head" and "hidden", which are averaged over in the picture.
         Two axes of one name, such as "stream", are a map, which is also multiplied over depth. The axes "head",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from depthlm.inspect import depth_mixing
 from depthlm.inspect.depth_mixing import mixing_picture
-from depthlm.model import Connection, Decoder, Observer
 from depthlm.mechanisms.residual import Residual
+from depthlm.model import Connection, Decoder, Observer
 
 from .conftest import TOKENS
 

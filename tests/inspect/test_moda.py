@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from depthlm.ops.moda.merge import probabilities
 from depthlm.model import Decoder, Observer
+from depthlm.ops.moda.merge import probabilities
 
 from .conftest import TOKENS
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import depthlm
+from depthlm.model.attention import self_attention
+from depthlm.model.documents import find_documents
 from depthlm.ops import flash
 from depthlm.ops.flash import attend_by_document
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import attend_with_scores, merged_attention
-from depthlm.model.attention import self_attention
-from depthlm.model.documents import find_documents
 
 # where documents end in each row: a document of length 1; the first and the last token; none
 ENDS = [[2, 3, 7], [0, 11], []]
