@@ -35,15 +35,20 @@ def use_new_names(saved: dict[str, Any]) -> None:
                 section[new_name] = value
     for part in ("connection", "attention"):
         settings = _section(saved, f"model.{part}._target_")
-        beginning = next((old for old in CLASSES if str(settings.get("_target_")).startswith(old)), None)
-        if beginning is not None:
-            settings["_target_"] = settings["_target_"].replace(beginning, CLASSES[beginning])
+        if "_target_" in settings:
+            settings["_target_"] = current_class(settings["_target_"])
     optimizer = _section(saved, "optimizer._target_")
     if "_target_" not in optimizer:
         optimizer.update(copy.deepcopy(OPTIMIZERS.get(str(optimizer.get("name")), {})))
     tracker = _section(saved, "tracker.name")
     if "name" in tracker:
         tracker["wandb"] = tracker.pop("name") == "wandb"
+
+
+def current_class(target: str) -> str:
+    """Return today's name of the class of a mechanism."""
+    beginning = next((old for old in CLASSES if str(target).startswith(old)), None)
+    return target if beginning is None else target.replace(beginning, CLASSES[beginning])
 
 
 def _section(saved: Any, name: str) -> dict[str, Any]:
