@@ -1,27 +1,49 @@
-"""Drawing functions for the attention of MoDA."""
+"""Maps of an attention over [sequence | depth], of the first window."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from depthlm.inspect.figures import HUES, NOTHING, Grid, draw_grid, scale
-from depthlm.inspect.picture import Array
-from depthlm.inspect.tokens import named_tokens, side
-from depthlm.report.figures.style import grid, subplots
+from depthlm.inspect.figures import NOTHING, write_title
+from depthlm.inspect.picture import Array, FigureOverDepth, Picture, Place, spread
+from depthlm.inspect.tokens import TOKENS, named_tokens, side
+from depthlm.model.figures import Figure
+from depthlm.report.figures.style import subplots
 
+# evenly spaced layers and heads, as in the paper of MoDA (arXiv 2603.15619)
+LAYERS, HEADS = 4, 4
 # the width of the depth entries and the gap before them, as fractions of the width of the sequence
 WIDE, GAP = 0.35, 0.04
 # the inches of the name of a token
 PITCH = 0.085
 
 
-def draw_maps(
-    maps: Mapping[int, Array],
-    entries: Mapping[int, Sequence[tuple[int, str]]],
-    heads: Sequence[int],
-    names: Sequence[str] = (),
-) -> Any:
+class AttentionMaps(FigureOverDepth):
+    """Probabilities [head, query, key] of some layers and heads, of the first queries of the first window."""
+
+    def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
+        super().__init__(mechanism, figure, depth, token_names)
+        self.maps: dict[Place, Array] = {}
+
+    def add(self, figure: Figure, place: Place, tokens: int) -> None:
+        if place in self.maps:
+            return
+        heads, t, _ = figure.values.shape
+        self.heads, shown = spread(heads, HEADS), min(t, TOKENS)
+        values = figure.values[self.heads, :shown].float().cpu().numpy()
+        self.maps[place] = np.concatenate([values[..., :shown], values[..., t:]], axis=-1)
+
+    def pictures(self) -> list[Picture]:
+        places = [list(self.maps)[number] for number in spread(len(self.maps), LAYERS)]
+        maps = {f"layer {place.layer}": self.maps[place] for place in places}
+        arrays = {f"{self.name}{place.suffix}": self.maps[place] for place in places}
+        draw = partial(draw_maps, maps, self.heads, self.token_names, self.title)
+        return [Picture(self.name, self.figure.about, arrays, draw)]
+
+
+def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], names: Sequence[str], title: str) -> Any:
     """Draw queries by [sequence | depth], separated by a dashed line: one column per layer, one row per head.
 
     names: of the tokens; without names, the first and the last position are numbered.
@@ -42,16 +64,16 @@ def draw_maps(
     for column, (layer, values) in enumerate(maps.items()):
         for row, head in enumerate(heads):
             place, map_tx = axes[row, column], values[row]
-            t = len(map_tx)
+            t, entries = len(map_tx), map_tx.shape[1] - len(map_tx)
             hidden = np.triu(np.ones((t, t), dtype=bool), 1)
             sequence = np.where(hidden, np.nan, map_tx[:, :t])
             image = place.imshow(sequence, cmap=colours, norm=norm, extent=(0, t, t, 0), aspect="auto")
             start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
             ticks = {0.0: "0", float(t): str(t)}
-            if entries[layer]:
+            if entries:
                 place.imshow(map_tx[:, t:], cmap=colours, norm=norm, extent=(start, end, t, 0), aspect="auto")
                 place.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
-                ticks = {0.0: "0", (start + end) / 2: _depth_label(entries[layer])}
+                ticks = {0.0: "0", (start + end) / 2: f"{entries} depth entries" if entries > 1 else "1 depth entry"}
             place.set_xlim(0, end)
             place.set_ylim(t, 0)
             if names:
@@ -62,10 +84,10 @@ def draw_maps(
             place.tick_params(length=2)
             place.spines[:].set_visible(False)
             if row == 0:
-                place.set_title(f"layer {layer}", fontsize="medium")
+                place.set_title(layer, fontsize="medium")
             if column == 0:
                 place.set_ylabel(f"head {head}\nquery")
-    figure.suptitle("MoDA: attention over [sequence | depth] of the first window", fontsize="medium")
+    write_title(figure, title)
     figure.supxlabel("key: tokens, then depth entries", fontsize="medium")
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
@@ -80,37 +102,3 @@ def _name_tokens(place: Any, ticks: Mapping[float, str], names: Sequence[str], l
     beyond = {tick: text for tick, text in ticks.items() if tick > len(names)}
     place.set_yticks(places, texts if leftmost else [], size=6)
     place.set_xticks([*places, *beyond], [*texts, *beyond.values()] if lowest else [], size=6, rotation=90)
-
-
-def draw_depth_share(share: Array) -> Any:
-    """Draw share [layer, source layer, attention or MLP entry]: its sums as bars, and each entry as a cell."""
-    kinds = [
-        (number, name) for number, name in enumerate(("attention", "MLP")) if np.isfinite(share[..., number]).any()
-    ]
-    depth = len(share)
-    side = 1.2 + max(2.4, depth * np.clip(5.0 / depth, 0.105, 0.4))
-    figure, axes = subplots(1 + len(kinds), side * (1 + len(kinds)) + 0.9, side)
-    bars, *cells = axes[0]
-    below = np.zeros(depth)
-    for number, name in kinds:
-        part = np.nansum(share[..., number], axis=1)
-        bars.bar(range(depth), part, 0.8, below, color=HUES[number], label=f"{name} entries")
-        below += part
-    bars.set(xlabel="layer", ylabel="share of the attention that goes to depth", ylim=(0, 1))
-    bars.xaxis.get_major_locator().set_params(integer=True)
-    grid(bars, "y")
-    if kinds:
-        bars.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1))
-        norm, colours = scale([share])
-    for place, (number, name) in zip(cells, kinds, strict=True):
-        image = draw_grid(place, Grid(f"to {name} entries", share[..., number]), norm, colours)
-        place.set(xlabel="layer of the entry", ylabel="layer of the query")
-    if kinds:
-        figure.colorbar(image, ax=cells, shrink=0.85, pad=0.02, label="mean probability")
-    figure.suptitle("MoDA: attention to depth; the rest goes to the sequence", fontsize="medium")
-    return figure
-
-
-def _depth_label(entries: Sequence[tuple[int, str]]) -> str:
-    lowest, highest = entries[0][0], entries[-1][0]
-    return f"depth: layer {lowest}" if lowest == highest else f"depth: {lowest} to {highest}"
