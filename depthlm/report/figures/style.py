@@ -11,6 +11,8 @@ from depthlm.report.mechanism import Mechanism
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 # the height of the strip below a figure, in inches
 STRIP = 0.2
+# of series with one colour: shares of white, negative ones of black
+SHADES = (0.0, -0.45, 0.4, 0.6)
 DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 
 
@@ -29,15 +31,17 @@ def style_of(mechanisms: Sequence[Mechanism]) -> list[Style]:
     styles = []
     for number, colour in enumerate(colours):
         before, every = colours[:number].count(colour), colours.count(colour)
-        shade = lightened(colour, 0.6 * before / max(every - 1, 1))
-        styles.append(Style(shade, MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)]))
+        # dashes distinguish a few series; with more, the shades form a scale
+        share = SHADES[before] if every <= len(SHADES) else 0.65 * before / (every - 1)
+        style = Style(shaded(colour, share), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
+        styles.append(style)
     return styles
 
 
-def lightened(colour: str, share: float) -> str:
-    """Return a colour, `#RRGGBB`, mixed with a share of white."""
+def shaded(colour: str, share: float) -> str:
+    """Return a colour, `#RRGGBB`, mixed with a share of white, or of black if it is negative."""
     parts = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
-    return "#" + "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
+    return "#" + "".join(f"{round(part + abs(share) * ((255 if share > 0 else 0) - part)):02X}" for part in parts)
 
 
 def subplots(columns: int, width: float, height: float, rows: int = 1, **settings: Any) -> tuple[Any, Any]:
