@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.inspect.figures import NOTHING, write_title
+from depthlm.inspect.figures import NOTHING, write_labels
 from depthlm.inspect.picture import Array, FigureOverDepth, Picture, Place, spread
 from depthlm.inspect.tokens import TOKENS, named_tokens, side
 from depthlm.model.figures import Figure
@@ -22,10 +22,6 @@ PITCH = 0.085
 
 class AttentionMaps(FigureOverDepth):
     """Probabilities [head, query, key] of some layers and heads, of the first queries of the first window."""
-
-    def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
-        super().__init__(mechanism, figure, depth, token_names)
-        self.maps: dict[Place, Array] = {}
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         if place in self.maps:
@@ -52,12 +48,8 @@ def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], names: Sequence[s
     from matplotlib.colors import PowerNorm
 
     wide, high = (side(len(names), least, PITCH) for least in (2.5, 2.0))
-    figure, axes = subplots(
-        len(maps),
-        (wide * (1 + GAP + WIDE if names else 1) + 0.4) * len(maps) + 1.1,
-        (high + 0.4) * len(heads) + 0.9,
-        rows=len(heads),
-    )
+    width = (wide * (1 + GAP + WIDE if names else 1) + 0.4) * len(maps) + 1.1
+    figure, axes = subplots(len(maps), width, (high + 0.4) * len(heads) + 0.9, rows=len(heads))
     colours = matplotlib.colormaps["viridis_r"].with_extremes(bad=NOTHING)
     # makes small probabilities visible
     norm = PowerNorm(0.35, 0, 1)
@@ -69,36 +61,25 @@ def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], names: Sequence[s
             sequence = np.where(hidden, np.nan, map_tx[:, :t])
             image = place.imshow(sequence, cmap=colours, norm=norm, extent=(0, t, t, 0), aspect="auto")
             start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
-            ticks = {0.0: "0", float(t): str(t)}
+            queries = {token + 0.5: names[token] for token in named_tokens(len(names))} or {0.0: "0", float(t): str(t)}
+            keys = queries if names or not entries else {0.0: "0"}
             if entries:
                 place.imshow(map_tx[:, t:], cmap=colours, norm=norm, extent=(start, end, t, 0), aspect="auto")
                 place.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
-                ticks = {0.0: "0", (start + end) / 2: f"{entries} depth entries" if entries > 1 else "1 depth entry"}
+                keys = keys | {(start + end) / 2: f"{entries} depth entries" if entries > 1 else "1 depth entry"}
             place.set_xlim(0, end)
             place.set_ylim(t, 0)
-            if names:
-                _name_tokens(place, ticks, names, column == 0, row == len(heads) - 1)
-            else:
-                place.set_xticks(list(ticks), list(ticks.values()), size=8)
-                place.set_yticks([0, t], ["0", str(t)], size=8)
+            lowest, leftmost, size = row == len(heads) - 1, column == 0, 6 if names else 8
+            labels = list(keys.values()) if lowest or not names else []
+            place.set_xticks(list(keys), labels, size=size, rotation=90 if names else 0)
+            place.set_yticks(list(queries), list(queries.values()) if leftmost or not names else [], size=size)
             place.tick_params(length=2)
             place.spines[:].set_visible(False)
             if row == 0:
                 place.set_title(layer, fontsize="medium")
             if column == 0:
                 place.set_ylabel(f"head {head}\nquery")
-    write_title(figure, title)
-    figure.supxlabel("key: tokens, then depth entries", fontsize="medium")
+    write_labels(figure, title, "key: tokens, then depth entries")
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
     return figure
-
-
-def _name_tokens(place: Any, ticks: Mapping[float, str], names: Sequence[str], leftmost: bool, lowest: bool) -> None:
-    """Label the queries of the leftmost panels, and the keys of the lowest ones, with the names of their tokens."""
-    shown = named_tokens(len(names))
-    places, texts = [token + 0.5 for token in shown], [names[token] for token in shown]
-    # the label of the depth entries
-    beyond = {tick: text for tick, text in ticks.items() if tick > len(names)}
-    place.set_yticks(places, texts if leftmost else [], size=6)
-    place.set_xticks([*places, *beyond], [*texts, *beyond.values()] if lowest else [], size=6, rotation=90)

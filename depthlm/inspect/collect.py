@@ -49,7 +49,8 @@ class Collector(Observer):
             self.add(connection, figure, Place(spec.kind, spec.layer))
         if spec.kind == "final":
             for over_depth in self.figures.values():
-                over_depth.end_pass(self.tokens)
+                if isinstance(over_depth, Matrices):
+                    over_depth.end_pass(self.tokens)
 
     def attend(
         self,

@@ -71,11 +71,8 @@ def inspect_run(arguments: Inspect) -> Path:
     for other in arguments.compare or ():
         matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))
     pictures.append(mixing_picture(matrices))
-    if (experts := expert_picture(directory)) is not None:
-        pictures.append(experts)
-    if (blocks := block_picture(directory)) is not None:
-        pictures.append(blocks)
-    else:
+    pictures += filter(None, (expert_picture(directory), block_picture(directory)))
+    if pictures[-1].name != "blocks":
         messages.append("training.log_blocks_every was not set, so there is no figure of outputs over training")
     with writable(folder):
         write(folder, pictures)

@@ -2,8 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +16,8 @@ NOTHING = "#DADADA"
 NUMBERED = 12
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A panel of cells, [row, column]. Cells that are nan are empty.
-
-    last_row: a label for the last row instead of its number.
-    """
+class Grid(NamedTuple):
+    """A panel of cells [row, column], empty where nan. last_row: a label for the last row instead of its number."""
 
     title: str
     values: Array
@@ -41,8 +36,7 @@ def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, value
         # align the rows of all panels
         place.set_ylim(height - 0.5, -0.5)
     axes[0, 0].set_ylabel(rows)
-    figure.supxlabel(columns, fontsize="medium")
-    write_title(figure, title)
+    write_labels(figure, title, columns)
     beyond = max(np.nanmax(grid.values) for grid in grids) > norm.vmax
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values, extend="max" if beyond else "neither")
     return figure
@@ -95,8 +89,9 @@ def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y
     for place, (name, curves) in zip(axes[0], panels.items(), strict=True):
         for number, (label, values) in enumerate(curves.items()):
             # many markers would hide the line
-            marker = MARKERS[number] if len(values) <= 40 else ""
-            place.plot(values, color=HUES[number], ls=DASHES[number], marker=marker, ms=3.5, lw=1.5, label=label)
+            marker = MARKERS[number % len(MARKERS)] if len(values) <= 40 else ""
+            style = {"color": HUES[number % len(HUES)], "ls": DASHES[number % len(DASHES)], "marker": marker}
+            place.plot(values, **style, ms=3.5, lw=1.5, label=label)
         place.set_title(name, fontsize="medium")
         place.xaxis.get_major_locator().set_params(integer=True)
         grid(place)
@@ -109,8 +104,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y
     axes[0, 0].set_ylabel(y)
     if max(map(len, panels.values())) > 1:
         axes[0, -1].legend(frameon=False)
-    figure.supxlabel(x, fontsize="medium")
-    write_title(figure, title)
+    write_labels(figure, title, x)
     return figure
 
 
@@ -127,13 +121,13 @@ def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str, sums:
             draw_grid(place, Grid(name, matrix), *scale([matrix]))
             place.set_xticks(range(size), [number_text(total) for total in matrix.sum(0)], size=7, rotation=90)
             place.set_yticks(range(size), [number_text(total) for total in matrix.sum(1)], size=7)
-    figure.supxlabel(sums, fontsize="medium")
-    write_title(figure, title)
+    write_labels(figure, title, sums)
     return figure
 
 
-def write_title(figure: Any, title: str) -> None:
-    """Write the title above a figure, in as many lines as its width needs."""
+def write_labels(figure: Any, title: str, x: str) -> None:
+    """Write the title above a figure, in as many lines as its width needs, and the label of its columns below it."""
+    figure.supxlabel(x, fontsize="medium")
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize="medium")
 
 

@@ -21,16 +21,14 @@ class Grids(FigureOverDepth):
     """Weights of each place over columns, such as its sources; without columns, a curve over the layers.
 
     Arrays are [layer, ...] for the sublayers of each kind, and [...] for the final read, with all axes of the figure
-    but batch and token. They are nan where a place has no such column.
+    but batch and token. They are nan where a place has no such column. Maps are [panel, column, token].
     """
 
-    def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
-        super().__init__(mechanism, figure, depth, token_names)
-        self.axes = [axis for axis in figure.axes if axis not in ("batch", "token")]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.axes = [axis for axis in self.figure.axes if axis not in ("batch", "token")]
         self.column = next((axis for axis in self.axes if axis not in ("panel", "head", "hidden")), "")
         self.means, self.columns = Means(), dict[Place, list[int]]()
-        # [panel, column, token] of the first tokens
-        self.token_values: dict[Place, Array] = {}
         self.panels: dict[str, Sequence[str]] = {}
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
@@ -40,11 +38,11 @@ class Grids(FigureOverDepth):
         if not self.column:
             return
         self.columns[place] = list(figure.places or range(values.shape[figure.axes.index(self.column)]))
-        if self.token_names and "token" in figure.axes and place not in self.token_values:
+        if self.token_names and "token" in figure.axes and place not in self.maps:
             first = values.take([0], figure.axes.index("batch")) if "batch" in figure.axes else values
             first, axes = averaged(first, figure.axes, ("batch", "head", "hidden"))
             first = np.moveaxis(first, [axes.index(self.column), axes.index("token")], [-2, -1])
-            self.token_values[place] = first[..., : len(self.token_names)]
+            self.maps[place] = first[..., : len(self.token_names)]
 
     def pictures(self) -> list[Picture]:
         arrays = self.arrays()
@@ -80,6 +78,8 @@ class Grids(FigureOverDepth):
 
     def by_panel(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Return [panel, layer, ...], and [panel, ...] of the final read, as means over heads and the hidden size."""
+        if list(arrays) == ["final"]:
+            arrays = {"": arrays["final"][None]}
         by_panel = {}
         for kind, values in arrays.items():
             mean, axes = averaged(values, ["row"] * (kind != "final") + self.axes, ("head", "hidden"))
@@ -101,32 +101,32 @@ class Grids(FigureOverDepth):
         return partial(draw_grids, grids, title=self.title, rows="layer", columns=columns, values=label)
 
     def drawn_curves(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
-        by_panel = self.by_panel({kind: values for kind, values in arrays.items() if kind != "final"})
-        curves = {
-            TITLES[kind] if len(by_panel) > 1 else "": {
-                self.title_of(kind, number, False): values for number, values in enumerate(values_pl)
-            }
-            for kind, values_pl in by_panel.items()
-        }
+        by_panel = self.by_panel(arrays)
+        by_panel.pop("final", None)
+        curves = {}
+        for kind, values_pl in by_panel.items():
+            titles = [self.title_of(kind, number, False) for number in range(len(values_pl))]
+            curves[TITLES[kind] * (len(by_panel) > 1)] = dict(zip(titles, values_pl, strict=True))
         return partial(draw_curves, curves, title=self.title, x="layer", y=label)
 
     def title_of(self, kind: str, panel: int, with_kind: bool) -> str:
-        panels = self.panels[kind]
-        return ": ".join(filter(None, [TITLES[kind] * with_kind, panels[panel] if panel < len(panels) else ""]))
+        panels = dict(enumerate(self.panels.get(kind, self.figure.panels)))
+        title = panels.get(panel, str(panel) * ("panel" in self.axes))
+        return ": ".join(filter(None, [TITLES[kind] * with_kind, title]))
 
     def token_pictures(self, label: str) -> list[Picture]:
         """Return the picture of single tokens at some places with several columns, unless all tokens are alike."""
         # the final read of dca has fewer panels
-        most = max((values.shape[:-2] for values in self.token_values.values()), default=())
+        most = max((values.shape[:-2] for values in self.maps.values()), default=())
         shown = [
             place
-            for place, values in self.token_values.items()
+            for place, values in self.maps.items()
             if len(self.columns[place]) > 1 and values.shape[:-2] == most and np.isfinite(values).any()
         ]
-        if not any(np.nanmax(np.ptp(self.token_values[place], axis=-1)) > 0 for place in shown):
+        if not any(np.nanmax(np.ptp(self.maps[place], axis=-1)) > 0 for place in shown):
             return []
         shown = [shown[number] for number in spread(len(shown), MAPS)]
-        arrays = {f"{self.name}_tokens{place.suffix}": self.token_values[place] for place in shown}
+        arrays = {f"{self.name}_tokens{place.suffix}": self.maps[place] for place in shown}
         about, rows = f"{self.figure.about}, at each token", self.figure.columns or self.column
         maps = [self.token_maps(place) for place in shown]
         draw = partial(draw_token_maps, maps, self.token_names, f"{self.title}, at each token", rows, label)
@@ -134,7 +134,7 @@ class Grids(FigureOverDepth):
 
     def token_maps(self, place: Place) -> list[TokenMap]:
         """Return the map of each panel at one place, without the columns that all panels lack."""
-        values = self.token_values[place]
+        values = self.maps[place]
         values_pct = values.reshape(-1, *values.shape[-2:])
         kept = [number for number in range(values.shape[-2]) if np.isfinite(values_pct[:, number]).any()]
         sources = [str(self.columns[place][number]) for number in kept]

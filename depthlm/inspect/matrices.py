@@ -1,12 +1,12 @@
 """Maps between streams, as of hyper-connections, their products over depth, and the gain of both."""
 
-from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from depthlm.inspect.figures import draw_curves, draw_matrices
-from depthlm.inspect.picture import Array, FigureOverDepth, Means, Picture, Place, spread
+from depthlm.inspect.picture import FigureOverDepth, Means, Picture, Place, spread
 from depthlm.model.figures import Figure
 
 # matrices per picture, from evenly spaced places
@@ -21,15 +21,16 @@ class Matrices(FigureOverDepth):
     largest absolute column sum for the backward gradient. It is computed per token and then averaged.
     """
 
-    def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
-        super().__init__(mechanism, figure, depth, token_names)
-        self.means, self.maps = Means(), dict[Place, Array]()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.means = Means()
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         pair = [number for number, axis in enumerate(figure.axes) if figure.axes.count(axis) > 1]
         self.maps[place] = np.moveaxis(figure.values.double().cpu().numpy(), pair, [-2, -1])
 
     def end_pass(self, tokens: int) -> None:
+        """Add the products of one forward pass."""
         self.places = list(self.maps)
         product = np.eye(next(iter(self.maps.values())).shape[-1])
         for place, matrix in reversed(self.maps.items()):
@@ -43,7 +44,11 @@ class Matrices(FigureOverDepth):
     def pictures(self) -> list[Picture]:
         parts = ("", "_composite", "_gain", "_composite_gain")
         arrays = {part: np.stack([self.means[part, place] for place in self.places]) for part in parts}
-        last, shown, axis = len(self.places) - 1, spread(len(self.places), SHOWN), self.figure.axes[0]
+        last, shown, axis = (
+            len(self.places) - 1,
+            spread(len(self.places), SHOWN),
+            max(self.figure.axes, key=self.figure.axes.count),
+        )
         rows = [
             [(f"sublayer {number}", arrays[""][number]) for number in shown],
             [(f"{number} to {last}", arrays["_composite"][number]) for number in shown],
@@ -51,7 +56,10 @@ class Matrices(FigureOverDepth):
         title = f"{self.title}; below: the product from it to the last"
         sums = f"sums of columns (old {axis}s); at the left: of rows (new {axis}s)"
         labels = (f"{self.figure.name} of one sublayer", f"product of {self.figure.name} from a sublayer to the last")
-        curves = {label: _curves(arrays[part]) for label, part in zip(labels, parts[2:], strict=True)}
+        curves = {
+            label: {"forward: row sum": row, "backward: column sum": column}
+            for label, (row, column) in zip(labels, (arrays[part].T for part in parts[2:]), strict=True)
+        }
         gains = partial(draw_curves, curves, f"{self.name}: gain", x=SUBLAYERS, y="largest absolute sum")
         drawn = (
             ("", f"{self.figure.about}, and their products up to the last", partial(draw_matrices, rows, title, sums)),
@@ -61,7 +69,3 @@ class Matrices(FigureOverDepth):
             Picture(f"{self.name}{end}", about, {f"{self.name}{part}": arrays[part] for part in pair}, draw)
             for (end, about, draw), pair in zip(drawn, (parts[:2], parts[2:]), strict=True)
         ]
-
-
-def _curves(gain: Array) -> dict[str, Array]:
-    return {"forward: row sum": gain[:, 0], "backward: column sum": gain[:, 1]}

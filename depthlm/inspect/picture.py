@@ -1,8 +1,7 @@
 """Base classes: a picture with its arrays, means over tokens, and a figure over the places in depth."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,7 @@ from depthlm.model.figures import Figure
 Array = NDArray[np.floating]
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """One PNG. about: its content in one line. arrays: keyed by name in arrays.npz. draw: returns the figure."""
 
     name: str
@@ -32,8 +30,7 @@ class Place(NamedTuple):
     @property
     def suffix(self) -> str:
         """The end of the name of an array of this place alone."""
-        parts = [self.kind] if self.kind == "final" else [self.kind, str(self.layer)]
-        return "_".join(["", *filter(None, parts)])
+        return "_final" if self.kind == "final" else f"{self.kind and '_'}{self.kind}_{self.layer}"
 
 
 class Means:
@@ -56,32 +53,28 @@ class FigureOverDepth:
     """A figure of a mechanism: collects its values at all places in depth, and draws them.
 
     name: of its arrays and pictures. figure: the first one, which has the axes and labels of all. depth: the number of
-    unrolled layers. token_names: the first tokens of the first window, where the pictures show single tokens.
+    unrolled layers. token_names: the first tokens of the first window, where the pictures show single tokens. maps:
+    what it keeps of each place.
     """
 
     def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
         self.name, self.figure = f"{mechanism}_{figure.name}", figure
         self.depth, self.token_names = depth, token_names
-        self.title = f"{mechanism}: {figure.about}"
+        self.title, self.maps = f"{mechanism}: {figure.about}", dict[Place, Array]()
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         """Add the values of one place in a forward pass over `tokens` tokens."""
         raise NotImplementedError
-
-    def end_pass(self, tokens: int) -> None:
-        """Called after the last place of each forward pass."""
 
     def pictures(self) -> list[Picture]:
         """Return the pictures; empty if there is nothing to draw."""
         raise NotImplementedError
 
 
-def averaged(values: Array, axes: Iterable[str], over: Sequence[str]) -> tuple[Array, list[str]]:
+def averaged(values: Array, axes: Sequence[str], over: Sequence[str]) -> tuple[Array, list[str]]:
     """Return the mean over the axes named in `over`, and the names of the other axes."""
-    axes = list(axes)
-    return values.mean(tuple(number for number, axis in enumerate(axes) if axis in over)), [
-        axis for axis in axes if axis not in over
-    ]
+    away = tuple(number for number, axis in enumerate(axes) if axis in over)
+    return values.mean(away), [axis for axis in axes if axis not in over]
 
 
 def spread(count: int, wanted: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from depthlm.data import Tokenizer
-from depthlm.inspect.figures import Grid, draw_grid, scale, write_title
+from depthlm.inspect.figures import Grid, draw_grid, scale, write_labels
 from depthlm.inspect.picture import Array
 from depthlm.report.figures.style import subplots
 
@@ -14,8 +14,6 @@ TOKENS, NAMED, LONGEST = 256, 64, 14
 # inches per name
 PITCH = 0.11
 SPACE = "\u2423"
-
-
 # title, weights [source, token] of the first tokens, label of each source
 TokenMap = tuple[str, Array, list[str]]
 
@@ -51,9 +49,8 @@ def draw_token_maps(
     down, across = len(maps), len(maps[0])
     heights = [0.5 + max(0.8, 0.2 * max(len(sources) for *_, sources in row)) for row in maps]
     width = side(len(names), 3.0) + 0.5
-    figure, axes = subplots(
-        across, width * across + 1.2, sum(heights) + 1.4, rows=down, gridspec_kw={"height_ratios": heights}
-    )
+    size = width * across + 1.2, sum(heights) + 1.4
+    figure, axes = subplots(across, *size, rows=down, gridspec_kw={"height_ratios": heights})
     norm, colours = scale([values for row in maps for _, values, _ in row])
     shown = named_tokens(len(names))
     for number, (line, row) in enumerate(zip(axes, maps, strict=True)):
@@ -63,7 +60,6 @@ def draw_token_maps(
             last = number == down - 1
             place.set_xticks(shown, [names[token] for token in shown] if last else [], size=7, rotation=90)
     figure.supylabel(rows, fontsize="medium")
-    figure.supxlabel("token", fontsize="medium")
-    write_title(figure, title)
+    write_labels(figure, title, "token")
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values)
     return figure
