@@ -63,9 +63,8 @@ def inspect_run(arguments: Inspect) -> Path:
         # fail before the forward passes, which may take minutes
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    names = (
-        token_names(Tokenizer.load(directory), batches[0][0, :TOKENS].tolist()) if arguments.text is not None else []
-    )
+    first = batches[0][0, :TOKENS].tolist()
+    names = token_names(Tokenizer.load(directory), first) if arguments.text is not None else []
     pictures, messages = collect(model, batches, names)
     matrices = [titled_matrix(model, config, batches, messages)]
     for other in arguments.compare or ():

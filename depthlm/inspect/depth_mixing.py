@@ -44,10 +44,8 @@ def depth_mixing(model: Decoder, windows: Iterable[Tensor]) -> tuple[Array, list
 class Mixing(Observer):
     """Collects the outputs of a forward pass, and at its end the matrix of its tokens."""
 
-    differentiates_weights = False
-
     def __init__(self, model: Decoder) -> None:
-        self.model, self.means = model, Means()
+        self.model, self.means, self.differentiates_weights = model, Means(), False
 
     def open(self, embedding_btd: Tensor) -> None:
         self.outputs = [embedding_btd]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from depthlm.inspect.figures import Grid, draw_curves, draw_grids
-from depthlm.inspect.picture import Array, FigureOverDepth, Means, Picture, Place, averaged, spread
+from depthlm.inspect.picture import Array, FigureOverDepth, Picture, Place, averaged, spread
 from depthlm.inspect.tokens import TokenMap, draw_token_maps
 from depthlm.model.figures import Figure
 
@@ -28,7 +28,7 @@ class Grids(FigureOverDepth):
         super().__init__(*arguments)
         self.axes = [axis for axis in self.figure.axes if axis not in ("batch", "token")]
         self.column = next((axis for axis in self.axes if axis not in ("panel", "head", "hidden")), "")
-        self.means, self.columns = Means(), dict[Place, list[int]]()
+        self.columns: dict[Place, list[int]] = {}
         self.panels: dict[str, Sequence[str]] = {}
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
@@ -53,9 +53,8 @@ class Grids(FigureOverDepth):
             named |= {f"{name}_deviation": values.std(-1) for name, values in named.items()}
         over = " and ".join(word for axis, word in MEANS.items() if axis in self.figure.axes)
         label = self.figure.name.replace("_", " ")
-        draw = (self.drawn_grids if self.column else self.drawn_curves)(
-            arrays, f"{label}{over and ', mean over '}{over}"
-        )
+        drawn = self.drawn_grids if self.column else self.drawn_curves
+        draw = drawn(arrays, f"{label}, mean over {over}" if over else label)
         return [Picture(self.name, self.figure.about, named, draw), *self.token_pictures(label)]
 
     def arrays(self) -> dict[str, Array]:

@@ -53,14 +53,14 @@ class FigureOverDepth:
     """A figure of a mechanism: collects its values at all places in depth, and draws them.
 
     name: of its arrays and pictures. figure: the first one, which has the axes and labels of all. depth: the number of
-    unrolled layers. token_names: the first tokens of the first window, where the pictures show single tokens. maps:
-    what it keeps of each place.
+    unrolled layers. token_names: the first tokens of the first window, where the pictures show single tokens. means,
+    maps: what it keeps of the places.
     """
 
     def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
         self.name, self.figure = f"{mechanism}_{figure.name}", figure
         self.depth, self.token_names = depth, token_names
-        self.title, self.maps = f"{mechanism}: {figure.about}", dict[Place, Array]()
+        self.title, self.means, self.maps = f"{mechanism}: {figure.about}", Means(), dict[Place, Array]()
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         """Add the values of one place in a forward pass over `tokens` tokens."""

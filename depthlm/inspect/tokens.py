@@ -24,9 +24,8 @@ def token_names(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
 
 
 def _label(text: str) -> str:
-    visible = "".join(
-        SPACE if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in text
-    )
+    letters = [SPACE if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in text]
+    visible = "".join(letters)
     shown = visible if len(visible) <= LONGEST else f"{visible[: LONGEST - 1]}…"
     # matplotlib reads text between two dollar signs as a formula
     return re.sub(r"\$", r"\\$", shown)
