@@ -51,11 +51,13 @@ class Grids(FigureOverDepth):
         named = {f"{self.name}{f'_{kind}' * (len(arrays) > 1)}": values for kind, values in arrays.items()}
         if "hidden" in self.axes:
             named |= {f"{name}_deviation": values.std(-1) for name, values in named.items()}
-        over = " and ".join(word for axis, word in MEANS.items() if axis in self.figure.axes)
-        label = self.figure.name.replace("_", " ")
-        drawn = self.drawn_grids if self.column else self.drawn_curves
-        draw = drawn(arrays, f"{label}, mean over {over}" if over else label)
-        return [Picture(self.name, self.figure.about, named, draw), *self.token_pictures(label)]
+        means = [word for axis, word in MEANS.items() if axis in self.figure.axes]
+        labels = [
+            ", mean over ".join(filter(None, [self.figure.name.replace("_", " "), " and ".join(words)]))
+            for words in (means, [word for word in means if word != "tokens"])
+        ]
+        draw = (self.drawn_grids if self.column else self.drawn_curves)(arrays, labels[0])
+        return [Picture(self.name, self.figure.about, named, draw), *self.token_pictures(labels[1])]
 
     def arrays(self) -> dict[str, Array]:
         """Return the means of each kind, stacked over the layers."""

@@ -131,7 +131,7 @@ def test_the_lowest_panels_name_the_tokens(build: Build) -> None:
     assert [place.get_title() for place in panels] == ["layer 1", "layer 2", "layer 3"]
     names = [[label.get_text() for label in place.get_xticklabels()] for place in panels]
     assert [list(filter(None, of_panel)) for of_panel in names] == [[], [], NAMES]
-    assert bar.get_ylabel() == "weights"
+    assert bar.get_ylabel() == "weights, mean over heads"
 
 
 def test_the_maps_of_moda_name_queries_and_keys(build: Build) -> None:
