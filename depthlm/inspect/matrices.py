@@ -49,7 +49,7 @@ class Matrices(FigureOverDepth):
         name, products = self.figure.name, f"{self.figure.about}, and their products up to the last"
         gains = {
             f"{name} of one sublayer": arrays["_gain"],
-            f"product, up to the last {name}": arrays["_composite_gain"],
+            f"product of {name} up to the last": arrays["_composite_gain"],
         }
         curves = {
             label: {"forward: row sum": gain[:, 0], "backward: column sum": gain[:, 1]} for label, gain in gains.items()
