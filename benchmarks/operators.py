@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from depthlm.model.read_ahead import READS
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthlm
+from depthlm.model.read_ahead import READS
 from depthlm.ops.attention_residuals.reference import depth_attend
 from depthlm.ops.backend import using
 from depthlm.ops.dca.reference import gated_reads, weighted_reads
