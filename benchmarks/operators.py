@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthlm
+from depthlm.model.read_ahead import READS
 from depthlm.ops.backend import using
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention

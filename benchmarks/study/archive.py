@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from depthlm.config import Config, compose
+from depthlm.config.renamed import current_class
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
 from depthlm.report.rows import Row
@@ -43,6 +44,11 @@ def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
     """Return the lines of an experiment, by the names of their run directories."""
     path = ARCHIVE / f"{experiment}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    for line in lines:
+        for part in ("connection", "attention"):
+            name = f"model.{part}._target_"
+            if name in line["settings"]:
+                line["settings"][name] = current_class(line["settings"][name])
     return {line["run"]: line for line in lines}
 
 

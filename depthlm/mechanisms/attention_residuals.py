@@ -66,14 +66,14 @@ class AttentionResiduals(Connection):
         )
         self.block_size = block_size or default_block_size(spec)
         self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
-        num_sources = 1 + -(-spec.sublayer // self.block_size)
+        self.num_sources = 1 + -(-spec.sublayer // self.block_size)
         self.begins_block = spec.sublayer % self.block_size == 0
-        self.cost = read_cost(size, num_sources, scored=mixing != "scalars")
+        self.cost = read_cost(size, self.num_sources, scored=mixing != "scalars")
         if query == "static" and mixing == "softmax":
             # the running sum still changes, so it cannot be read ahead
-            self.ahead = ReadAhead(self, begin, self.extend, num_sources - (not self.begins_block))
+            self.ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
         if mixing == "scalars":
-            self.scores = nn.Parameter(torch.empty(num_sources))
+            self.scores = nn.Parameter(torch.empty(self.num_sources))
             return
         if query == "static":
             self.query = nn.Parameter(torch.empty(size.hidden_size))

@@ -51,9 +51,10 @@ class AttentionResidualsRecency(Connection):
         self.eps = backbone.norm_eps
         snapshots = self.snapshots(spec.layer)
         self.takes_snapshot = spec.kind == "mlp" and self.snapshots(spec.layer + 1) > snapshots
-        self.cost = read_cost(size, snapshots + 2)
+        self.num_sources = 2 + snapshots
+        self.cost = read_cost(size, self.num_sources)
         # the running sum still changes, so it cannot be read ahead
-        self.ahead = ReadAhead(self, begin, self.extend, num_fixed=snapshots + 1)
+        self.ahead = ReadAhead(self, begin, self.extend, num_fixed=self.num_sources - 1)
         self.query = nn.Parameter(torch.empty(size.hidden_size))
         self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
         self.recency = nn.Parameter(torch.empty(1))

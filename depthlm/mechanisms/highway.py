@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from depthlm.model.connection import Connection, Cost, Hidden, Inputs
+from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
@@ -43,6 +44,11 @@ class Highway(Connection):
     def write(self, state: Hidden, output_btd: Tensor, carry: Tensor) -> Hidden:
         h, g = state.h, carry
         return Hidden(((1 - g) * h + g * output_btd).to(h.dtype))
+
+    def figures(self, state: Hidden) -> list[Figure]:
+        gate = self.weights(state)
+        axes = ("batch", "token", "hidden")
+        return [] if gate is None else [Figure("gate", gate, axes, "the gate of each sublayer's output")]
 
 
 class Gate(Linear):

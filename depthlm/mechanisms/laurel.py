@@ -87,5 +87,5 @@ class Laurel(Connection):
             return [Figure("gamma", self.gamma, ("source",), about, "source (j: the input j sublayers before)")]
         if hasattr(self, "alpha"):
             weights = torch.cat((self.alpha, self.beta))
-            return [Figure("weights", weights, ("source",), about, "0: alpha, of the output; 1: beta, of the skip")]
+            return [Figure("weights", weights, ("panel",), about, panels=("alpha, of the output", "beta, of the skip"))]
         return []

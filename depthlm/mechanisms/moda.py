@@ -144,12 +144,14 @@ class Moda(SelfAttention):
         share = share_nbt.new_full((2, self.spec.num_layers * self.spec.loops, b, t), float("nan"))
         for number, entry_bt in enumerate(share_nbt, depth.start):
             share[("attention", "mlp").index(self.entry_kinds[number % kinds]), number // kinds] = entry_bt
-        about = "the share of the attention that goes to each depth entry; the rest goes to the sequence"
+        about = "the share of the attention that goes to each depth entry"
+        about_total = "the share of the attention that goes to depth; the rest goes to the sequence"
         panels, places = ("attention entries", "MLP entries"), range(share.shape[1])
         axes = ("panel", "layer", "batch", "token")
         about_maps = "which tokens and depth entries queries attend to (the attention maps of arXiv 2603.15619)"
         return [
             Figure("depth_share", share, axes, about, "layer of the entry", panels, places),
+            Figure("depth_total", share_nbt.sum(0), ("batch", "token"), about_total),
             Figure("maps", p_bhtx[0], ("head", "query", "key"), about_maps),
         ]
 

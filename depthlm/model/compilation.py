@@ -10,8 +10,8 @@ from torch import Tensor
 from depthlm.model.decoder import Decoder, head_and_loss
 from depthlm.model.layer import Layer
 
+# methods of a layer: those without the depth mechanism, and those that contain them and a connection
 SUBLAYERS = ("project", "output", "transform")
-# they call the sublayers, and a connection in between
 REGIONS = ("before_attention", "after_attention")
 
 
@@ -24,9 +24,8 @@ def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
     from torch._dynamo import lookup_backend
 
     compiler = _recomputing(lookup_backend(backend))
-    names = (*SUBLAYERS, *(REGIONS if all(c.is_compiled for c in model.connections) else ()))
-    for name in names:
-        # a function of the layer, so that all layers share its compilation
+    for name in REGIONS if all(c.is_compiled for c in model.connections) else SUBLAYERS:
+        # a function that takes the layer, so that all layers share its compilation
         compiled = torch.compile(getattr(Layer, name), backend=compiler)
         for layer in model.layers:
             setattr(layer, name, MethodType(compiled, layer))

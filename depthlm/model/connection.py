@@ -107,7 +107,7 @@ class Connection(nn.Module):
     def figures(self, state: State) -> Sequence[Figure]:
         """Return what `inspect` draws of the read of this state. By default these are weights [n, b, t] or [n]."""
         weights = self.weights(state)
-        if not isinstance(weights, Tensor):
+        if not isinstance(weights, Tensor) or weights.ndim not in (1, 3):
             return []
         axes = ("source", "batch", "token") if weights.ndim == 3 else ("source",)
         return [Figure("weights", weights, axes, "what each sublayer reads")]

@@ -11,10 +11,10 @@ class Figure(NamedTuple):
 
     name: of the array and its picture, after that of the mechanism: `weights` of dca is dca_weights.
     axes: the name of each axis. One axis has any name, such as "source" or "layer": its entries are the columns of a
-        grid, whose rows are the places in depth. Others may be
-        - "batch" and "token", which are averaged over; where `inspect` gets a text, its tokens are drawn one by one too;
-        - "panel", first: each entry has a grid of its own, and a title in `panels`;
-        - "head" and "hidden", which are averaged over in the picture.
+        grid, whose rows are the places in depth. Without it, the values are a curve over depth. Others may be
+        - "batch" and "token", which are averaged over; with `text=`, `inspect` also draws the tokens one by one;
+        - "panel", first: each entry has a grid or a curve of its own, with a title in `panels`;
+        - "head", and last "hidden", which are averaged over in the picture.
         Two axes of one name, such as "stream", are a map, which is also multiplied over depth. The axes "head",
         "query", "key" are a map of attention; keys beyond the number of queries are entries of depth.
     about: the content of the picture in one line.

@@ -58,7 +58,7 @@ class Layer(nn.Module):
         """Return the state, the depth list, and the routing of a mixture of experts."""
         before_attention, after_attention = self.before_attention, self.after_attention
         if observer is not UNOBSERVED:
-            # torch.compile takes both without an observer
+            # torch.compile takes them without an observer
             before_attention = partial(Layer.before_attention, self, observer=observer)
             after_attention = partial(Layer.after_attention, self, observer=observer)
         projected, carry = before_attention(connections[0], state, rope)

@@ -33,7 +33,7 @@ def test_the_report_has_the_numbers_and_differing_settings() -> None:
 
 
 def test_old_and_new_names_of_a_setting_do_not_differ() -> None:
-    target = "depthlm.mechanisms.{}.GRN"
+    target = "depthlm.model.connections.{}.GRN"
     old = {"import_from": None, "training": {"on_bad_numbers": "skip"}}
     new = {"import_from": None, "init_from": None, "training": {"on_bad_numbers": None, "on_nonfinite": "skip"}}
     for name, config, module in (("a", old, "cross_attention"), ("b", new, "deep_cross_attention")):

@@ -179,6 +179,14 @@ def test_runs_resume_bit_for_bit_and_on_other_ranks(
     torch.testing.assert_close([row[2] for row in curve(moved)], [row[2] for row in curve(two)], rtol=3e-3, atol=0)
 
 
+def test_an_earlier_engine_under_autocast_changes_nothing(small_run: Overrides) -> None:
+    # as in a sweep: at ZeRO 0, bf16 means autocast, which DeepSpeed remembers in a global variable
+    overrides = small_run("deepspeed=zero2", "precision=bf16", *MODELS["mhc"])
+    expected = losses(overrides, 2)
+    losses([*overrides, "deepspeed=zero0"], 1)
+    assert losses(overrides, 2) == expected
+
+
 @pytest.mark.slow
 def test_zero_3_with_every_weight_sharded_gives_the_same_curve(
     small_run: Overrides, monkeypatch: pytest.MonkeyPatch

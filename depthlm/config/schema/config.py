@@ -21,10 +21,6 @@ class Model:
     attention: dict[str, Any] = key({}, "which keys and values of earlier layers an attention reads")
     loops: int = key(1, "number of passes through the same layers; each pass has its own connections", minimum=1)
 
-    def reads_across_layers(self) -> bool:
-        """Return whether the attention may read keys and values of other layers: any class but that of vanilla."""
-        return self.attention["_target_"] != "depthlm.model.attention.self_attention.SelfAttention"
-
 
 SHARD_TOKENS = 128_000_000
 

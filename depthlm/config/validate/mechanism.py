@@ -34,6 +34,14 @@ def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
     )
 
 
+def reads_across_layers(model: Model) -> bool:
+    """Return whether the attention may read keys and values of other layers."""
+    from depthlm.model.attention.self_attention import SelfAttention
+
+    attention: Any = hydra.utils.get_class(model.attention["_target_"])
+    return attention.attend is not SelfAttention.attend
+
+
 def check_target(name: str, settings: Any) -> list[str]:
     """Return the mistakes in one of FREE_GROUPS: a wrong class, or settings it does not accept."""
     import torch

@@ -44,6 +44,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     At ZeRO 3 the model may be sharded already, by `draw_shards`. Its experts may be spread, by `draw_spread`.
     """
     import deepspeed
+    from deepspeed.runtime import torch_autocast
 
     configure_deepspeed(config)
     optimizer = build_optimizer(model, config.optimizer, plan.max_steps)
@@ -54,6 +55,8 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         prepare_sharding(model)
     else:
         undo_sharding()
+    # an earlier engine of this process, as in a sweep, may have set it, and DeepSpeed never unsets it
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     settings = deepspeed_settings(config, plan, model)
     is_half = config.deepspeed.stage > 0 and config.precision.name != "fp32"
     in_fp32 = take_fp32(model, half_dtype(config)) if is_half else {}
