@@ -14,20 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from depthlm.mechanisms.phases import READS
-from depthlm.ops.attention_residuals.reference import depth_attend
-from depthlm.ops.dca.reference import gated_reads
-from depthlm.ops.denseformer.reference import weighted_reads
-from depthlm.ops.depth_attention.reference import depth_value_mix
-from depthlm.ops.hyper_connections.reference import hyper_post_pre
-from depthlm.ops.mhc.reference import mhc_post_pre
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthlm
 from depthlm.model.read_ahead import READS
+from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.backend import using
+from depthlm.ops.dca.naive import gated_reads
+from depthlm.ops.denseformer.naive import weighted_reads
+from depthlm.ops.depth_attention.naive import depth_value_mix
+from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.naive import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from depthlm.ops.attention_residuals.reference import depth_attend
-from depthlm.ops.mhc.reference import mhc_post_pre
 from torch import Tensor
 
+from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.backend import using
+from depthlm.ops.mhc.naive import mhc_post_pre
 
 EPS, READS, SOURCES, STREAMS, ITERATIONS = 1e-6, 8, 5, 4, 20
 Run = Callable[[], Sequence[Tensor]]

@@ -44,11 +44,9 @@ def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
     """Return the lines of an experiment, by the names of their run directories."""
     path = ARCHIVE / f"{experiment}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    for line in lines:
-        for part in ("connection", "attention"):
-            name = f"model.{part}._target_"
-            if name in line["settings"]:
-                line["settings"][name] = current_class(line["settings"][name])
+    for settings in (line.get("settings", {}) for line in lines):
+        for name in {"model.connection._target_", "model.attention._target_"} & set(settings):
+            settings[name] = current_class(settings[name])
     return {line["run"]: line for line in lines}
 
 

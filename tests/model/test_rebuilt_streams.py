@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depthlm.model.connections import hyper_connections
 
 from depthlm.mechanisms import hyper_connections, mhc
 from depthlm.model import Decoder

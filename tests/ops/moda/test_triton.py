@@ -146,7 +146,7 @@ def test_unsupported_arguments_are_refused() -> None:
     refused: list[tuple[Any, type[Exception], str]] = [
         ((wide, wide, wide_lse, wide_entries), ValueError, "head size 300 is above 256"),
         ((q, out, lse, entries.double()), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
-        ((q, out, lse.double(), entries), TypeError, "lse is torch.float64"),
+        ((q, out, lse.double(), entries), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
         ((q, out, lse[..., 1:], entries), ValueError, r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
         ((q, out, lse, entries[:, :, :, 1:]), ValueError, r"entries is \[1, 2, 2, 2, 2, 4\], must be"),
         ((q[:, 1:], out, lse, entries), ValueError, "3 query heads, must be a multiple of the 2 key/value heads"),
