@@ -149,7 +149,11 @@ def test_unsupported_arguments_are_refused() -> None:
         ((q, out, lse.double(), entries), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
         ((q, out, lse[..., 1:], entries), ValueError, r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
         ((q, out, lse, entries[:, :, :, 1:]), ValueError, r"entries is \[1, 2, 2, 2, 2, 4\], must be"),
-        ((q[:, 1:], out, lse, entries), ValueError, "3 query heads, must be a multiple of the 2 key/value heads"),
+        (
+            (q[:, 1:], out[:, 1:], lse[:, 1:], entries),
+            ValueError,
+            "3 query heads, must be a multiple of the 2 key/value heads",
+        ),
         ((q, out.to("meta"), lse, entries), ValueError, "out is on meta, must be on"),
     ]
     for arguments, error, message in refused:
