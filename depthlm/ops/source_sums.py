@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import NO_PASS, attached, current_pass, last_input_nodes
+
 
 class Source(torch.autograd.Function):
     """The sum of the gradients of x over all reads, in a backward pass that is identified by `task`."""
@@ -23,13 +25,13 @@ class Source(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.task, ctx.total = -1, None
+        ctx.task, ctx.total = NO_PASS, None
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, grad_token: Tensor | None) -> Tensor | None:
         total, ctx.total = ctx.total, None
-        return total if ctx.task == torch._C._current_graph_task_id() else None
+        return total if ctx.task == current_pass() else None
 
 
 def tokens_of(sources: Sequence[Tensor]) -> list[Tensor]:
@@ -38,24 +40,19 @@ def tokens_of(sources: Sequence[Tensor]) -> list[Tensor]:
     repeated = len({id(x) for x in sources}) < len(sources)
     if repeated or not torch.is_grad_enabled() or any(x.grad_fn is None for x in sources):
         return []
-    for x in sources:
-        if not hasattr(x, "source_token"):
-            # all reads of x must find the token; it lives as long as x
-            x.source_token = Source.apply(x)  # type: ignore[attr-defined]
-    return [x.source_token for x in sources]  # type: ignore[attr-defined]
+    # all reads of x must find the same token
+    return [attached(x, "source_token", Source.apply) for x in sources]
 
 
 def reserve_sums(ctx: Any, num_tokens: int, sources: Sequence[Tensor]) -> tuple[list[Tensor], list[bool]]:
     """Return where a kernel must write the gradients of the sources, and to which of them it must add.
 
-    ctx: of a read whose last inputs are the tokens. Under activation checkpointing, tokens that were saved would be
-    those of the recomputation, which are in another graph.
+    ctx: of a read whose last inputs are the tokens.
     """
     if not num_tokens:
         return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources], [False] * len(sources)
-    # a private function, which torch.utils.checkpoint uses for the same purpose
-    task, sums, added = torch._C._current_graph_task_id(), [], []
-    for (node, _), x in zip(ctx.next_functions[-num_tokens:], sources, strict=True):
+    task, sums, added = current_pass(), [], []
+    for node, x in zip(last_input_nodes(ctx, num_tokens), sources, strict=True):
         added.append(node.task == task and node.total is not None)
         if not added[-1]:
             node.task, node.total = task, torch.empty_like(x, memory_format=torch.contiguous_format)

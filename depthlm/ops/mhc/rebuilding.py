@@ -5,14 +5,16 @@ from X, y and the maps, which the write saves in any case. So of RUN consecutive
 first node of the backward pass that needs another one computes all of its run. Each write frees its X' in its own
 backward pass, which is the last that needs it.
 
-A node is the context of an autograd function, which autograd also stores as `grad_fn` of the outputs. A function that
-writes calls `start_write`, one that reads streams calls `save_streams` and `saved_streams`.
+A node is the context of an autograd function (`depthlm.ops.autograd.node_of`). A function that writes calls
+`start_write`, one that reads streams calls `save_streams` and `saved_streams`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+
+from depthlm.ops.autograd import node_of
 
 # writes per run: 48 layers then keep 12 streams for each of 96 writes, and compute up to 7 of them at a time
 RUN = 8
@@ -23,13 +25,13 @@ def start_write(ctx: Any, x: Tensor, rebuild: bool, compute: Callable[[Any], Ten
 
     rebuild: whether X' may be computed again. compute: returns X' of the node.
     """
-    ctx.number = getattr(_owner(x), "number", 0) + 1
+    ctx.number = getattr(node_of(x), "number", 0) + 1
     ctx.rebuilds, ctx.compute, ctx.streams = rebuild and ctx.number % RUN != 0, compute, None
 
 
 def save_streams(ctx: Any, x: Tensor, *others: Tensor | None) -> None:
     """Save the other tensors for the backward pass, and also x unless it can be computed again."""
-    owner = _owner(x)
+    owner = node_of(x)
     ctx.source, ctx.shape = (owner, x.shape) if getattr(owner, "rebuilds", False) else (None, None)
     ctx.save_for_backward(*others, *(() if ctx.source is not None else (x,)))
 
@@ -47,8 +49,3 @@ def written(node: Any) -> Tensor:
     if node.streams is None:
         node.streams = node.compute(node)
     return node.streams
-
-
-def _owner(x: Tensor) -> Any:
-    """Return the node that computed x, or the tensor that x is a view of; None for an input."""
-    return (x if x._base is None else x._base).grad_fn

@@ -20,6 +20,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import NO_PASS, current_pass
+
 Pair = tuple[Tensor, Tensor]
 
 
@@ -27,7 +29,7 @@ class GradientSums:
     """The gradients of all entries of a bank, each summed over the attentions that read it, during a backward pass."""
 
     def __init__(self) -> None:
-        self.task = -1
+        self.task = NO_PASS
         self.sums_n2btke: Tensor | None = None
         self.written: set[int] = set()
 
@@ -36,8 +38,7 @@ class GradientSums:
 
         The first `fresh` of these sums are undefined: the caller must replace them.
         """
-        # a private function, which torch.utils.checkpoint uses for the same purpose
-        task = torch._C._current_graph_task_id()
+        task = current_pass()
         if self.sums_n2btke is None or task != self.task:
             # a second backward pass through the same graph begins with new sums
             self.task, self.sums_n2btke, self.written = task, torch.empty_like(entries_n2btke), set()
@@ -53,7 +54,7 @@ class GradientSums:
     def take(self, index: int, last: bool) -> Pair | None:
         """Return the sums k_bkte and v_bkte of an entry, or None if nothing has read it. last: whether to free all."""
         found = None
-        if self.task == torch._C._current_graph_task_id() and index in self.written:
+        if self.task == current_pass() and index in self.written:
             assert self.sums_n2btke is not None
             key, value = self.sums_n2btke[index].transpose(2, 3)
             found = key, value
