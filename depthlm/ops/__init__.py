@@ -1,4 +1,4 @@
-"""Operators over depth with hand-written backward passes. They read the tensors of a stream without copying them."""
+"""Operators over depth: a folder for each, named as its mechanism, with its definition and faster implementations."""
 
 # the allowed values of `kernels=`
-CHOICES = ("auto", "triton", "torch")
+CHOICES = ("auto", "triton", "torch", "naive")

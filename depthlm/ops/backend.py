@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class using:
-    """A context in which operators run in Triton ("triton"), in PyTorch ("torch"), or as the machine allows ("auto").
+    """A context in which operators run in Triton ("triton"), in PyTorch ("torch") or as their definitions ("naive").
 
     "auto" runs Triton kernels on a GPU, and PyTorch where they cannot run. The context may be entered repeatedly, which
     the recomputation for a second backward pass does. A decoder enters its own choice, `Decoder.kernels`.
@@ -127,7 +127,7 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
     choice = _choice.get()
     tensors = list(tensors)
     device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
-    if choice == "torch" or (choice == "auto" and device != "cuda"):
+    if choice in ("torch", "naive") or (choice == "auto" and device != "cuda"):
         return False
     lack = missing(device)
     if lack is not None and choice == "auto":
@@ -161,6 +161,8 @@ def operator(
     def decorate(naive: Callable[P, R]) -> Callable[P, R]:
         @wraps(naive)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if chosen() == "naive":
+                return naive(*args, **kwargs)
             if fused(name, _tensors([*args, *kwargs.values()]), unsupported(*args, **kwargs)):
                 return triton()(*args, **kwargs)
             return (naive if cpu is None else cpu())(*args, **kwargs)

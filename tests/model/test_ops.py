@@ -1,10 +1,12 @@
-"""Every preset reaches the same loss with fused kernels as with PyTorch."""
+"""Every preset reaches the same loss with fused kernels, in PyTorch and with the definitions of its operators."""
 
 import os
 from typing import Any
 
 import pytest
 import torch
+
+from .gradients import assert_same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # one preset of each fused operator
@@ -16,7 +18,7 @@ FEWER = {
 }
 # presets without a fused operator are not tested
 FUSED = (*QUICK, "attention_residuals", "attention_residuals_full", "grn_v1", "grn_v3")
-pytestmark = pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="no GPU, and Triton's interpreter is off"
 )
 
@@ -40,12 +42,21 @@ def losses(build: Any, preset: str, kernels: str, steps: int, learning_rate: flo
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("preset", FUSED)
+def test_the_definitions_give_the_same_gradients(build: Any, preset: str) -> None:
+    torch_model, naive = (build(f"model={preset}", "size.num_layers=5").double() for _ in range(2))
+    torch_model.kernels, naive.kernels = "torch", "naive"
+    assert_same(torch_model, naive, tolerance=1e-9)
+
+
+@needs_triton
 @pytest.mark.parametrize("preset", QUICK)
 def test_one_step_equals_pytorch(build: Any, preset: str) -> None:
     fused, plain = (losses(build, preset, kernels, 1, 1e-3) for kernels in ("triton", "torch"))
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
 
 
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", FUSED)
 def test_four_steps_equal_pytorch(build: Any, preset: str) -> None:

@@ -367,7 +367,8 @@ class Config:
     )
     kernels: str = key(
         "auto",
-        "operators over depth. triton: fused kernels; torch: plain PyTorch; auto: triton on a GPU that supports it",
+        "operators over depth. triton: fused kernels; torch: PyTorch; auto: triton on a GPU that supports it; "
+        "naive: their definitions, slow, to check the others",
         choices=CHOICES,
         on_resume="logged",
     )

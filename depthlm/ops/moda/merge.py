@@ -40,7 +40,8 @@ def merged_attention(
     """
     if bounds is not None:
         return attend_with_flash(q_bhte, k_bkse, v_bkse, depth, bounds=bounds)
-    attend = attend_with_flash if has_flash(q_bhte, k_bkse, mask_b1ts) else attend_with_scores
+    is_fast = has_flash(q_bhte, k_bkse, mask_b1ts) and chosen() != "naive"
+    attend = attend_with_flash if is_fast else attend_with_scores
     return attend(q_bhte, k_bkse, v_bkse, depth, mask_b1ts)
 
 
