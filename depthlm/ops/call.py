@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # values of a source per chunk: the chunks of 8 to 16 sources and reads fit into a CPU's cache
-CHUNK = 2**15
+CHUNK = 2**16
 GPU_CHUNK = 2**24
 
 
