@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from depthlm.kernels.backend import missing
 from depthlm.machine import environment
+from depthlm.ops.backend import missing
 
 CUDA = torch.cuda.is_available()
 TYPE = torch.bfloat16 if CUDA else torch.float32

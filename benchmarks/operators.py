@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthlm
-from depthlm.kernels.attention_residuals.reference import depth_attend
-from depthlm.kernels.backend import using
-from depthlm.kernels.depth_attention.reference import depth_value_mix
-from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
-from depthlm.kernels.hyper_connections.reference import hyper_post_pre
-from depthlm.kernels.mhc.reference import mhc_post_pre
-from depthlm.kernels.moda.bank import depth_of
-from depthlm.kernels.moda.merge import merged_attention
-from depthlm.model.connections.phases import READS
+from depthlm.model.read_ahead import READS
+from depthlm.ops.attention_residuals.naive import depth_attend
+from depthlm.ops.backend import using
+from depthlm.ops.dca.naive import gated_reads
+from depthlm.ops.denseformer.naive import weighted_reads
+from depthlm.ops.depth_attention.naive import depth_value_mix
+from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.naive import mhc_post_pre
+from depthlm.ops.moda.bank import depth_of
+from depthlm.ops.moda.merge import merged_attention
 
 TABLES = Path(__file__).parent / "tables" / "kernels"
 EPS = 1e-6

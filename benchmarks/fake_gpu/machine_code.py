@@ -26,7 +26,7 @@ class Specialization:
 
     def __init__(self, function: JITFunction, compile_arguments: tuple[Any, ...]):
         self.function, self.compile_arguments, self.arguments = function, compile_arguments, ""
-        self.kernel = f"{function.fn.__module__.removeprefix('depthlm.kernels.')}.{function.fn.__name__}"
+        self.kernel = f"{function.fn.__module__.removeprefix('depthlm.ops.')}.{function.fn.__name__}"
 
     def inspect(self) -> dict[str, Any]:
         """Compile this version; return its use of registers, stack and memory, and its instructions."""

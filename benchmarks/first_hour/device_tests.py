@@ -1,6 +1,6 @@
 """The tests of the repository that use a GPU where there is one.
 
-python benchmarks/first_hour/device_tests.py tests/kernels tests/model/test_kernels.py --output tests.json
+python benchmarks/first_hour/device_tests.py tests/ops tests/model/test_kernels.py --output tests.json
 """
 
 import argparse

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from interleaved import error_text, measure, write_json
 
-from depthlm.kernels.backend import missing
 from depthlm.machine import environment
 from depthlm.machine.gpu import driver_version
 from depthlm.machine.memory import available_memory
+from depthlm.ops.backend import missing
 
 ROUNDS = 5
 QUERY = (

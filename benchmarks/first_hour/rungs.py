@@ -68,10 +68,10 @@ RUNGS = (
         2,
         "first_hour/device_tests.py",
         words(
-            "tests/kernels tests/model/test_kernels.py --processes 8 "
+            "tests/ops tests/model/test_kernels.py --processes 8 "
             "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"
         ),
-        words("tests/kernels/test_depth_reduce.py"),
+        words("tests/ops/test_depth_reduce.py"),
         ("pytest", "xdist"),
     ),
     Rung(

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from depthlm.kernels.attention_residuals.reference import depth_attend
-from depthlm.kernels.backend import using
-from depthlm.kernels.mhc.reference import mhc_post_pre
+from depthlm.ops.attention_residuals.naive import depth_attend
+from depthlm.ops.backend import using
+from depthlm.ops.mhc.naive import mhc_post_pre
 
 EPS, READS, SOURCES, STREAMS, ITERATIONS = 1e-6, 8, 5, 4, 20
 Run = Callable[[], Sequence[Tensor]]

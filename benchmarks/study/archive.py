@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from depthlm.config import Config, compose
+from depthlm.config.renamed import current_class
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
 from depthlm.report.rows import Row
@@ -43,6 +44,9 @@ def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
     """Return the lines of an experiment, by the names of their run directories."""
     path = ARCHIVE / f"{experiment}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    for settings in (line.get("settings", {}) for line in lines):
+        for name in {"model.connection._target_", "model.attention._target_"} & set(settings):
+            settings[name] = current_class(settings[name])
     return {line["run"]: line for line in lines}
 
 

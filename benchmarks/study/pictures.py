@@ -13,7 +13,8 @@ from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import COLOURS, grid, save, subplots
+from depthlm.report.figures.style import grid, save, subplots
+from depthlm.report.mechanism import mechanism_from
 from depthlm.report.rows import Row, measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
@@ -99,9 +100,10 @@ def _draw_rates(sweep: Sweep, path: Path) -> None:
         for place, (model, of) in enumerate(changes.items()):
             if (change := of[number]) is not None:
                 y = place - 0.12 + 0.24 * number
-                panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=COLOURS[model], **look)
-        panel.plot([], [], color=COLOURS["vanilla"], label=f"at {other}", **look)
-    panel.axvline(0, color=COLOURS["vanilla"], lw=1.3)
+                colour = mechanism_from({"model": model}).colour
+                panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=colour, **look)
+        panel.plot([], [], color="0.3", label=f"at {other}", **look)
+    panel.axvline(0, color="0.3", lw=1.3)
     panel.set_yticks(range(len(changes)), list(changes))
     panel.invert_yaxis()
     panel.set(xlabel=f"change of the validation loss from that at {rate} (right of 0: worse)")
@@ -129,7 +131,7 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
                 if (difference := own_difference(gap, 0.95)) is not None:
                     _draw_difference(panel, place + 0.06 * number, difference, model)
         panel.set_xlim(-0.4, len(values) - 0.6)
-        panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
+        panel.axhline(0, color="0.3", lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), ticks)
         size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
@@ -144,5 +146,5 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
 def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:
     shown = panel.get_legend_handles_labels()[1]
     label = None if model in shown else model
-    style = {"color": COLOURS[model], "marker": "o", "ls": "", "capsize": 3, "label": label}
+    style = {"color": mechanism_from({"model": model}).colour, "marker": "o", "ls": "", "capsize": 3, "label": label}
     panel.errorbar([place], [number.mean], number.arms, **style)

@@ -37,10 +37,8 @@ def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True)
     With attention inside documents, give `Batches.document_length`.
 
     A linear layer of n weights takes 2n. Attention takes 4 H e T, halved if causal, where H is the number of heads, e
-    their size and T the sequence length. Of a mixture of experts, only those of a token count. The attention or
-    connection of a mechanism has a method that returns the FLOPs outside of its `nn.Linear` children:
-
-        def forward_flops(self, length, causal) -> float: ...
+    their size and T the sequence length. Of a mixture of experts, only those of a token count. Outside of `nn.Linear`
+    children, an attention counts in `SelfAttention.forward_flops`, and a connection in `Connection.cost`.
 
     causal: False also counts the scores that the mask discards.
     """
@@ -48,7 +46,7 @@ def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True)
     for layer in model.layers:
         attention += _linear(layer.attention) + layer.attention.forward_flops(sequence_length, causal)
         mlp += _linear(layer.mlp) + (layer.mlp.forward_flops() if isinstance(layer.mlp, Mixture) else 0.0)
-    connection = sum(_linear(c) + c.forward_flops(sequence_length, causal) for c in model.connections)
+    connection = sum(_linear(c) + c.cost.flops for c in model.connections)
     head = 2.0 * model.size.hidden_size * model.size.vocab_size
     return Flops(attention * model.loops, mlp * model.loops, head, connection)
 

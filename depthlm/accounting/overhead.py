@@ -1,14 +1,16 @@
 """The overhead of a depth mechanism over the vanilla decoder of the same size and backbone, as the papers count it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from depthlm.accounting.parameters import count_parameters
+from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.residual import Residual
 
 PREFILL_TOKENS = 128 * 1024
 BYTES_PER_VALUE = 2
@@ -37,11 +39,13 @@ def overhead(model: Decoder) -> Overhead:
     reads = list(model.connections)[:-1]
     flops = values = 0.0
     for mine, plain in zip(attentions, vanilla.layers, strict=True):
-        flops += model.loops * (_flops(mine) - _flops(plain.attention))
+        # terms in the length cancel in the difference from vanilla
+        extra = mine.forward_flops(1, False) - plain.attention.forward_flops(1, False)
+        flops += model.loops * (_linear(mine) - _linear(plain.attention) + extra)
         values += model.loops * mine.io_values()
     for connection in reads:
-        flops += _flops(connection)
-        values += connection.io_values()
+        flops += _linear(connection) + connection.cost.flops
+        values += connection.cost.io_values
     retained = held_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
     return Overhead(
         parameters=count_parameters(model)["total"] - count_parameters(vanilla)["total"],
@@ -53,27 +57,26 @@ def overhead(model: Decoder) -> Overhead:
 
 @torch.no_grad()
 def held_states(model: Decoder) -> float:
-    """Return the size of the largest stream before any sublayer, in hidden states, minus the one of a residual decoder.
+    """Return the size of the largest state before any sublayer, in hidden states, minus the one of a residual decoder.
 
-    It is measured by passing one token through the connections.
+    It is measured by passing one token through the connections. What is read ahead and a pending write do not count.
     """
     hidden_btd = torch.empty(1, 1, model.size.hidden_size, device=next(model.parameters()).device)
     connections = list(model.connections)[:-1]
-    stream, most = connections[0].open(hidden_btd), 0.0
+    state, most = connections[0].open(hidden_btd), 0.0
     for connection in connections:
-        most = max(most, sum(x.numel() for x in distinct(connection.materialize(stream))) / hidden_btd.numel())
-        _, carry = connection.read(stream)
+        most = max(most, sum(x.numel() for x in retained_tensors(state)) / hidden_btd.numel())
+        _, carry = connection.read(state)
         # a new tensor, like the output of every sublayer
-        stream = connection.write(stream, torch.empty_like(hidden_btd), carry)
+        state = connection.write(state, torch.empty_like(hidden_btd), carry)
     return most - 1
 
 
-def distinct(stream: list[Tensor]) -> list[Tensor]:
-    """Return the distinct tensors of a stream."""
-    return list({id(x): x for x in stream}.values())
+def retained_tensors(state: NamedTuple) -> list[Tensor]:
+    """Return the distinct tensors of a state, but not those of its fields `ahead` and `pending`."""
+    fields = [value for name, value in state._asdict().items() if name not in ("ahead", "pending")]
+    return list({id(x): x for x in tree_leaves(fields) if isinstance(x, Tensor)}.values())
 
 
-def _flops(module: torch.nn.Module) -> float:
-    linear = sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, torch.nn.Linear))
-    # terms in the length cancel in the difference from vanilla
-    return linear + module.forward_flops(1, False)  # type: ignore[operator]
+def _linear(module: torch.nn.Module) -> float:
+    return sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, torch.nn.Linear))

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from depthlm.kernels.cross_entropy import reference as linear_cross_entropy
 from depthlm.model import Decoder
+from depthlm.ops.cross_entropy import chunked as linear_cross_entropy
 
 META = torch.device("meta")
 

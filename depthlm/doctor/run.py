@@ -9,8 +9,8 @@ from pathlib import Path
 from depthlm.config import Config, ConfigError, compose
 from depthlm.doctor import machine, software
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
-from depthlm.kernels.backend import missing
 from depthlm.machine import environment
+from depthlm.ops.backend import missing
 from depthlm.runs.trackers import has_key
 
 # timeout in seconds for a connection to W&B's server

@@ -90,7 +90,7 @@ def imports() -> Item:
 
 def c_compiler(device: str) -> Iterator[Item]:
     """Check the C compiler and Python's headers, which Triton needs for its first launch on a GPU."""
-    from depthlm.kernels.backend import launch_lacks, python_headers
+    from depthlm.ops.backend import launch_lacks, python_headers
 
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     headers = Path(python_headers(), "Python.h")

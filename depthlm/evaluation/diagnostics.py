@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from depthlm.model import Connection, Decoder, Observer
-from depthlm.model.connections.connection import Stream
+from depthlm.model.connection import State
 
 
 @torch.no_grad()
@@ -15,8 +15,8 @@ def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
     largest: dict[str, Tensor] = {}
 
     class Diagnoses(Observer):
-        def read(self, connection: Connection, stream: Stream) -> None:
-            for name, value in connection.diagnostics(stream).items():
+        def read(self, connection: Connection, state: State) -> None:
+            for name, value in connection.diagnostics(state).items():
                 largest[name] = torch.maximum(largest[name], value.max()) if name in largest else value.max()
 
     model(tokens_bt, observer=Diagnoses())

@@ -13,9 +13,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from depthlm.hugging_face.cache import HeldCache
 from depthlm.hugging_face.configuration import DepthLMConfig
+from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.connection import Connection
-from depthlm.model.connections.residual import Residual
+from depthlm.model.connection import Connection
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Backbone, Size

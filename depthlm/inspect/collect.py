@@ -1,59 +1,56 @@
-"""The pictures of each mechanism, and the forward passes that collect their data."""
+"""The pictures of a mechanism, from the figures that its connections and attentions return in forward passes."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from depthlm.inspect.mechanisms import COLLECTORS
-from depthlm.inspect.picture import Picture
+from depthlm.inspect.attention_maps import AttentionMaps
+from depthlm.inspect.grids import Grids
+from depthlm.inspect.matrices import Matrices
+from depthlm.inspect.picture import FigureOverDepth, Picture, Place
 from depthlm.model import Decoder, Observer, SublayerSpec
-from depthlm.model.attention.mixers import attention_class
+from depthlm.model.attention.mixers import attending
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
-from depthlm.model.connections.connection import Connection, Stream
-from depthlm.model.connections.residual import Residual
-
-WITHOUT_WEIGHTS = (SelfAttention, Residual)
+from depthlm.model.connection import Connection, State
+from depthlm.model.figures import Figure
 
 
 @torch.no_grad()
 def collect(
     model: Decoder, windows: Iterable[Tensor], token_names: Sequence[str] = ()
 ) -> tuple[list[Picture], list[str]]:
-    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and messages about missing pictures.
+    """Return the pictures of a decoder's mechanism over windows of tokens_bt, and a message if there are none.
 
     token_names: the first tokens of the first window as text; if given, pictures show the weights of each of them.
     """
-    attention = attention_class(layer.attention for layer in model.layers)
-    parts: dict[str, type] = {"attention": attention, "connection": type(model.connections[0])}
-    collectors = [COLLECTORS[cls](model) for cls in parts.values() if cls in COLLECTORS]
-    for collector in collectors:
-        collector.token_names = token_names
-    observer = Several(collectors)
+    collector = Collector(model, token_names)
     device = next(model.parameters()).device
-    for tokens_bt in windows if collectors else ():
-        model.hidden(tokens_bt.to(device), observer=observer)
-    messages = [
-        f"the {part} {cls.__module__}.{cls.__qualname__} has no figure of its own: only depthlm's mechanisms have one"
-        for part, cls in parts.items()
-        if cls not in COLLECTORS and cls not in WITHOUT_WEIGHTS
-    ]
-    pictures = [picture for collector in collectors for picture in collector.pictures()]
-    if not pictures and not messages:
-        settings = "" if type(model.connections[0]) is Residual else ", with these settings,"
-        messages.append(f"this mechanism{settings} has no figure of its own")
-    return pictures, messages
+    for tokens_bt in windows:
+        model.hidden(tokens_bt.to(device), observer=collector)
+    pictures = [picture for figure in collector.figures.values() for picture in figure.pictures()]
+    return pictures, [] if pictures else ["this mechanism, with these settings, has no figure of its own"]
 
 
-class Several(Observer):
-    """Passes every call on to several observers."""
+class Collector(Observer):
+    """Collects the figures of all connections and attentions, by the mechanism's module and the figure's name."""
 
-    def __init__(self, observers: Iterable[Observer]) -> None:
-        self.observers = list(observers)
+    def __init__(self, model: Decoder, token_names: Sequence[str] = ()) -> None:
+        self.depth, self.token_names = model.loops * model.size.num_layers, token_names
+        self.attending = attending([layer.attention for layer in model.layers], model.loops)
+        self.figures: dict[tuple[str, str], FigureOverDepth] = {}
 
-    def read(self, connection: Connection, stream: Stream) -> None:
-        for observer in self.observers:
-            observer.read(connection, stream)
+    def open(self, embedding_btd: Tensor) -> None:
+        self.tokens = embedding_btd[..., 0].numel()
+
+    def read(self, connection: Connection, state: State) -> None:
+        spec = connection.spec
+        for figure in connection.figures(state):
+            self.add(connection, figure, Place(spec.kind, spec.layer))
+        if spec.kind == "final":
+            for over_depth in self.figures.values():
+                if isinstance(over_depth, Matrices):
+                    over_depth.end_pass(self.tokens)
 
     def attend(
         self,
@@ -63,5 +60,19 @@ class Several(Observer):
         depth: DepthKV,
         past: AttentionContext,
     ) -> None:
-        for observer in self.observers:
-            observer.attend(spec, attention, projected, depth, past)
+        for figure in attention.figures(projected, depth, past):
+            self.add(attention, figure, Place("", spec.layer))
+
+    def add(self, module: Connection | SelfAttention, figure: Figure, place: Place) -> None:
+        mechanism = type(module).__module__.rpartition(".")[2]
+        axes, shape = figure.axes, tuple(figure.values.shape)
+        if len(axes) != len(shape):
+            raise ValueError(f"{type(module).__qualname__}: figure {figure.name} of shape {shape} has axes {axes}")
+        if "layer" in axes:
+            places = figure.places or range(shape[axes.index("layer")])
+            figure = figure._replace(places=[self.attending[position] for position in places])
+        key = mechanism, figure.name
+        if key not in self.figures:
+            over_depth = AttentionMaps if "query" in axes else Matrices if len(set(axes)) < len(axes) else Grids
+            self.figures[key] = over_depth(mechanism, figure, self.depth, self.token_names)
+        self.figures[key].add(figure, place, self.tokens)

@@ -63,19 +63,15 @@ def inspect_run(arguments: Inspect) -> Path:
         # fail before the forward passes, which may take minutes
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    names = (
-        token_names(Tokenizer.load(directory), batches[0][0, :TOKENS].tolist()) if arguments.text is not None else []
-    )
+    first = batches[0][0, :TOKENS].tolist()
+    names = token_names(Tokenizer.load(directory), first) if arguments.text is not None else []
     pictures, messages = collect(model, batches, names)
     matrices = [titled_matrix(model, config, batches, messages)]
     for other in arguments.compare or ():
         matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))
     pictures.append(mixing_picture(matrices))
-    if (experts := expert_picture(directory)) is not None:
-        pictures.append(experts)
-    if (blocks := block_picture(directory)) is not None:
-        pictures.append(blocks)
-    else:
+    pictures += filter(None, (expert_picture(directory), block_picture(directory)))
+    if pictures[-1].name != "blocks":
         messages.append("training.log_blocks_every was not set, so there is no figure of outputs over training")
     with writable(folder):
         write(folder, pictures)

@@ -11,14 +11,16 @@ Shapes: b batch, t tokens, d hidden size.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from depthlm.inspect.mixing_figure import draw_mixing
-from depthlm.inspect.picture import Array, Collector, Picture
-from depthlm.model import Connection, Decoder, SublayerSpec
-from depthlm.model.connections.connection import Inputs, Stream
+from depthlm.inspect.picture import Array, Means, Picture
+from depthlm.model import Connection, Decoder, Observer, SublayerSpec
+from depthlm.model.connection import Inputs, State
 
 
 @torch.no_grad()
@@ -33,16 +35,17 @@ def depth_mixing(model: Decoder, windows: Iterable[Tensor]) -> tuple[Array, list
         model.hidden(tokens_bt.to(device), observer=mixing)
     name = type(model.connections[0]).__qualname__
     warning = (
-        f"{name} defines no linear_read, but its weights depend on the stream: its depth mixing matrix includes the "
-        "derivatives of the weights"
+        f"{name} defines no weights(state), but its weights depend on the state: its depth mixing matrix includes the "
+        "derivatives of the weights; define weights(state), and use the weights that read(state, weights) gets"
     )
-    return mixing.mean("matrix"), [warning] if mixing.differentiates_weights else []
+    return mixing.means["matrix"], [warning] if mixing.differentiates_weights else []
 
 
-class Mixing(Collector):
+class Mixing(Observer):
     """Collects the outputs of a forward pass, and at its end the matrix of its tokens."""
 
-    differentiates_weights = False
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.means, self.differentiates_weights = model, Means(), False
 
     def open(self, embedding_btd: Tensor) -> None:
         self.outputs = [embedding_btd]
@@ -50,11 +53,11 @@ class Mixing(Collector):
     def write(self, spec: SublayerSpec, output_btd: Tensor) -> None:
         self.outputs.append(output_btd)
 
-    def read(self, connection: Connection, stream: Stream) -> None:
+    def read(self, connection: Connection, state: State) -> None:
         if connection.spec.kind == "final":
             matrix = mixing_matrix(self.model.connections, self.outputs)
-            self.add("matrix", matrix, self.outputs[0][..., 0].numel())
-            if type(connection).linear_read is Connection.linear_read:
+            self.means.add("matrix", matrix.numpy(), self.outputs[0][..., 0].numel())
+            if type(connection).weights is Connection.weights:
                 self.differentiates_weights |= derivatives_vary(self.model.connections, self.outputs)
             self.outputs = []
 
@@ -102,14 +105,22 @@ def derivatives_vary(connections: Sequence[Connection], outputs: Sequence[Tensor
 def linear_inputs(connections: Sequence[Connection], outputs: Sequence[Tensor]) -> Iterator[Inputs]:
     """Yield the inputs of every sublayer, and then the final hidden state, as linear functions of the outputs."""
     *sublayers, last = connections
-    stream = connections[0].open(outputs[0])
+    state = connections[0].open(outputs[0])
     for connection, output_btd in zip(sublayers, outputs[1:], strict=True):
-        inputs, carry = connection.linear_read(stream)
+        inputs, carry = linear_read(connection, state)
         yield inputs
-        stream = connection.write(stream, output_btd, carry)
+        state = connection.write(state, output_btd, carry)
     # by default, close is a read
     is_read = type(last).close is Connection.close
-    yield (last.linear_read(stream)[0][0] if is_read else last.close(stream),)
+    yield (linear_read(last, state)[0][0] if is_read else last.close(state),)
+
+
+def linear_read(connection: Connection, state: State) -> tuple[Inputs, Any]:
+    """Return what `read` returns, but with its weights as constants."""
+    weights = connection.weights(state)
+    if weights is None:
+        return connection.read(state)
+    return connection.read(state, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, weights))
 
 
 def mixing_picture(matrices: Sequence[tuple[str, Array]]) -> Picture:

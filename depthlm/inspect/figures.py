@@ -1,8 +1,8 @@
 """Drawing functions: grids of weights, curves over depth, small matrices."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,35 +16,27 @@ NOTHING = "#DADADA"
 NUMBERED = 12
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A panel of cells, [row, column]. Cells that are nan are empty.
-
-    first_row: the number of the first row. last_row: a label for the last row instead of its number.
-    """
+class Grid(NamedTuple):
+    """A panel of cells [row, column], empty where nan. last_row: a label for the last row instead of its number."""
 
     title: str
     values: Array
-    first_row: int = 0
     last_row: str | None = None
 
 
-def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, values: str, below: bool = False) -> Any:
-    """Draw panels side by side, or below each other, with one colour scale. rows, columns, values: axis labels."""
+def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, values: str) -> Any:
+    """Draw panels side by side with one colour scale. rows, columns, values: axis labels."""
     height, width = (max(grid.values.shape[axis] for grid in grids) for axis in (0, 1))
     wide = 1.0 + max(2.2, width * np.clip(5.5 / width, 0.075, 0.5))
     high = 0.8 + max(0.7, height * np.clip(5.0 / height, 0.105, 0.4))
-    across, down = (1, len(grids)) if below else (len(grids), 1)
-    figure, axes = subplots(across, wide * across + 0.9, high * down + 0.5, rows=down)
+    figure, axes = subplots(len(grids), wide * len(grids) + 0.9, high + 0.5)
     norm, colours = scale([grid.values for grid in grids])
-    for place, panel in zip(axes.flat, grids, strict=True):
+    for place, panel in zip(axes[0], grids, strict=True):
         image = draw_grid(place, panel, norm, colours)
         # align the rows of all panels
         place.set_ylim(height - 0.5, -0.5)
-    for place in axes[:, 0]:
-        place.set_ylabel(rows)
-    figure.supxlabel(columns, fontsize="medium")
-    figure.suptitle(title, fontsize="medium")
+    axes[0, 0].set_ylabel(rows)
+    write_labels(figure, title, columns)
     beyond = max(np.nanmax(grid.values) for grid in grids) > norm.vmax
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values, extend="max" if beyond else "neither")
     return figure
@@ -73,7 +65,7 @@ def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
     axes.set_title(panel.title, fontsize="medium")
     last = height - (panel.last_row is not None)
     down = _ticks(last)
-    names = [str(panel.first_row + number) for number in down]
+    names = [str(number) for number in down]
     if panel.last_row is not None:
         down, names = [*down, last], [*names, panel.last_row]
         axes.axhline(last - 0.5, color="white", lw=3)
@@ -84,45 +76,40 @@ def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
     if max(height, width) <= NUMBERED:
         for (row, column), value in np.ndenumerate(panel.values):
             if np.isfinite(value):
-                axes.text(
-                    column,
-                    row,
-                    number_text(float(value)),
-                    ha="center",
-                    va="center",
-                    size=7,
-                    color=ink(colours(norm(value))),
-                )
+                colour, text = ink(colours(norm(value))), number_text(float(value))
+                axes.text(column, row, text, ha="center", va="center", size=7, color=colour)
     return image
 
 
 def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y: str) -> Any:
     """Draw curves over depth, with one panel per group."""
     figure, axes = subplots(len(panels), 5.2 * len(panels) + 0.6, 3.8, sharey=True)
-    every = np.concatenate([values for curves in panels.values() for values in curves.values()])
+    every = np.concatenate([values[np.isfinite(values)] for curves in panels.values() for values in curves.values()])
+    low, high, largest = every.min(), every.max(), np.abs(every).max() or 1.0
     for place, (name, curves) in zip(axes[0], panels.items(), strict=True):
         for number, (label, values) in enumerate(curves.items()):
             # many markers would hide the line
-            marker = MARKERS[number] if len(values) <= 40 else ""
-            place.plot(values, color=HUES[number], ls=DASHES[number], marker=marker, ms=3.5, lw=1.5, label=label)
+            marker = MARKERS[number % len(MARKERS)] if len(values) <= 40 else ""
+            style = {"color": HUES[number % len(HUES)], "ls": DASHES[number % len(DASHES)], "marker": marker}
+            place.plot(values, **style, ms=3.5, lw=1.5, label=label)
         place.set_title(name, fontsize="medium")
         place.xaxis.get_major_locator().set_params(integer=True)
         grid(place)
-    if every.min() > 0 and every.max() > 10 * every.min():
+    if low > 0 and high > 10 * low:
         axes[0, 0].set_yscale("log")
-        log_ticks(axes[0, 0].yaxis, (every.min(), every.max()))
-    elif np.ptp(every) < 0.1:
+        log_ticks(axes[0, 0].yaxis, (low, high))
+    elif high - low < 0.1 * largest:
         # without a margin, the axis would magnify rounding errors
-        axes[0, 0].set_ylim(every.min() - 0.1, every.max() + 0.1)
+        axes[0, 0].set_ylim(low - 0.1 * largest, high + 0.1 * largest)
     axes[0, 0].set_ylabel(y)
-    axes[0, -1].legend(frameon=False)
-    figure.supxlabel(x, fontsize="medium")
-    figure.suptitle(title, fontsize="medium")
+    if max(map(len, panels.values())) > 1:
+        axes[0, -1].legend(frameon=False)
+    write_labels(figure, title, x)
     return figure
 
 
-def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str) -> Any:
-    """Draw square matrices with their numbers and with the sum of each row and column.
+def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str, sums: str) -> Any:
+    """Draw square matrices with their numbers and with the sum of each row and column. sums: what these are.
 
     Each matrix has its own colour scale, since a product of many matrices may be larger by any factor.
     """
@@ -134,9 +121,14 @@ def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str) -> An
             draw_grid(place, Grid(name, matrix), *scale([matrix]))
             place.set_xticks(range(size), [number_text(total) for total in matrix.sum(0)], size=7, rotation=90)
             place.set_yticks(range(size), [number_text(total) for total in matrix.sum(1)], size=7)
-    figure.supxlabel("sums of columns (old streams); at the left: of rows (new streams)", fontsize="medium")
-    figure.suptitle(title, fontsize="medium")
+    write_labels(figure, title, sums)
     return figure
+
+
+def write_labels(figure: Any, title: str, x: str) -> None:
+    """Write the title above a figure, in as many lines as its width needs, and the label of its columns below it."""
+    figure.supxlabel(x, fontsize="medium")
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize="medium")
 
 
 def number_text(value: float) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.inspect.figures import NOTHING, Grid, draw_grid
+from depthlm.inspect.figures import Grid, draw_grid, scale, write_labels
 from depthlm.inspect.picture import Array
 from depthlm.report.figures.style import subplots
 
@@ -14,13 +14,17 @@ ACROSS, LABELS = 3, 14
 
 
 def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
-    """Draw matrices [input, output] with their titles."""
+    """Draw matrices [input, output] with their titles, on a scale of the square root."""
+    from matplotlib.colors import FuncNorm
+
     across = min(ACROSS, len(matrices))
     down = -(-len(matrices) // across)
     side = float(np.clip(0.24 * max(len(matrix) for _, matrix in matrices), 2.4, 5.0))
     alike = len({len(matrix) for _, matrix in matrices}) == 1
     figure, axes = subplots(across, side * across + 2.2, (side + 0.35) * down + 1.2, rows=down)
-    norm, colours = mixing_scale(np.concatenate([matrix.ravel() for _, matrix in matrices]))
+    linear, colours = scale([np.concatenate([matrix.ravel() for _, matrix in matrices])[None]])
+    # the weights of a softmax over depth are small where those of sums are near 1
+    norm = FuncNorm((signed_root, signed_square), linear.vmin, linear.vmax)
     for number, (place, (title, matrix)) in enumerate(zip(axes.flat, matrices, strict=False)):
         image = draw_grid(place, Grid(title, matrix, last_row="final read"), norm, colours)
         label_axes(place, len(matrix))
@@ -31,25 +35,9 @@ def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
     for place in axes.flat[len(matrices) :]:
         place.set_visible(False)
     figure.supylabel("input of", fontsize="medium")
-    figure.supxlabel("output of", fontsize="medium")
-    figure.suptitle("Depth mixing: the weight of each output in each input", fontsize="medium")
+    write_labels(figure, "Depth mixing: the weight of each output in each input", "output of")
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="weight, mean over tokens")
     return figure
-
-
-def mixing_scale(values: Array) -> tuple[Any, Any]:
-    """Return a norm and a colour map from 0 to the largest weight, or symmetric around 0 if there are negative ones.
-
-    The scale is that of the square root: the weights of a softmax over depth are small where those of sums are near 1.
-    """
-    import matplotlib
-    from matplotlib.colors import FuncNorm
-
-    finite = values[np.isfinite(values)]
-    most = float(np.abs(finite).max()) or 1.0
-    signed = bool((finite < 0).any())
-    colours = matplotlib.colormaps["PuOr_r" if signed else "viridis_r"].with_extremes(bad=NOTHING)
-    return FuncNorm((signed_root, signed_square), -most if signed else 0.0, most), colours
 
 
 def signed_root(x: Array) -> Array:

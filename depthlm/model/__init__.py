@@ -7,8 +7,9 @@ from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
 
 if TYPE_CHECKING:
-    from depthlm.model.connections.connection import Connection
-    from depthlm.model.decoder import Decoder, Loss, compile_sublayers
+    from depthlm.model.compilation import compile_sublayers
+    from depthlm.model.connection import Connection
+    from depthlm.model.decoder import Decoder, Loss
     from depthlm.model.initialization import initialize
     from depthlm.model.observer import Observer
     from depthlm.model.parameters import optimizer_groups
@@ -29,11 +30,11 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "Connection": "connections.connection",
+        "Connection": "connection",
         "Decoder": "decoder",
         "Loss": "decoder",
         "Observer": "observer",
-        "compile_sublayers": "decoder",
+        "compile_sublayers": "compilation",
         "initialize": "initialization",
         "optimizer_groups": "parameters",
     },

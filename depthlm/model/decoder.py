@@ -4,25 +4,24 @@ Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.backend import fused, using
 from depthlm.model.attention.mixers import build_mixers, open_depth
 from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory
 from depthlm.model.cache import Cache, KVCache
-from depthlm.model.connections.connection import Connection, ConnectionFactory
+from depthlm.model.connection import Connection, ConnectionFactory
 from depthlm.model.documents import find_documents
 from depthlm.model.experts import Mixture, Routing
-from depthlm.model.layer import Layer, Regions, Sublayers
+from depthlm.model.layer import Layer
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
 from depthlm.model.observer import UNOBSERVED, Observer
 from depthlm.model.recomputation import recomputed
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.backend import fused, using
 
 
 class Loss(NamedTuple):
@@ -52,7 +51,7 @@ class Decoder(nn.Module):
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
     activation_checkpointing: what the backward pass recomputes (`depthlm.model.recomputation`).
-    kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.kernels.backend`).
+    kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
     """
@@ -146,7 +145,7 @@ class Decoder(nn.Module):
 
         embedding_btd = self.embedding(tokens_bt, positions)
         observer.open(embedding_btd)
-        stream = self.connections[0].open(embedding_btd)
+        state = self.connections[0].open(embedding_btd)
         depth, routings = open_depth([layer.attention for layer in self.layers]), []
         for position in range(self.loops * self.size.num_layers):
             layer = recomputed(
@@ -154,12 +153,12 @@ class Decoder(nn.Module):
             )
             connections = self.connections[2 * position], self.connections[2 * position + 1]
             past = AttentionContext(documents, cache, position)
-            stream, depth, routing = layer(stream, depth, connections, rope, past, observer)
+            state, depth, routing = layer(state, depth, connections, rope, past, observer)
             routings += [routing] if routing is not None else []
         if cache is not None:
             cache.advance(length, document_b1)
-        observer.read(self.connections[-1], stream)
-        return self.connections[-1].close(stream), routings
+        observer.read(self.connections[-1], state)
+        return self.connections[-1].close(state), routings
 
     def mixtures(self) -> list[Mixture]:
         """Return the mixtures of experts, in the order of layers."""
@@ -205,39 +204,3 @@ def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor, fused:
     counted = targets_bt.flatten() != -100
     z = logsumexp.square()
     return Loss(nll.where(counted, 0).sum(), z.where(counted, 0).sum(), counted.sum())
-
-
-def compile_sublayers(model: Decoder, backend: str = "inductor") -> None:
-    """Compile in place the matrix products and norms of each sublayer, and the final norm, the head and the loss.
-
-    All layers share one compilation. The depth mechanism itself is not compiled. Names in state_dict do not change.
-    """
-    # imported here, since it takes seconds
-    from torch._dynamo import lookup_backend
-
-    compiler = _recomputing(lookup_backend(backend))
-    whole = Regions(*(torch.compile(region, backend=compiler) for region in Regions()))
-    sublayers = Sublayers(*(torch.compile(function, backend=compiler) for function in Sublayers()))
-    for layer in model.layers:
-        layer.regions = whole
-        layer.sublayer_regions = Regions(*(partial(region, sublayers=sublayers) for region in Regions()))
-    for mixture in model.mixtures():
-        mixture.experts.uncompiled = torch.compiler.disable(mixture.experts.uncompiled)
-    model.head_and_loss = torch.compile(head_and_loss, backend=compiler)
-    model.is_compiled = True
-
-
-def _recomputing(compiler: Callable) -> Callable:
-    """Let the backward pass recompute cheap factors of a matrix product on a GPU, such as the activation of an MLP.
-
-    By default torch.compile stores them, and a step needs more memory than without it. On a CPU memory is not scarce.
-    """
-
-    from torch._functorch import config as functorch_config
-
-    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        on_cpu = all(x.is_cpu for x in inputs if isinstance(x, Tensor))
-        with functorch_config.patch(ban_recompute_materialized_backward=on_cpu):
-            return compiler(graph, inputs)
-
-    return compile_graph

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.kernels.flash import Bounds
+from depthlm.ops.flash import Bounds
 
 
 class DocumentMask:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.kernels.cross_entropy.reference import linear_cross_entropy
-from depthlm.kernels.dtypes import compute_dtype, upcast
-from depthlm.kernels.functions import gated_projection, linear, linear_together, rms_norm
 from depthlm.model.shape import Backbone, Size
+from depthlm.ops.cross_entropy.chunked import linear_cross_entropy
+from depthlm.ops.dtypes import compute_dtype, upcast
+from depthlm.ops.functions import gated_projection, linear, linear_together, rms_norm
 
 Rope = tuple[Tensor, Tensor]
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
-from depthlm.model.connections.connection import Connection, Stream
+from depthlm.model.connection import Connection, State
 from depthlm.model.sublayer_spec import SublayerSpec
 
 
@@ -15,13 +15,10 @@ class Observer:
     """
 
     def open(self, embedding_btd: Tensor) -> None:
-        """Called before the first connection opens the stream."""
+        """Called before the first connection opens the state."""
 
-    def read(self, connection: Connection, stream: Stream) -> None:
-        """Called before a connection, including the final one, reads this stream.
-
-        `connection.materialize(stream)` returns the stream as the mechanism's formula defines it.
-        """
+    def read(self, connection: Connection, state: State) -> None:
+        """Called before a connection, including the final one, reads this state."""
 
     def attend(
         self,

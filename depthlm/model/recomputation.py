@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from depthlm.kernels.backend import using
+from depthlm.ops.backend import using
 
 SELECTIVE = "selective"
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.delta import DeltaAttention
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
 from depthlm.pretrained.kimi import entries, normalized

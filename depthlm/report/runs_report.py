@@ -14,6 +14,7 @@ from depthlm.report.experiment_report import picture
 from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import LossCurve, Panel
 from depthlm.report.head import first_line, state_line
+from depthlm.report.mechanism import mechanism_of_run
 from depthlm.report.rows import number
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
 from depthlm.run_directory import RunDirectory
@@ -98,7 +99,7 @@ def panels_by_size(runs: Sequence[RunRecord], names: Sequence[str], configs: Seq
         Panel(
             size,
             [
-                LossCurve(shown, str(config.get("model.name", name)), [run])
+                LossCurve(shown, mechanism_of_run(str(config.get("model.name", name)), run.directory, config), [run])
                 for (run, name, config), shown in zip(
                     of_size, what_differs([name for _, name, _ in of_size]), strict=True
                 )

@@ -23,11 +23,11 @@ from depthlm.distributed.process_group import leave_distributed, start_distribut
 from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
-from depthlm.kernels.backend import missing
 from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
 from depthlm.model.recomputation import SELECTIVE
+from depthlm.ops.backend import missing
 from depthlm.training.agreement import check_same_corpus, check_same_run
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, undo_sharding

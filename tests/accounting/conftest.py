@@ -8,8 +8,8 @@ import torch
 
 import depthlm
 from depthlm.config import Config
+from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.shape import Backbone, Size
 

@@ -4,9 +4,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthlm.accounting.flops import flops_per_token
-from depthlm.kernels.delta.reference import recurrence
 from depthlm.model.attention import delta
 from depthlm.model.experts import experts
+from depthlm.ops.kimi_delta.naive import recurrence
 
 
 @pytest.mark.parametrize("backbone", ["qwen3", "olmo2", "moda_layers", "lm1b", "qwen3_moe"])

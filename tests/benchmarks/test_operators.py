@@ -8,9 +8,9 @@ import torch
 import depthlm
 from benchmarks import operators
 from benchmarks.operators import CASES, Make, Shape, difference, read_table, shape_of, step
-from depthlm.model.connections.attention_residuals import AttentionResiduals
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
+from depthlm.mechanisms.attention_residuals import AttentionResiduals
+from depthlm.mechanisms.dca import DeepCrossAttention
+from depthlm.mechanisms.denseformer import DenseFormer
 
 TINY = Shape(batch=1, length=3, d=16, layers=4, h=4, k=2, e=16, entries=2)
 PARAMETERS = {"depth_attend_block": 1, "depth_attend_full": 1, "weighted_reads": 1, "gated_reads": 2}
@@ -58,16 +58,16 @@ def test_a_difference_is_relative_to_the_largest_value_and_propagates_nan() -> N
         ("depth_attend_block", "attention_residuals", AttentionResiduals),
         ("depth_attend_full", "attention_residuals_full", AttentionResiduals),
         ("weighted_reads", "denseformer", DenseFormer),
-        ("gated_reads", "dca", GRN),
+        ("gated_reads", "dca", DeepCrossAttention),
     ],
 )
 def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
     decoder = depthlm.build_model(depthlm.compose(["size=1.5b", f"model={model}"], here=False), "meta")
     middle = (x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2)
     # a phase of one sublayer belongs to a sublayer without reads
-    first = next(x for x in middle if x.phase[0] is x and len(x.phase) > 1)
-    reads = sum(getattr(x, "num_inputs", 1) for x in first.phase)
-    sources = first.a.numel() if isinstance(first, DenseFormer) else first.num_sources
+    first = next(x for x in middle if x.ahead is not None and x.ahead.readers[0] is x and len(x.ahead.readers) > 1)
+    reads = sum(getattr(x, "num_inputs", 1) for x in first.ahead.readers)
+    sources = first.ahead.num_fixed
     case = CASES[name](shape_of("1.5b", 1, 1)._replace(d=4), make())
     assert (len(case.run()[0]), len(case.inputs) - PARAMETERS[name]) == (reads, sources)
 

@@ -58,8 +58,8 @@ def test_every_setting_of_a_mechanism_has_a_value_and_a_meaning(name: str, capsy
 
 
 def test_help_on_a_mechanism_shows_the_values_of_its_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.split() for line in printed(capsys, "model=dca").splitlines() if "separate_qkv  " in line]
-    assert lines[0][:3] == ["model.connection.separate_qkv", "true", "false"]
+    lines = [line.split() for line in printed(capsys, "model=grn_v3").splitlines() if "separate_qkv  " in line]
+    assert lines[0][:3] == ["model.connection.separate_qkv", "false", "true"]
 
 
 def test_a_meaning_may_span_lines_and_apply_to_several_settings() -> None:

@@ -299,7 +299,7 @@ def test_an_invalid_config_file_is_reported(content: bytes | None, message: str)
 
 
 OWN = """
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 
 class Mine(Residual):
     pass

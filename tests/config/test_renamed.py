@@ -23,16 +23,15 @@ def test_an_old_key_beside_the_new_one_is_refused() -> None:
 
 
 def test_the_names_in_a_saved_configuration_become_the_new_ones() -> None:
-    target = "depthlm.model.connections.{}.GRN"
     saved: dict[str, Any] = {
         "import_from": "a/run",
         "training": {"on_bad_numbers": "rewind"},
-        "model": {"connection": {"_target_": target.format("cross_attention"), "version": 3}},
+        "model": {"connection": {"_target_": "depthlm.model.connections.cross_attention.GRN", "version": 3}},
     }
     use_new_names(saved)
     assert (saved["init_from"], saved["import_from"]) == ("a/run", None)
     assert saved["training"] == {"on_bad_numbers": None, "on_nonfinite": "rewind"}
-    assert saved["model"]["connection"] == {"_target_": target.format("deep_cross_attention"), "version": 3}
+    assert saved["model"]["connection"] == {"_target_": "depthlm.mechanisms.dca.DeepCrossAttention", "version": 3}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

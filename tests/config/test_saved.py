@@ -15,7 +15,7 @@ def test_a_class_without_a_module_is_reported_as_damage() -> None:
 def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
     check_trusted(
         {
-            "model.connection": "depthlm.model.connections.residual.Residual",
+            "model.connection": "depthlm.mechanisms.residual.Residual",
             "model.attention": "mine.part.A",
             "optimizer": "torch.optim.SGD",
         },
@@ -28,7 +28,7 @@ def test_only_modules_of_depthlm_and_trusted_ones_are_imported() -> None:
 
 
 def test_a_run_of_an_older_version_has_the_defaults_of_newer_keys() -> None:
-    grn = {"_target_": "depthlm.model.connections.deep_cross_attention.GRN", "version": 3}
+    grn = {"_target_": "depthlm.mechanisms.dca.DeepCrossAttention", "version": 3}
     now = {"size": {"num_experts": 8}, "model": {"connection": {**grn, "own_embedding": True, "last_k": 2}}}
     older = {"size": {}, "model": {"connection": {**grn, "last_k": 2}}}
     assert compare(older, now) == {}

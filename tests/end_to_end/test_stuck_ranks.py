@@ -16,7 +16,7 @@ from ..forks import Forked, Forks
 TIMEOUT = 3.0
 MISCHIEF = """
 import os, sys, time
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 
 class Mischief(Residual):
     calls = 0

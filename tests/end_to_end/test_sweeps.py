@@ -14,7 +14,7 @@ from ..forks import Forks, environment_with
 
 TRAIN = [str(REPOSITORY / "train.py")]
 FRAGILE = """from pathlib import Path
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 
 class Fragile(Residual):
     def read(self, stream):
@@ -44,7 +44,7 @@ def test_repeating_a_sweep_skips_resumes_and_repeats_points(
     (tmp_path / "fragile.py").write_text(FRAGILE)
     kept = [text for text in small_run() if not text.startswith("output_dir=")]
     place = f"output_dir={tmp_path}/runs/${{model.connection._target_}}"
-    names = ["fragile.Plain", "fragile.Fragile", "depthlm.model.connections.residual.Residual"]
+    names = ["fragile.Plain", "fragile.Fragile", "depthlm.mechanisms.residual.Residual"]
     # one point is stopped between two checkpoints, by a separate command
     part = run(*TRAIN, *kept, place, f"model.connection._target_={names[2]}", "training.stop_after=10")
     assert part.returncode == 0, part.stderr

@@ -32,7 +32,7 @@ SCONTROL = "#!/bin/sh\necho JobState=RUNNING\n"
 SRUN = '#!/bin/sh\nexec "$@"\n'
 
 OWN = """
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 
 
 class Mine(Residual):

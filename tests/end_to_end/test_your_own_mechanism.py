@@ -77,7 +77,7 @@ def test_loading_the_run_requires_trust(work: Path, monkeypatch: pytest.MonkeyPa
         ("model.connection.span=0", "model.connection.span=0: must be a whole number of at least 1"),
         (
             "model.connection._target_=my_mechanisms.first_value.FirstValue",
-            "not a subclass of depthlm.model.connections.connection.Connection",
+            "not a subclass of depthlm.model.connection.Connection",
         ),
     ],
 )

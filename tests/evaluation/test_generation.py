@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from depthlm.evaluation.generation import generate
+from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.residual import Residual
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Backbone, Size

@@ -130,7 +130,7 @@ def test_a_mechanism_without_an_option_is_described_by_its_docstring(
     (tmp_path / "conf/model/connection").mkdir(parents=True)
     (tmp_path / "conf/model/connection/own.yaml").write_text("_target_: own_card.Own\n")
     (tmp_path / "own_card.py").write_text(
-        "from depthlm.model.connections.residual import Residual\n\n\n"
+        "from depthlm.mechanisms.residual import Residual\n\n\n"
         'class Own(Residual):\n    """Half of the stream (arXiv 2101.00001).\n\n    More.\n    """\n'
     )
     monkeypatch.syspath_prepend(str(tmp_path))

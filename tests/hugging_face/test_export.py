@@ -81,7 +81,7 @@ PARTS = {
 
 from torch import Tensor
 
-from depthlm.model.connections.connection import Connection
+from depthlm.model.connection import Connection
 
 from .own_scale import scale
 

@@ -60,7 +60,8 @@ def test_writes_pictures_and_arrays(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inspect(monkeypatch, f"run={trained}", "tokens=100")
-    names = {"moda_maps", "moda_depth_share", "attention_residuals", "depth_mixing", "blocks"}
+    names = {"moda_maps", "moda_depth_share", "moda_depth_total", "attention_residuals_weights"}
+    names |= {"depth_mixing", "blocks"}
     assert {file.stem for file in (trained / "inspect").glob("*.png")} == names
     assert all(file.stat().st_size > 10_000 for file in (trained / "inspect").glob("*.png"))
     output = capsys.readouterr().out
@@ -68,7 +69,7 @@ def test_writes_pictures_and_arrays(
     assert all(f"{name}.png" in output for name in names)
     arrays = np.load(trained / "inspect" / "arrays.npz")
     assert all(f"{name} {list(arrays[name].shape)}" in output for name in arrays)
-    np.testing.assert_allclose(arrays["attention_residuals_final"].sum(), 1, rtol=1e-5)
+    np.testing.assert_allclose(arrays["attention_residuals_weights_final"].sum(), 1, rtol=1e-5)
     rows = [json.loads(line) for line in (trained / "blocks.jsonl").read_text().splitlines()]
     assert arrays["blocks_step"].tolist() == [1, 2]
     np.testing.assert_array_equal(arrays["blocks_mlp_gradient"], [row["mlp_gradient"] for row in rows])
@@ -80,8 +81,8 @@ def test_own_text_and_another_folder(
     inspect(monkeypatch, f"run={trained}", "text=the depth of a stream", f"to={tmp_path / 'new' / 'there'}")
     assert "21 tokens of the given text" in capsys.readouterr().out
     folder = tmp_path / "new" / "there"
-    assert np.load(folder / "arrays.npz")["moda_map_layer_1"].shape == (2, 21, 23)
-    assert (folder / "attention_residuals_tokens.png").exists()
+    assert np.load(folder / "arrays.npz")["moda_maps_1"].shape == (2, 21, 23)
+    assert (folder / "attention_residuals_weights_tokens.png").exists()
 
 
 def test_depth_mixing_matrices_of_several_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from depthlm.inspect import depth_mixing
-from depthlm.inspect.depth_mixing import mixing_picture
+from depthlm.inspect.depth_mixing import linear_read, mixing_picture
+from depthlm.mechanisms.residual import Residual
 from depthlm.model import Connection, Decoder, Observer
-from depthlm.model.connections.residual import Residual
+from depthlm.model.connection import Hidden
 
 from .conftest import TOKENS
 
@@ -25,11 +26,11 @@ OUTPUTS = 9
 
 
 class Recorder(Observer):
-    """Records the outputs, and each connection with the stream that it reads."""
+    """Records the outputs, and each connection with the state that it reads."""
 
     def __init__(self) -> None:
         self.outputs: list[Array] = []
-        self.reads: list[tuple[Any, list[Tensor]]] = []
+        self.reads: list[tuple[Any, Any]] = []
 
     def open(self, embedding_btd: Tensor) -> None:
         self.outputs.append(embedding_btd.numpy())
@@ -37,8 +38,8 @@ class Recorder(Observer):
     def write(self, spec: Any, output_btd: Tensor) -> None:
         self.outputs.append(output_btd.numpy())
 
-    def read(self, connection: Connection, stream: list[Tensor]) -> None:
-        self.reads.append((connection, connection.materialize(stream)))
+    def read(self, connection: Connection, state: Any) -> None:
+        self.reads.append((connection, state))
 
 
 @pytest.fixture
@@ -106,7 +107,8 @@ def test_denseformer_has_products_of_its_averages(record: Any, settings: list[st
 def test_attention_residuals_have_their_softmax(record: Any, block_size: int, settings: list[str]) -> None:
     model, recorder = record("model=attention_residuals", f"model.connection.block_size={block_size}", *settings)
     rows = []
-    for connection, sources in recorder.reads:
+    for connection, state in recorder.reads:
+        sources = state.blocks
         if hasattr(connection, "scores"):
             alpha = softmax(connection.scores.numpy())
         else:
@@ -131,10 +133,10 @@ def test_rows_of_a_softmax_over_all_outputs_sum_to_one_in_loops(record: Any) -> 
 def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(record: Any) -> None:
     model, recorder = record("model=attention_residuals_recency", "model.connection.block_size=4")
     rows, snapshots = [], [unit(0)]
-    for number, (connection, sources) in enumerate(recorder.reads):
+    for number, (connection, state) in enumerate(recorder.reads):
         running_sum = sum(unit(j) for j in range(number + 1))
         scores = []
-        for x in map(np.asarray, sources):
+        for x in map(np.asarray, state.sources):
             normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + connection.eps)
             scores.append((connection.query.numpy() * connection.key_norm.numpy() * normed).sum(-1))
         scores[-1] = scores[-1] + float(connection.recency)
@@ -158,7 +160,7 @@ def test_attention_residuals_with_recency_count_an_output_in_each_snapshot(recor
 def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: Any, settings: list[str]) -> None:
     model, recorder = record(*settings)
     rows, stack, inputs = [], [unit(0)], []
-    for connection, stream in recorder.reads:
+    for connection, state in recorder.reads:
         layer = connection.spec.layer
         if connection.spec.kind == "mlp":
             rows.append(inputs[0] + unit(2 * layer + 1))
@@ -170,7 +172,7 @@ def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: A
         inputs = []
         for i in range(connection.num_inputs):
             gates = []
-            for j, g_btd in enumerate(map(np.asarray, stream[: len(stack)])):
+            for j, g_btd in enumerate(map(np.asarray, state.blocks)):
                 gate = np.broadcast_to(connection.b[i, j].numpy(), g_btd.shape)
                 if connection.version == 3:
                     score = (connection.w[i, j].numpy() * g_btd).sum(-1, keepdims=True)
@@ -194,7 +196,7 @@ def test_grn_has_the_mean_of_its_gates_over_inputs_tokens_and_channels(record: A
 def test_hyper_connections_have_products_of_their_maps(record: Any, preset: str, settings: list[str]) -> None:
     model, recorder = record(f"model={preset}", *settings)
     *sublayers, (last, _) = recorder.reads
-    maps = [[np.asarray(value) for value in connection.maps(stream[0])] for connection, stream in sublayers]
+    maps = [[np.asarray(value) for value in connection.weights(state)] for connection, state in sublayers]
     n, kind = last.num_streams, last.collapse.kind
     collapse = {"mean": np.full(n, 1 / n), "sum": np.ones(n)}
     if kind == "learned":
@@ -248,11 +250,11 @@ def test_highway_has_products_of_its_gates(record: Any) -> None:
     model, recorder = record("model/connection=highway")
     weights, rows = np.zeros((OUTPUTS, *recorder.outputs[0].shape)), []
     weights[0] = 1
-    for number, (connection, (h_btd,)) in enumerate(recorder.reads):
+    for number, (connection, state) in enumerate(recorder.reads):
         rows.append(weights.mean((1, 2, 3)))
-        if connection.gate is None:
+        if connection.spec.kind == "final":
             break
-        linear = h_btd.numpy() @ connection.gate.weight.numpy().T + connection.gate.bias.numpy()
+        linear = state.h.numpy() @ connection.gate.weight.numpy().T + connection.gate.bias.numpy()
         gate = 1 / (1 + np.exp(-linear))
         weights = (1 - gate) * weights
         weights[number + 1] = gate
@@ -275,9 +277,9 @@ def test_depth_qkv_has_the_traces_of_its_weights_times_the_projections_of_values
     model(token, observer=recorder)
     e, group = size.hidden_size // size.num_heads, size.num_heads // size.num_kv_heads
     rows = np.zeros((OUTPUTS, OUTPUTS))
-    for row, (connection, stream) in enumerate(recorder.reads):
+    for row, (connection, state) in enumerate(recorder.reads):
         x = [output[0, 0] for output in recorder.outputs[: row + 1]]
-        np.testing.assert_allclose(stream[-1][0, 0], x[-1])
+        np.testing.assert_allclose(state.newest[0, 0], x[-1])
         query = connection.q_proj.weight.numpy() @ x[-1]
         for head in range(size.num_heads):
             own, shared = (slice(i * e, (i + 1) * e) for i in (head, head // group))
@@ -311,29 +313,31 @@ def test_mrla_has_its_gates_times_its_channel_weights(record: Any) -> None:
         *(f"model/connection={name}" for name in ("highway", "depth_qkv", "mrla")),
     ],
 )
-def test_a_linear_read_returns_what_a_read_returns(record: Any, mechanism: str) -> None:
+def test_a_read_with_given_weights_returns_what_a_read_returns(record: Any, mechanism: str) -> None:
     _, recorder = record(mechanism)
-    for connection, stream in recorder.reads[:-1]:
-        # the parameters of this connection alone, since the streams contain no values that were read ahead
+    for connection, state in recorder.reads[:-1]:
+        # the parameters of this connection alone
         connection.link([connection])
-        for found, expected in zip(connection.linear_read(stream)[0], connection.read(stream)[0], strict=True):
+        for found, expected in zip(linear_read(connection, state)[0], connection.read(state)[0], strict=True):
             torch.testing.assert_close(found, expected)
 
 
 class Highway(Residual):
     """h <- (1 - g) h + g f(h), with a gate g that depends on h."""
 
-    def read(self, stream: list[Tensor]) -> Any:
-        return (stream[0],), stream[0].mean(-1, keepdim=True).sigmoid()
+    def read(self, state: Hidden, weights: Any = None) -> Any:
+        return (state.h,), self.gate(state) if weights is None else weights
 
-    def write(self, stream: list[Tensor], output_btd: Tensor, carry: Any) -> list[Tensor]:
-        return [(1 - carry) * stream[0] + carry * output_btd]
+    def gate(self, state: Hidden) -> Tensor:
+        return state.h.mean(-1, keepdim=True).sigmoid()
+
+    def write(self, state: Hidden, output_btd: Tensor, carry: Any) -> Hidden:
+        return Hidden((1 - carry) * state.h + carry * output_btd)
 
 
 class LinearHighway(Highway):
-    def linear_read(self, stream: list[Tensor]) -> Any:
-        inputs, carry = self.read(stream)
-        return inputs, carry.detach()
+    def weights(self, state: Hidden) -> Tensor:
+        return self.gate(state)
 
 
 def test_your_own_connection_is_exact_if_it_fixes_its_weights(build: Build) -> None:
@@ -342,7 +346,7 @@ def test_your_own_connection_is_exact_if_it_fixes_its_weights(build: Build) -> N
         connection.__class__ = LinearHighway
     recorder = Recorder()
     model(TOKENS, observer=recorder)
-    gates = [np.asarray(connection.read(stream)[1]) for connection, stream in recorder.reads]
+    gates = [np.asarray(connection.weights(state)) for connection, state in recorder.reads]
     weights, rows = np.zeros((OUTPUTS, *gates[0].shape)), []
     weights[0] = 1
     for number, gate in enumerate(gates):
@@ -358,7 +362,7 @@ def test_a_matrix_with_derivatives_of_weights_is_reported(build: Build) -> None:
     for connection in model.connections:
         connection.__class__ = Highway
     _, (warning,) = depth_mixing(model, [TOKENS])
-    assert "Highway defines no linear_read" in warning
+    assert "Highway defines no weights(state)" in warning
 
 
 def test_matrices_share_one_scale_and_name_their_sublayers() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from depthlm.kernels.moda.merge import probabilities
 from depthlm.model import Decoder, Observer
+from depthlm.ops.moda.naive import probabilities
 
 from .conftest import TOKENS
 
@@ -66,15 +66,15 @@ def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list
         model(tokens, observer=attended)
     found = arrays(model, tokens)
     layers = len(attended.seen)
-    share = np.full((layers, layers, 2), np.nan)
+    share, total = np.full((layers, 2, layers), np.nan), np.zeros(layers)
     for layer, (projected, depth, past, context) in attended.seen.items():
         mask = past.mask_b1ts[:, 0] if past.mask_b1ts is not None else torch.ones(3, 12, 12, dtype=torch.bool).tril()
         p = literal(projected[0], projected[1], depth, mask)
-        if f"moda_map_layer_{layer}" in found:
-            np.testing.assert_allclose(found[f"moda_map_layer_{layer}"], p[0], atol=1e-5)
+        if f"moda_maps_{layer}" in found:
+            np.testing.assert_allclose(found[f"moda_maps_{layer}"], p[0], atol=1e-5)
         entries = [(source, kind) for source in range(layer) for kind in (0, 1)][2 * layer - len(depth) :]
         for number, (source, kind) in enumerate(entries):
-            share[layer, source, kind] = p[..., 12 + number].mean()
+            share[layer, kind, source] = p[..., 12 + number].mean()
         # these probabilities and the values reproduce the context
         keys = [entry[0] for entry in depth]
         made = probabilities(projected[0], projected[1], keys, past.mask_b1ts)
@@ -82,7 +82,9 @@ def test_maps_equal_a_literal_softmax(build: Build, arrays: Find, settings: list
         values = [value.repeat_interleave(2, 1) for value in every]
         mixed = made[..., :12] @ values[0] + sum(made[..., 12 + j, None] * value for j, value in enumerate(values[1:]))
         torch.testing.assert_close(mixed.transpose(1, 2).flatten(2), context, rtol=1e-4, atol=1e-5)
+        total[layer] = p[..., 12:].sum(-1).mean()
     np.testing.assert_allclose(found["moda_depth_share"], share, atol=1e-5)
+    np.testing.assert_allclose(found["moda_depth_total"], total, atol=1e-5)
 
 
 def test_zero_queries_attend_uniformly(build: Build, arrays: Find) -> None:
@@ -94,15 +96,16 @@ def test_zero_queries_attend_uniformly(build: Build, arrays: Find) -> None:
     for layer in range(4):
         entries = 2 * layer
         alike = np.mean([1 / (seen + entries) for seen in range(1, 13)])
-        np.testing.assert_allclose(found["moda_depth_share"][layer, :layer], alike, rtol=1e-5)
-        row = found[f"moda_map_layer_{layer}"][:, 5]
+        np.testing.assert_allclose(found["moda_depth_share"][layer, :, :layer], alike, rtol=1e-5)
+        row = found[f"moda_maps_{layer}"][:, 5]
         np.testing.assert_allclose(row[:, [*range(6), *range(12, 12 + entries)]], 1 / (6 + entries), rtol=1e-5)
         assert not row[:, 6:12].any()
 
 
 def test_only_attention_entries_and_no_entries(build: Build, arrays: Find) -> None:
     share = arrays(build("model=moda", "model.attention.ffn_kv=false"))["moda_depth_share"]
-    assert np.isfinite(share[3, :3, 0]).all()
-    assert np.isnan(share[..., 1]).all()
-    share = arrays(build("model=moda", "model.attention.ffn_kv=false", "model.attention.depth_kv=false"))
-    assert np.isnan(share["moda_depth_share"]).all()
+    assert np.isfinite(share[3, 0, :3]).all()
+    assert np.isnan(share[:, 1]).all()
+    found = arrays(build("model=moda", "model.attention.ffn_kv=false", "model.attention.depth_kv=false"))
+    assert "moda_depth_share" not in found
+    assert not found["moda_depth_total"].any()

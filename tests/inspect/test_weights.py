@@ -42,8 +42,7 @@ def test_depth_attention_of_known_queries_and_keys(build: Build, arrays: Find) -
         scores = np.exp(q[layer] * k[sources])
         expected[layer, sources, 0] = scores / scores.sum()
         expected[layer, sources, 1] = 1 / len(sources)
-    same(found["depth_attention_heads"], expected)
-    same(found["depth_attention"], expected.mean(-1))
+    same(found["depth_attention_weights"], expected)
 
 
 def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays: Find) -> None:
@@ -54,7 +53,7 @@ def test_depth_attention_in_loops_and_with_uniform_weights(build: Build, arrays:
         [1 / 2, nan, 1 / 2, nan],  # layer 0 in the second loop: its source is itself in the first loop
         [nan, 1 / 3, 1 / 3, 1 / 3],
     ]
-    same(found["depth_attention"], expected)
+    same(found["depth_attention_weights"], expected)
 
 
 @pytest.mark.parametrize("block_size", [1, 3])
@@ -68,21 +67,21 @@ def test_attention_residuals_with_scalars(build: Build, arrays: Find, block_size
         model.connections[sublayer].scores.copy_(torch.tensor(shares(count)).log())
         expected[sublayer, :count] = shares(count)
     found = arrays(model)
-    same(found["attention_residuals_attention"], expected[:-1:2])
-    same(found["attention_residuals_mlp"], expected[1::2])
-    same(found["attention_residuals_final"], expected[-1])
+    same(found["attention_residuals_weights_attention"], expected[:-1:2])
+    same(found["attention_residuals_weights_mlp"], expected[1::2])
+    same(found["attention_residuals_weights_final"], expected[-1])
 
 
 def test_attention_residuals_with_scores(build: Build, arrays: Find) -> None:
     # initially every query is zero
     found = arrays(build("model=attention_residuals", "model.connection.block_size=4"))
-    same(found["attention_residuals_final"], [1 / 3] * 3)
-    same(found["attention_residuals_mlp"][3], [1 / 3] * 3)
+    same(found["attention_residuals_weights_final"], [1 / 3] * 3)
+    same(found["attention_residuals_weights_mlp"][3], [1 / 3] * 3)
     found = arrays(build("model=attention_residuals", "model.connection.mixing=sigmoid"))
-    same(found["attention_residuals_final"], 0.5)
+    same(found["attention_residuals_weights_final"], 0.5)
     model = build("model=attention_residuals_recency", "model.connection.block_size=4")
     model.connections[-1].recency.fill_(np.log(6))
-    same(arrays(model)["attention_residuals_final"], [1 / 9, 1 / 9, 1 / 9, 6 / 9])
+    same(arrays(model)["attention_residuals_recency_weights_final"], [1 / 9, 1 / 9, 1 / 9, 6 / 9])
     # the embedding of token 7 is parallel to the query, all others are zero
     model = build("model=attention_residuals_full")
     model.embedding.weight.zero_()
@@ -92,15 +91,13 @@ def test_attention_residuals_with_scores(build: Build, arrays: Find) -> None:
     connection, found = model.connections[1], []
 
     class Recorder(Observer):
-        def read(self, now: Connection, stream: list[torch.Tensor]) -> None:
+        def read(self, now: Connection, state: Any) -> None:
             if now is connection:
-                one = [
-                    x * (x.square().mean(-1, keepdim=True) + connection.eps).rsqrt() for x in now.materialize(stream)
-                ]
+                one = [x * (x.square().mean(-1, keepdim=True) + connection.eps).rsqrt() for x in state.blocks]
                 found.append(torch.stack([x[..., 0] for x in one]).softmax(0).mean((1, 2)))
 
     model(tokens, observer=Recorder())
-    same(arrays(model, tokens)["attention_residuals_mlp"][0, :2], found[0].numpy())
+    same(arrays(model, tokens)["attention_residuals_weights_mlp"][0, :2], found[0].numpy())
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
@@ -113,13 +110,14 @@ def test_learned_biases_of_grn(build: Build, arrays: Find, version: int) -> None
         connection.b[0] = values[widths]
         expected[layer, : layer + 1] = values
     found = arrays(model)
-    same(found["grn_b"][0], expected[:-1])
-    same(found["grn_b_final"], expected[-1])
-    assert ("grn_weights" in found) == (version == 3)
+    over_hidden = np.repeat(expected[..., None], 16, -1) if version > 1 else expected
+    same(found["dca_b_attention"][:, 0], over_hidden[:-1])
+    same(found["dca_b_final"][0], over_hidden[-1])
+    assert ("dca_weights_attention" in found) == (version == 3)
     if version == 3:
         # the gate is 0 where b is negative, since w is zero
-        same(found["grn_weights"][0], np.maximum(expected[:-1], 0))
-        assert np.nanmax(np.abs(found["grn_b_deviation"])) < 1e-6
+        same(found["dca_weights_attention"][:, 0], np.maximum(expected[:-1], 0))
+        assert np.nanmax(np.abs(found["dca_b_attention_deviation"])) < 1e-6
 
 
 @pytest.mark.parametrize("gate", ["relu_of_sum", "printed"])
@@ -135,32 +133,33 @@ def test_weights_of_dca_reproduce_its_inputs(build: Build, gate: str) -> None:
     stacks: dict[int, torch.Tensor] = {}
 
     class Recorder(Observer):
-        def read(self, connection: Connection, stream: list[torch.Tensor]) -> None:
+        def read(self, connection: Connection, state: Any) -> None:
             if connection.spec.kind == "attention":
-                stacks[connection.spec.layer] = torch.stack(connection.materialize(stream))[:, 0, 0]
-                inputs[connection.spec.layer] = torch.stack(connection.read(stream)[0])[:, 0, 0]
+                stacks[connection.spec.layer] = torch.stack(state.blocks)[:, 0, 0]
+                inputs[connection.spec.layer] = torch.stack(connection.read(state)[0])[:, 0, 0]
 
     token = torch.tensor([[42]])
     model(token, observer=Recorder())
     (picture,) = (picture for picture in collect(model, [token])[0] if picture.name == "dca_weights")
     for layer, stack in stacks.items():
-        weights = picture.arrays["dca_weights"][:, layer, : layer + 1]
+        weights = picture.arrays["dca_weights_attention"][layer, :, : layer + 1]
         same(weights @ stack.double().numpy(), inputs[layer].numpy())
 
 
 def test_sum_of_older_blocks_gives_its_weight_to_each_block(build: Build, arrays: Find) -> None:
     model = build("model=dca", "model.connection.last_k=1", "model.connection.version=2")
     for connection in model.connections[::2]:
-        for source in range(connection.num_sources):
+        for source in range(connection.b.shape[1]):
             connection.b[:, source] = source + 1.0
         connection.b[-1] *= 10
     found = arrays(model)
     expected = [[1, nan, nan, nan, nan], [1, 2, nan, nan, nan], [1, 2, 3, nan, nan], [1, 2, 2, 3, nan]]
-    same(found["dca_b"], np.array([expected, expected, np.multiply(10, expected)]))
-    same(found["dca_b_final"], [10, 20, 20, 20, 30])
+    b_pl = found["dca_b_attention"].mean(-1).swapaxes(0, 1)
+    same(b_pl, np.array([expected, expected, np.multiply(10, expected)]))
+    same(found["dca_b_final"][0].mean(-1), [10, 20, 20, 20, 30])
     model = build("model=grn_v2", "model.connection.last_k=1", "model.connection.own_embedding=false")
     model.connections[-1].b.copy_(torch.tensor([[4.0], [7.0]]))
-    same(arrays(model)["grn_b_final"], [4, 4, 4, 4, 7])
+    same(arrays(model)["dca_b_final"][0].mean(-1), [4, 4, 4, 4, 7])
 
 
 def test_averages_of_denseformer(build: Build, arrays: Find) -> None:
@@ -170,7 +169,7 @@ def test_averages_of_denseformer(build: Build, arrays: Find) -> None:
     expected = np.full((4, 5), nan)
     expected[1, [0, 2]] = [0.25, 0.75]
     expected[3, [0, 2, 4]] = [-0.5, 0.5, 1.0]
-    same(arrays(model)["denseformer"], expected)
+    same(arrays(model)["denseformer_a"], expected)
 
 
 def test_weights_of_laurel(build: Build, arrays: Find) -> None:
@@ -179,13 +178,14 @@ def test_weights_of_laurel(build: Build, arrays: Find) -> None:
         connection.alpha.fill_(sublayer / 10)
         connection.beta.fill_(1 - sublayer / 10)
     found = arrays(model)
-    same(found["laurel_alpha"], np.arange(8) / 10)
-    same(found["laurel_beta"], 1 - np.arange(8) / 10)
+    for part, first in (("attention", 0), ("mlp", 1)):
+        alpha = np.arange(first, 8, 2) / 10
+        same(found[f"laurel_weights_{part}"], np.stack([alpha, 1 - alpha], -1))
     model = build("model=laurel", "model.connection.last_k=2")
     model.connections[5].gamma.copy_(torch.tensor([0.5, -2.0]))
-    gamma = arrays(model)["laurel_gamma"]
-    same(gamma[0], [1, nan])
-    same(gamma[5], [0.5, -2.0])
+    found = arrays(model)
+    same(found["laurel_gamma_attention"][0], [1, nan])
+    same(found["laurel_gamma_mlp"][2], [0.5, -2.0])
 
 
 def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) -> None:
@@ -200,12 +200,13 @@ def test_mixing_matrices_of_mhc_and_their_product(build: Build, arrays: Find) ->
     found = arrays(model)
     matrices = [np.array([[keep, 1 - keep], [1 - keep, keep]]) for keep in mixing]
     same(found["mhc_res"], matrices)
-    same(found["mhc_pre"], [[0.25, 0.75]] * 8)
-    same(found["mhc_post"], [[1.0, 0.25]] * 8)
+    for part in ("attention", "mlp"):
+        same(found[f"mhc_pre_{part}"], [[0.25, 0.75]] * 4)
+        same(found[f"mhc_post_{part}"], [[1.0, 0.25]] * 4)
     for sublayer in range(8):
-        same(found["mhc_composite"][sublayer], np.linalg.multi_dot([np.eye(2), *matrices[sublayer:][::-1]]))
-    same(found["mhc_gain"], 1)
-    same(found["mhc_composite_gain"], 1)
+        same(found["mhc_res_composite"][sublayer], np.linalg.multi_dot([np.eye(2), *matrices[sublayer:][::-1]]))
+    same(found["mhc_res_gain"], 1)
+    same(found["mhc_res_composite_gain"], 1)
 
 
 def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build: Build, arrays: Find) -> None:
@@ -217,47 +218,54 @@ def test_gain_of_hyper_connections_is_that_of_the_ordered_product(build: Build, 
     model.connections[6].static_res.copy_(torch.tensor(last))
     found = arrays(model)
     product = last @ first
-    same(found["hyper_connections_gain"][2], [4, 5])
-    same(found["hyper_connections_gain"][6], [5.5, 5])
-    same(found["hyper_connections_composite"][0], product)
+    same(found["hyper_connections_res_gain"][2], [4, 5])
+    same(found["hyper_connections_res_gain"][6], [5.5, 5])
+    same(found["hyper_connections_res_composite"][0], product)
     same(
-        found["hyper_connections_composite_gain"][:3],
+        found["hyper_connections_res_composite_gain"][:3],
         [[np.abs(product).sum(1).max(), np.abs(product).sum(0).max()]] * 3,
     )
-    same(found["hyper_connections_composite_gain"][3:7], [[5.5, 5]] * 4)
-    same(found["hyper_connections_composite_gain"][7], [1, 1])
+    same(found["hyper_connections_res_composite_gain"][3:7], [[5.5, 5]] * 4)
+    same(found["hyper_connections_res_composite_gain"][7], [1, 1])
 
 
 def test_mechanisms_with_a_single_source_are_drawn(build: Build, arrays: Find) -> None:
     model = build("model=depth_attention", "model.attention.sources=relative", "model.attention.stride=4")
-    same(arrays(model)["depth_attention"], np.where(np.eye(4), 1, nan))
-    same(arrays(build("model=mhc", "model.connection.num_streams=1"))["mhc_composite_gain"], 1)
+    same(arrays(model)["depth_attention_weights"].mean(-1), np.where(np.eye(4), 1, nan))
+    same(arrays(build("model=mhc", "model.connection.num_streams=1"))["mhc_res_composite_gain"], 1)
     one = build(
         "model=attention_residuals", "model.attention.stride=1", "model/attention=depth_attention", "size.num_layers=1"
     )
-    same(arrays(one)["depth_attention"], [[1]])
+    same(arrays(one)["depth_attention_weights"].mean(-1), [[1]])
 
 
 def test_a_pair_has_the_pictures_of_both_mechanisms(build: Build) -> None:
     model = build("model/attention=depth_attention", "model/connection=mhc")
     pictures, messages = collect(model, [TOKENS])
-    assert [picture.name for picture in pictures] == ["depth_attention", "mhc_res", "mhc_maps", "mhc_gain"]
+    assert [picture.name for picture in pictures] == [
+        "mhc_res",
+        "mhc_res_gain",
+        "mhc_pre",
+        "mhc_post",
+        "depth_attention_weights",
+    ]
     assert messages == []
 
 
 def test_missing_pictures_are_reported(build: Build) -> None:
-    assert collect(build("model=vanilla"), [TOKENS]) == ([], ["this mechanism has no figure of its own"])
-    pictures, messages = collect(build("model=laurel", "model.connection.variant=lr"), [TOKENS])
-    assert not pictures
-    assert "with these settings" in messages[0]
+    for overrides in (["model=vanilla"], ["model=laurel", "model.connection.variant=lr"]):
+        pictures, (message,) = collect(build(*overrides), [TOKENS])
+        assert not pictures
+        assert "has no figure of its own" in message
 
-    class Mine(type(build("model=attention_residuals").connections[0])):  # type: ignore[misc]
-        pass
 
-    model = build("model=attention_residuals", "model/attention=depth_attention")
-    for connection in model.connections:
-        connection.__class__ = Mine
-    pictures, messages = collect(model, [TOKENS])
-    assert [picture.name for picture in pictures] == ["depth_attention"]
-    assert "the connection" in messages[0]
-    assert "Mine has no figure of its own" in messages[0]
+def test_gates_are_a_curve_over_the_layers(build: Build) -> None:
+    model = build("model/connection=highway")
+    for connection in model.connections[:-1]:
+        connection.gate.weight.zero_()
+        connection.gate.bias.fill_(connection.spec.sublayer)
+    (picture,), _ = collect(model, [TOKENS])
+    gates = torch.arange(8.0).sigmoid().numpy()
+    for part, first, panel in zip(("attention", "mlp"), (0, 1), picture.draw().axes, strict=True):
+        same(picture.arrays[f"highway_gate_{part}"], np.repeat(gates[first::2, None], 16, -1))
+        same(panel.lines[0].get_ydata(), gates[first::2])

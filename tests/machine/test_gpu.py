@@ -113,6 +113,6 @@ def test_device_cpu_is_used_despite_a_working_gpu(monkeypatch: pytest.MonkeyPatc
     assert environment.device_type("cpu") == "cpu"
     assert compose(["device=cpu"]).precision.name == "fp32"
     assert compose([]).precision.name == "bf16"
-    monkeypatch.setattr("depthlm.kernels.backend.missing", lambda device: None if device == "cuda" else "needs a GPU")
+    monkeypatch.setattr("depthlm.ops.backend.missing", lambda device: None if device == "cuda" else "needs a GPU")
     with pytest.raises(ConfigError, match="kernels=triton"):
         compose(["device=cpu", "kernels=triton"])

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from depthlm.model.attention.depth_attention import DepthAttention
-from depthlm.model.attention.moda import Moda
+from depthlm.mechanisms.depth_attention import DepthAttention
+from depthlm.mechanisms.moda import Moda
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.cache import KVCache
 

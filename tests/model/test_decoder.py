@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthlm.model.decoder import compile_sublayers
+from depthlm.model import compile_sublayers
 
 from .conftest import BACKBONES, quick_first
 

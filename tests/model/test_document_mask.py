@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthlm.evaluation import generate
-from depthlm.kernels.moda import merge as depth_merge
 from depthlm.model import Decoder, compile_sublayers
+from depthlm.ops.moda import merge as depth_merge
 
 from .conftest import BACKBONES, PRESETS, quick_first
 

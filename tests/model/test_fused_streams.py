@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from depthlm.model.decoder import compile_sublayers
+from depthlm.model import compile_sublayers
 
 from .gradients import loss_and_gradients
 

@@ -5,19 +5,22 @@ from functools import partial
 import pytest
 import torch
 
-from depthlm.model.attention.depth_attention import DepthAttention
-from depthlm.model.attention.moda import Moda
+from depthlm.mechanisms.attention_residuals import AttentionResiduals
+from depthlm.mechanisms.attention_residuals_recency import AttentionResidualsRecency
+from depthlm.mechanisms.dca import DeepCrossAttention
+from depthlm.mechanisms.denseformer import DenseFormer
+from depthlm.mechanisms.depth_attention import DepthAttention
+from depthlm.mechanisms.depth_dense import DepthDense
+from depthlm.mechanisms.depth_qkv import DepthQKV
+from depthlm.mechanisms.highway import Highway
+from depthlm.mechanisms.hyper_connections import HyperConnections
+from depthlm.mechanisms.laurel import Laurel
+from depthlm.mechanisms.mhc import ManifoldHyperConnections
+from depthlm.mechanisms.moda import Moda
+from depthlm.mechanisms.mrla import MRLA
+from depthlm.mechanisms.residual import Residual
+from depthlm.mechanisms.rezero import ReZero
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.connections.attention_residuals import AttentionResiduals, AttentionResidualsRecency
-from depthlm.model.connections.deep_cross_attention import GRN
-from depthlm.model.connections.denseformer import DenseFormer
-from depthlm.model.connections.depth_dense import DepthDense
-from depthlm.model.connections.depth_qkv import DepthQKV
-from depthlm.model.connections.hyper_connections import HyperConnections, ManifoldHyperConnections
-from depthlm.model.connections.laurel import Laurel
-from depthlm.model.connections.mrla import MRLA
-from depthlm.model.connections.residual import Residual
-from depthlm.model.connections.single_state import Highway, ReZero
 from depthlm.model.decoder import Decoder
 from depthlm.model.initialization import initialize
 from depthlm.model.shape import Size
@@ -29,7 +32,7 @@ CONNECTIONS = {
     "denseformer": DenseFormer,
     "attention_residuals": AttentionResiduals,
     "attention_residuals_recency": AttentionResidualsRecency,
-    "grn": GRN,
+    "dca": DeepCrossAttention,
     "hyper_connections": HyperConnections,
     "mhc": ManifoldHyperConnections,
     "laurel": Laurel,
@@ -41,7 +44,7 @@ CONNECTIONS = {
 }
 ATTENTIONS = {"self_attention": SelfAttention, "depth_attention": DepthAttention, "moda": Moda}
 
-DCA = {"separate_qkv": True}
+GRN = {"separate_qkv": False}
 TWO_STREAMS = {"num_streams": 2}
 
 # (connection, its settings), each on qwen3
@@ -66,21 +69,21 @@ CONNECTION_SETTINGS = [
     ("attention_residuals_recency", {"block_size": 3}),
     ("attention_residuals_recency", {"block_size": 4}),
     ("attention_residuals_recency", {"block_size": 5}),
-    ("grn", {}),
-    ("grn", {"version": 1}),
-    ("grn", {"version": 2}),
-    ("grn", {"gate": "printed"}),
-    ("grn", {"w": "shared"}),
-    ("grn", {"w": "shared", "gate": "printed"}),
-    ("grn", {"last_k": 1}),
-    ("grn", {"version": 1, "last_k": 2}),
-    ("grn", {"last_k": 2, "own_embedding": False}),
-    ("grn", DCA),
-    ("grn", DCA | {"last_k": 2}),
-    ("grn", DCA | {"last_k": 1, "own_embedding": False}),
-    ("grn", DCA | {"version": 1}),
-    ("grn", DCA | {"version": 2}),
-    ("grn", DCA | {"w": "shared", "gate": "printed", "last_k": 1}),
+    ("dca", GRN),
+    ("dca", GRN | {"version": 1}),
+    ("dca", GRN | {"version": 2}),
+    ("dca", GRN | {"gate": "printed"}),
+    ("dca", GRN | {"w": "shared"}),
+    ("dca", GRN | {"w": "shared", "gate": "printed"}),
+    ("dca", GRN | {"last_k": 1}),
+    ("dca", GRN | {"version": 1, "last_k": 2}),
+    ("dca", GRN | {"last_k": 2, "own_embedding": False}),
+    ("dca", {}),
+    ("dca", {"last_k": 2}),
+    ("dca", {"last_k": 1, "own_embedding": False}),
+    ("dca", {"version": 1}),
+    ("dca", {"version": 2}),
+    ("dca", {"w": "shared", "gate": "printed", "last_k": 1}),
     ("hyper_connections", {}),
     ("hyper_connections", {"num_streams": 3, "dynamic": False}),
     ("hyper_connections", {"num_streams": 2, "collapse": "sum"}),
@@ -132,8 +135,8 @@ CONNECTION_OF_EACH = [
     ("denseformer", {"dilation": 2}),
     ("attention_residuals", {"block_size": 3}),
     ("attention_residuals_recency", {"block_size": 2}),
-    ("grn", {}),
-    ("grn", DCA),
+    ("dca", GRN),
+    ("dca", {}),
     ("hyper_connections", TWO_STREAMS),
     ("mhc", TWO_STREAMS | {"iterations": 3}),
     ("laurel", {"rank": 2}),
@@ -145,11 +148,11 @@ ATTENTION_OF_EACH = [
 ]
 CROSSED = [
     (("mhc", TWO_STREAMS | {"iterations": 3}), ("depth_attention", {})),
-    (("grn", DCA), ("moda", {"attn_kv": True})),
+    (("dca", {}), ("moda", {"attn_kv": True})),
     (("denseformer", {}), ("depth_attention", {"stride": 1, "mixes": "key_value"})),
     (("attention_residuals", {"block_size": 2}), ("moda", {})),
     (("hyper_connections", TWO_STREAMS), ("moda", {"slots": 3})),
-    (("grn", DCA | {"last_k": 1}), ("depth_attention", {"sources": "relative", "stride": 1})),
+    (("dca", {"last_k": 1}), ("depth_attention", {"sources": "relative", "stride": 1})),
     (("attention_residuals_recency", {}), ("depth_attention", {"stride": 1})),
     (("laurel", {}), ("moda", {"ffn_kv": False})),
 ]
@@ -192,7 +195,7 @@ FURTHER_CASES = [
     *(case(connection, backbone="olmo2", num_layers=3) for connection in CONNECTION_OF_EACH),
     *(case(attention=attention, backbone="olmo2", num_layers=3) for attention in ATTENTION_OF_EACH),
     # LayerNorm, sinusoidal positions, biases of MLP and head
-    *(case(connection, backbone="lm1b", num_layers=2) for connection in (PLAIN, ("grn", DCA), ("laurel", {}))),
+    *(case(connection, backbone="lm1b", num_layers=2) for connection in (PLAIN, ("dca", {}), ("laurel", {}))),
     *(case(attention=attention, backbone="lm1b", num_layers=2) for attention in ATTENTION_OF_EACH),
     # biases of the attention, no QK-norm
     case(backbone="moda_layers", num_layers=2),
@@ -223,13 +226,13 @@ FURTHER_CASES = [
         for name, settings in ATTENTION_SETTINGS
     ),
     *(
-        case(("grn", DCA), attention, backbone=backbone, loops=2, num_layers=3)
+        case(("dca", {}), attention, backbone=backbone, loops=2, num_layers=3)
         for attention in ATTENTION_OF_EACH
         for backbone in ("delta and latent", "delta and attention")
     ),
     # pairs
     case(("depth_qkv", {}), ("depth_attention", {"stride": 1}), backbone="olmo2", num_layers=2),
-    case(("grn", DCA), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
+    case(("dca", {}), ("moda", {"attn_kv": True}), backbone="olmo2", num_layers=2, heads=(4, 2)),
     case(("mhc", TWO_STREAMS), ("moda", {}), loops=2, num_layers=2),
     case(("hyper_connections", TWO_STREAMS), ("depth_attention", {}), loops=2, num_layers=2),
 ]

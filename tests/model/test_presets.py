@@ -12,11 +12,12 @@ from torch import Tensor
 
 import depthlm
 from depthlm.evaluation import generate
-from depthlm.kernels.moda.bank import depth_of
 from depthlm.locations import CONF
+from depthlm.mechanisms.hyper_connections import State
 from depthlm.model import compile_sublayers
 from depthlm.model.attention.self_attention import AttentionContext
 from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.moda.bank import depth_of
 
 from ..options import option
 from .conftest import BACKBONES, PRESETS, composed, quick_first
@@ -46,12 +47,12 @@ def test_connections_do_not_mix_positions(build: Any, connection: str) -> None:
     changed[:, :, 3] = torch.randn(len(values), 1, 32, generator=generator)
 
     def reads(outputs: Tensor) -> list[Tensor]:
-        stream, found = model.connections[0].open(outputs[0]), []
+        state, found = model.connections[0].open(outputs[0]), []
         for connection, output in zip(list(model.connections)[:-1], outputs[1:], strict=False):
-            inputs, carry = connection.read(stream)
+            inputs, carry = connection.read(state)
             found.extend(inputs)
-            stream = connection.write(stream, output, carry)
-        return [*found, model.connections[-1].close(stream)]
+            state = connection.write(state, output, carry)
+        return [*found, model.connections[-1].close(state)]
 
     for a, b in zip(reads(values), reads(changed), strict=True):
         assert (a - b).abs().amax(dim=(0, 2)).nonzero().flatten().tolist() == [3]
@@ -125,12 +126,12 @@ def test_initially_equals_vanilla(build: Any, overrides: str, backbone: str) -> 
 @pytest.mark.parametrize("mixing", ["softmax", "scalars"])
 def test_attention_residuals_are_initially_the_uniform_mean(build: Any, preset: str, mixing: str) -> None:
     model = build(f"model={preset}", f"model.connection.mixing={mixing}", awake=False)
-    stream = [torch.randn(2, 3, 32)]
+    state = model.connections[0].open(torch.randn(2, 3, 32))
     for connection in list(model.connections)[:-1]:
-        ((h,), carry) = connection.read(stream)
-        torch.testing.assert_close(h, torch.stack(stream[: connection.num_sources]).mean(0))
-        stream = connection.write(stream, torch.randn(2, 3, 32), carry)
-    torch.testing.assert_close(model.connections[-1].close(stream), torch.stack(stream).mean(0))
+        ((h,), carry) = connection.read(state)
+        torch.testing.assert_close(h, torch.stack(state.blocks).mean(0))
+        state = connection.write(state, torch.randn(2, 3, 32), carry)
+    torch.testing.assert_close(model.connections[-1].close(state), torch.stack(state.blocks).mean(0))
 
 
 @pytest.mark.parametrize(("noise", "column_bound"), [(0.1, 5e-3), (8.0, 0.5)])
@@ -141,7 +142,7 @@ def test_the_residual_map_of_mhc_lies_on_its_manifold(build: Any, noise: float, 
     for connection in list(model.connections)[:-1]:
         with torch.no_grad():
             connection.bias += noise * torch.randn(connection.bias.shape, generator=generator)
-        _, _, res = connection.maps(torch.randn(2, 5, 4, 32, generator=generator))
+        _, _, res = connection.weights(State(torch.randn(2, 5, 4, 32, generator=generator)))
         assert res.min() >= 0
         assert (res.sum(-1) - 1).abs().max() < 1e-6
         assert (res.sum(-2) - 1).abs().max() < column_bound

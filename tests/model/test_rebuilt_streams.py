@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from depthlm.mechanisms import hyper_connections, mhc
 from depthlm.model import Decoder
-from depthlm.model.connections import hyper_connections
 
 
 @pytest.mark.parametrize("name", ["mhc", "hyper_connections"])
@@ -16,8 +16,9 @@ def test_a_decoder_that_rebuilds_has_the_same_gradients(
     model = build(f"model={name}", "size.num_layers=6")
     tokens = torch.arange(12).view(2, 6)
     results = []
-    for scarce in (False, True):
-        monkeypatch.setattr(hyper_connections, "scarce_memory", lambda x, scarce=scarce: scarce)
+    for rebuilds in (False, True):
+        for module in (hyper_connections, mhc):
+            monkeypatch.setattr(module, "rebuilds", lambda *_, rebuilds=rebuilds: rebuilds)
         model.zero_grad()
         model(tokens[:, :-1], tokens[:, 1:]).nll.backward()
         results.append({key: parameter.grad.clone() for key, parameter in model.named_parameters()})

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from .gradients import assert_same
 
@@ -74,15 +75,15 @@ def test_activation_checkpointing_recomputes_phases(build: Any, preset: str) -> 
 
 
 @pytest.mark.parametrize("preset", ["attention_residuals", "attention_residuals_recency", "denseformer", "dca"])
-def test_materialized_stream_equals_that_of_separate_reads(build: Any, preset: str) -> None:
+def test_the_state_without_what_is_read_ahead_equals_that_of_separate_reads(build: Any, preset: str) -> None:
     together, alone = build(f"model={preset}", LAYERS), build(f"model={preset}", LAYERS)
     alone.read_alone()
-    streams = []
+    states = []
     for model in (together, alone):
-        stream, seen = model.connections[0].open(torch.ones(1, 2, 32)), []
+        state, seen = model.connections[0].open(torch.ones(1, 2, 32)), []
         for i, connection in enumerate(model.connections[:-1]):
-            seen.append([x.detach() for x in connection.materialize(stream)])
-            _, carry = connection.read(stream)
-            stream = connection.write(stream, torch.full((1, 2, 32), float(i)), carry)
-        streams.append(seen)
-    torch.testing.assert_close(*streams)
+            seen.append([x.detach() for x in tree_leaves(state._replace(ahead=())) if x is not None])
+            _, carry = connection.read(state)
+            state = connection.write(state, torch.full((1, 2, 32), float(i)), carry)
+        states.append(seen)
+    torch.testing.assert_close(*states)

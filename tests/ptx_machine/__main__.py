@@ -22,7 +22,7 @@ def main() -> int:
     launcher = Launcher(asked.target)
     import torch
 
-    from depthlm.kernels import backend
+    from depthlm.ops import backend
 
     from .cases import all_cases
 

@@ -39,7 +39,7 @@ def all_huge() -> Iterator[tuple[str, Callable[[], tuple[list[Tensor], list[Tens
 
 
 def cross_entropy():
-    from depthlm.kernels.cross_entropy import triton as operators
+    from depthlm.ops.cross_entropy import triton as operators
 
     v, kept = 50305, 2
     r = 2**31 // v + 60
@@ -55,9 +55,9 @@ def cross_entropy():
 
 
 def depth_attention():
-    from depthlm.kernels.backend import using
-    from depthlm.kernels.depth_attention.reference import depth_value_mix
-    from depthlm.kernels.depth_attention.triton import forward
+    from depthlm.ops.backend import using
+    from depthlm.ops.depth_attention.naive import depth_value_mix
+    from depthlm.ops.depth_attention.triton import forward
 
     t, heads, e, kept = 2**31 // (8 * 64) + 61, 8, 64, 4
     q, *entries = (sparse((1, t, heads, e), 1, seed).transpose(1, 2) for seed in range(5))
@@ -68,8 +68,8 @@ def depth_attention():
 
 
 def moda():
-    from depthlm.kernels.moda import triton as operators
-    from depthlm.kernels.moda.reference import add_depth, add_depth_backward
+    from depthlm.ops.moda import triton as operators
+    from depthlm.ops.moda.cpu import add_depth, add_depth_backward
 
     t, kv_heads, groups, e, n, kept = 2**31 // (8 * 6 * 64) + 61, 8, 6, 64, 4, 1
     q, out, grad, grad_q = (sparse((1, t, kv_heads * groups, e), 1, seed).transpose(1, 2) for seed in range(4))
@@ -90,9 +90,9 @@ def moda():
 
 
 def hyper():
-    from depthlm.kernels.backend import using
-    from depthlm.kernels.hyper_connections.reference import hyper_post_pre
-    from depthlm.kernels.hyper_connections.triton import forward
+    from depthlm.ops.backend import using
+    from depthlm.ops.hyper_connections.naive import hyper_post_pre
+    from depthlm.ops.hyper_connections.triton import forward
 
     n, d, kept = 4, 64, 17
     t = 2**31 // (n * d) + 61
@@ -107,9 +107,9 @@ def hyper():
 
 
 def mhc():
-    from depthlm.kernels.backend import using
-    from depthlm.kernels.mhc.reference import mhc_post_pre
-    from depthlm.kernels.mhc.triton import forward
+    from depthlm.ops.backend import using
+    from depthlm.ops.mhc.naive import mhc_post_pre
+    from depthlm.ops.mhc.triton import forward
 
     n, d, kept = 4, 64, 17
     t = 2**31 // (n * d) + 61
@@ -124,11 +124,13 @@ def mhc():
 
 
 def reads(kind: str):
-    from depthlm.kernels.attention_residuals import many_triton, one_triton
-    from depthlm.kernels.attention_residuals.reference import depth_attend
-    from depthlm.kernels.backend import using
-    from depthlm.kernels.gated_residuals import gated_triton, weighted_triton
-    from depthlm.kernels.gated_residuals.reference import gated_reads, weighted_reads
+    from depthlm.ops.attention_residuals import many_triton, one_triton
+    from depthlm.ops.attention_residuals.naive import depth_attend
+    from depthlm.ops.backend import using
+    from depthlm.ops.dca import triton as gated_triton
+    from depthlm.ops.dca.naive import gated_reads
+    from depthlm.ops.denseformer import triton as weighted_triton
+    from depthlm.ops.denseformer.naive import weighted_reads
 
     d, n, kept, count = 128, 2, 17, 1 if kind == "one" else 2
     p = 2**31 // d + 61

@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from depthlm.config import mechanisms
+from depthlm.mechanisms.dca import DeepCrossAttention
+from depthlm.mechanisms.depth_attention import DepthAttention
+from depthlm.mechanisms.moda import Moda
+from depthlm.mechanisms.residual import Residual
 from depthlm.report.figures.axis import axis_title, ordered, setting
 from depthlm.report.figures.heatmap import _panels
 from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _shifts
 from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import COLOURS, colour_of, looks
+from depthlm.report.figures.style import style_of
+from depthlm.report.mechanism import OTHERS, mechanism_from
 from depthlm.report.rows import Row, measured
 
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
@@ -152,8 +156,9 @@ def test_error_bars_of_lines_are_intervals_over_seeds() -> None:
 
 @pytest.mark.parametrize(("positions", "logarithmic"), [([0.012, 0.024, 0.048], False), ([1.0, 10.0, 1000.0], True)])
 def test_error_bars_of_several_lines_lie_side_by_side(positions: list[float], logarithmic: bool) -> None:
-    ours = [Line(name, looks([name])[0], [Mark(x, 3.0, 0.1) for x in positions], False) for name in ("a", "b", "c")]
-    theirs = Line("a", looks(["a"])[0], [Mark(x, 3.0) for x in positions], True)
+    (style,) = style_of([mechanism_from({"model": "vanilla"})])
+    ours = [Line(name, style, [Mark(x, 3.0, 0.1) for x in positions], False) for name in ("a", "b", "c")]
+    theirs = Line("a", style, [Mark(x, 3.0) for x in positions], True)
     *shifts, unmoved = _shifts([*ours, theirs], positions, logarithmic)
     gap = math.log(10) if logarithmic else 0.012
     assert shifts == pytest.approx([-gap / 9, 0, gap / 9])
@@ -227,14 +232,29 @@ def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_every_mechanism_has_its_own_colour() -> None:
-    assert COLOURS.keys() == set(mechanisms())
-    assert len(set(COLOURS.values())) == len(COLOURS)
-    assert colour_of("dca+depth_attention") == COLOURS["dca"]
-    assert colour_of("vanilla+my_own") == colour_of("vanilla+my_own")
-    twice = looks(["dca", "vanilla", "dca"])
-    assert twice[0].colour == twice[2].colour
-    assert (twice[0].marker, twice[0].dash) != (twice[2].marker, twice[2].dash)
-    many = looks(["vanilla"] * 8)
-    assert len({(look.colour, look.dash) for look in many}) == 8
-    assert many[0].colour == COLOURS["vanilla"]
+def colour_of(**settings: str) -> str:
+    return mechanism_from({name.replace("__", "/"): value for name, value in settings.items()}).colour
+
+
+def test_the_colour_of_a_mechanism_is_that_of_its_class() -> None:
+    assert colour_of(model="dca") == colour_of(model="grn_v1") == DeepCrossAttention.colour
+    assert colour_of(model="uniform_mix") == colour_of(model__attention="depth_attention") == DepthAttention.colour
+    assert colour_of(model="vanilla") == colour_of() == Residual.colour
+    assert colour_of(model__connection="dca", model__attention="depth_attention") == DeepCrossAttention.colour
+    assert colour_of(model__connection="rezero", model__attention="moda") == Moda.colour
+    alone = mechanism_from({"model/connection": "rezero"})
+    assert alone.name == "rezero"
+    assert alone.colour == colour_of(model__connection="rezero") in OTHERS
+    assert mechanism_from({"model": "vanilla", "model/connection": "my_own"}).colour in OTHERS
+
+
+def test_series_of_one_colour_differ_in_marker_dash_and_shade() -> None:
+    dca, vanilla = mechanism_from({"model": "dca"}), mechanism_from({"model": "vanilla"})
+    first, _, second = style_of([dca, vanilla, dca])
+    assert first.colour == dca.colour
+    assert first.marker != second.marker
+    assert first.dash != second.dash
+    assert first.colour != second.colour
+    many = style_of([vanilla] * 8)
+    assert len({style.colour for style in many}) == 8
+    assert many[0].colour == vanilla.colour

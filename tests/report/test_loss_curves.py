@@ -12,6 +12,7 @@ from depthlm.report import report
 from depthlm.report.figures.end_labels import moved_apart
 from depthlm.report.figures.loss_curves import MOST_NAMED, draw_loss_curves, mean_curve, read, smooth
 from depthlm.report.figures.panels import LossCurve, Panel, panels_of
+from depthlm.report.mechanism import mechanism_from
 from depthlm.runs.records import read_run
 
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
@@ -29,7 +30,7 @@ def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[An
 def curve(name: str, *losses: float, mechanism: str = "vanilla", **settings: Any) -> LossCurve:
     """Return a curve with a run for each loss."""
     runs = [write_run(f"{name}-{number}", loss, **settings) for number, loss in enumerate(losses)]
-    return LossCurve(name, mechanism, [read_run(run) for run in runs])
+    return LossCurve(name, mechanism_from({"model": mechanism}), [read_run(run) for run in runs])
 
 
 def test_losses_are_the_means_of_the_logging_intervals_with_gaps() -> None:
@@ -151,7 +152,16 @@ def test_seeds_are_thin_and_their_mean_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    panels = [Panel("", [curve("a", 3.0, done=0.5), curve("b", 2.5), LossCurve("waiting", "dca", [read_run("no")])])]
+    panels = [
+        Panel(
+            "",
+            [
+                curve("a", 3.0, done=0.5),
+                curve("b", 2.5),
+                LossCurve("waiting", mechanism_from({"model": "dca"}), [read_run("no")]),
+            ],
+        )
+    ]
     (axes,), notes = drawn(panels, monkeypatch)
     assert [text.get_text() for text in axes.texts] == ["a (stopped, step 20)", "b"]
     assert [line.get_marker() for line in axes.lines] == ["None", "x", "None"]
@@ -167,7 +177,7 @@ def test_in_a_crowded_panel_each_mechanism_is_named_once(monkeypatch: pytest.Mon
 
 
 def test_panels_without_losses_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = Panel("empty", [LossCurve("waiting", "dca", [read_run("no")])])
+    empty = Panel("empty", [LossCurve("waiting", mechanism_from({"model": "dca"}), [read_run("no")])])
     assert draw_loss_curves([empty], Path("loss_curves.png"), "") is None
     panels, _ = drawn([empty, *(Panel(str(number), [curve(f"a{number}", 3.0)]) for number in range(5))], monkeypatch)
     assert [axes.get_title() for axes in panels] == ["0", "1", "2", "3", "4"]

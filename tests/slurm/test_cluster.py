@@ -77,7 +77,7 @@ def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
 ) -> None:
     (tmp_path / "fragile.py").write_text(
         """from pathlib import Path
-from depthlm.model.connections.residual import Residual
+from depthlm.mechanisms.residual import Residual
 
 class Fragile(Residual):
     def read(self, stream):
@@ -89,7 +89,7 @@ class Fragile(Residual):
     kept = [text for text in small_run() if not text.startswith("output_dir=")]
     sweep = [
         *kept,
-        "model.connection._target_=depthlm.model.connections.residual.Residual,fragile.Fragile",
+        "model.connection._target_=depthlm.mechanisms.residual.Residual,fragile.Fragile",
         f"output_dir={tmp_path}/runs/${{model.connection._target_}}",
     ]
     path = {"PYTHONPATH": str(tmp_path)}

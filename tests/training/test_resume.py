@@ -326,14 +326,14 @@ def test_load_returns_the_newest_weights(small_run: Callable[..., list[str]], tm
     ("target", "words"),
     [
         ("os.system", "name that module in trust"),
-        ("depthlm.model.connections.connection.nn.Module", "cannot be imported"),
+        ("depthlm.model.connection.nn.Module", "cannot be imported"),
         ("depthlm.model.decoder.Decoder", "not a subclass of"),
-        ("depthlm.model.connections.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),
+        ("depthlm.mechanisms.residual.Residual\n    x: {_target_: this.is.never.Imported}", "no such setting"),
     ],
 )
 def test_load_builds_no_foreign_classes(trained: Callable[..., Path], target: str, words: str) -> None:
     directory = trained("training.max_steps=1")
-    changed = unsealed(directory).replace("depthlm.model.connections.residual.Residual", target)
+    changed = unsealed(directory).replace("depthlm.mechanisms.residual.Residual", target)
     (directory / "config.yaml").write_text(changed)
     with pytest.raises(UserError, match=words):
         depthlm.load(directory)

@@ -7,9 +7,9 @@ from depthlm.config.schema.deepspeed import DeepSpeed
 from depthlm.config.schema.evaluation import Evaluation
 from depthlm.config.schema.experiment import Budget, Experiment
 from depthlm.fields import TINY, key, section
-from depthlm.kernels import CHOICES
 from depthlm.machine.environment import DEVICES
 from depthlm.model.shape import Backbone, Size
+from depthlm.ops import CHOICES
 
 
 @dataclass
@@ -20,10 +20,6 @@ class Model:
     connection: dict[str, Any] = key({}, "how a sublayer reads from and writes to the depth stream")
     attention: dict[str, Any] = key({}, "which keys and values of earlier layers an attention reads")
     loops: int = key(1, "number of passes through the same layers; each pass has its own connections", minimum=1)
-
-    def reads_across_layers(self) -> bool:
-        """Return whether the attention may read keys and values of other layers: any class but that of vanilla."""
-        return self.attention["_target_"] != "depthlm.model.attention.self_attention.SelfAttention"
 
 
 SHARD_TOKENS = 128_000_000
@@ -371,7 +367,8 @@ class Config:
     )
     kernels: str = key(
         "auto",
-        "operators over depth. triton: fused kernels; torch: plain PyTorch; auto: triton on a GPU that supports it",
+        "operators over depth. triton: fused kernels; torch: PyTorch; auto: triton on a GPU that supports it; "
+        "naive: their definitions, slow, to check the others",
         choices=CHOICES,
         on_resume="logged",
     )

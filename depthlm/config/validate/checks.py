@@ -9,7 +9,7 @@ from depthlm.config.schema.length import run_steps, warmup_steps
 from depthlm.config.schema.sources import check_sources
 from depthlm.config.validate.errors import listed, nearest
 from depthlm.config.validate.machine import check_machine
-from depthlm.config.validate.mechanism import check_target, check_values
+from depthlm.config.validate.mechanism import check_target, check_values, reads_across_layers
 from depthlm.data import (
     DataError,
     padded_vocab_size,
@@ -94,7 +94,7 @@ def _check_mixers(config: Config) -> list[str]:
         errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
     shown = f"backbone.mixers=[{','.join(backbone.mixers)}]: "
     mechanism = f"the attention of model={config.model.name} may read keys and values of other layers, and"
-    if config.model.reads_across_layers():
+    if reads_across_layers(config.model):
         if set(names) == {"delta"}:
             errors.append(f"{shown}{mechanism} no layer has any; give some layers attention or latent")
         elif {"attention", "latent"} <= set(names):

@@ -46,7 +46,7 @@ def _check_device(config: Config) -> list[str]:
     elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
         errors.append("precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
                       "use deepspeed=zero1")  # fmt: skip
-    from depthlm.kernels.backend import launch_lacks, missing
+    from depthlm.ops.backend import launch_lacks, missing
 
     if config.kernels == "triton" and (lack := missing(device)):
         errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")

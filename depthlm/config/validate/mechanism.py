@@ -18,7 +18,7 @@ from depthlm.model.sublayer_spec import SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
-    from depthlm.model.connections.connection import ConnectionFactory
+    from depthlm.model.connection import ConnectionFactory
 
 # arguments of an optimizer that its parameter groups set, from the keys beside its settings
 SET_BY_GROUPS = {"lr", "weight_decay"}
@@ -34,16 +34,24 @@ def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
     )
 
 
+def reads_across_layers(model: Model) -> bool:
+    """Return whether the attention may read keys and values of other layers."""
+    from depthlm.model.attention.self_attention import SelfAttention
+
+    attention: Any = hydra.utils.get_class(model.attention["_target_"])
+    return attention.attend is not SelfAttention.attend
+
+
 def check_target(name: str, settings: Any) -> list[str]:
     """Return the mistakes in one of FREE_GROUPS: a wrong class, or settings it does not accept."""
     import torch
 
     from depthlm.model.attention.self_attention import SelfAttention
-    from depthlm.model.connections.connection import Connection
+    from depthlm.model.connection import Connection
 
     # the last value: how many leading parameters are not settings
     interface, example, first_setting = {
-        "model.connection": (Connection, "depthlm.model.connections.residual.Residual", 3),
+        "model.connection": (Connection, "depthlm.mechanisms.residual.Residual", 3),
         "model.attention": (SelfAttention, "depthlm.model.attention.self_attention.SelfAttention", 3),
         "optimizer.settings": (torch.optim.Optimizer, "torch.optim.AdamW", 1),
     }[name]

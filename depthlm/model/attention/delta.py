@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.kernels.delta.attention import delta_attention
-from depthlm.kernels.delta.convolution import short_convolution
-from depthlm.kernels.delta.norms import gated_rms_norm, l2_norm
-from depthlm.kernels.dtypes import upcast
-from depthlm.kernels.functions import linear_together
 from depthlm.model.attention.self_attention import AttentionContext, DepthKV
 from depthlm.model.layers import Linear, Rope
 from depthlm.model.shape import Backbone, Size
+from depthlm.ops.dtypes import upcast
+from depthlm.ops.functions import linear_together
+from depthlm.ops.kimi_delta.attention import delta_attention
+from depthlm.ops.kimi_delta.convolution import short_convolution
+from depthlm.ops.kimi_delta.norms import gated_rms_norm, l2_norm
 
 TAPS = 4
 

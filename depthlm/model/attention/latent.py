@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthlm.kernels.functions import linear, linear_together
 from depthlm.model.layers import Linear, Norm
 from depthlm.model.shape import Backbone, Size
+from depthlm.ops.functions import linear, linear_together
 
 # of the norm of the latent, in DeepSeek-V2 and in Kimi Linear, whose other norms have 1e-5
 LATENT_EPS = 1e-6

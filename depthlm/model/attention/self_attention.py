@@ -10,14 +10,15 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.kernels.flash import Bounds, attend_by_document, takes_documents
-from depthlm.kernels.functions import linear_together
 from depthlm.model.attention.latent import add_projections, project_latent
 from depthlm.model.cache import Cache, causal_mask
 from depthlm.model.documents import DocumentMask
+from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.flash import Bounds, attend_by_document, takes_documents
+from depthlm.ops.functions import linear_together
 
 DepthKV = Sequence[tuple[Tensor, ...]]
 
@@ -71,8 +72,11 @@ class SelfAttention(nn.Module):
     pass, in the order in which the layers appended them. No method changes it in place: return a new one.
 
     head_size: of a value. key_size: of a query and a key, which are wider in latent attention. separate_inputs: whether
-    the connection passes different tensors for q, k and v; the layer sets it.
+    the connection passes different tensors for q, k and v; the layer sets it. colour: as in `Connection`; "": this
+    attention reads only its own layer.
     """
+
+    colour = ""
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
@@ -146,6 +150,10 @@ class SelfAttention(nn.Module):
         if rope is not None:
             x = apply_rope(x, rope)
         return x.transpose(1, 2)
+
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> Sequence[Figure]:
+        """Return what `inspect` draws of `attend` with these arguments."""
+        return []
 
     def forward_flops(self, length: float, causal: bool) -> float:
         """Return the FLOPs per token beyond the `nn.Linear` children: scores and weighted sum, halved when causal.

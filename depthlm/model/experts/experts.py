@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.kernels.dtypes import compute_dtype
 from depthlm.model.experts.exchange import Sort, Spread, exchange
+from depthlm.ops.dtypes import compute_dtype
 
 # the dtypes that `torch.nn.functional.grouped_mm` takes
 GROUPED = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16,)}

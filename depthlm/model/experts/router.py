@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.kernels.dtypes import no_autocast, upcast
 from depthlm.model.experts.experts import expert_ends
 from depthlm.model.shape import Backbone, Size
+from depthlm.ops.dtypes import no_autocast, upcast
 
 
 class Routing(NamedTuple):

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import colour_of, grid, mechanism_of, save, short, subplots
+from depthlm.report.figures.style import grid, save, short, subplots
+from depthlm.report.mechanism import mechanism_of
 from depthlm.report.rows import paper_difference
 from depthlm.report.series import differences, reference_of
 from depthlm.report.sweep import Sweep, title_of
@@ -30,7 +31,7 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     both = any(theirs is not None for _, _, theirs, _ in entries)
     figure, ((axes,),) = subplots(1, 8, 1.6 + (0.62 if both else 0.42) * len(entries))
     for number, (row, ours, theirs, _) in enumerate(entries):
-        colour = colour_of(mechanism_of(row))
+        colour = mechanism_of(row).colour
         place = number - HEIGHT / 2 if both else number
         if ours is None:
             axes.annotate(

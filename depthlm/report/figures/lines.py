@@ -9,7 +9,8 @@ from typing import Any
 
 from depthlm.report.figures.axis import axis_title, is_setting, ordered, paper_place, place, setting
 from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import Look, grid, log_ticks, looks, mechanism_of, save, short, subplots
+from depthlm.report.figures.style import Style, grid, log_ticks, save, short, style_of, subplots
+from depthlm.report.mechanism import mechanism_of
 from depthlm.report.rows import Row, measured, paper
 from depthlm.report.series import series_names, series_of
 from depthlm.report.sweep import Sweep, title_of
@@ -37,7 +38,7 @@ class Line:
     """A series along the axis: ours, or the paper's (hollow)."""
 
     name: str
-    look: Look
+    style: Style
     marks: list[Mark]
     hollow: bool
 
@@ -75,12 +76,12 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
 def _lines(sweep: Sweep, hollow: bool) -> list[Line]:
     names = series_names(sweep.rows, sweep.experiment)
     members = {key: [row for row in sweep.rows if series_of(row, sweep.experiment) == key] for key in names}
-    styles = looks([mechanism_of(rows[0]) for rows in members.values()])
+    styles = style_of([mechanism_of(rows[0]) for rows in members.values()])
     lines = []
-    for (key, rows), look in zip(members.items(), styles, strict=True):
+    for (key, rows), style in zip(members.items(), styles, strict=True):
         marks = [_mark(sweep, row, hollow) for row in rows]
         if any(math.isfinite(mark.y) for mark in marks):
-            lines.append(Line(names[key], look, marks, hollow))
+            lines.append(Line(names[key], style, marks, hollow))
     return lines
 
 
@@ -105,8 +106,8 @@ def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
     logarithmic = not words and _is_logarithmic(seen)
     shifts = _shifts(lines, seen, logarithmic)
     for line, points, shift in zip(lines, positions, shifts, strict=True):
-        look = line.look
-        style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "ms": 7, "ls": look.dash, "lw": 1.5}
+        of = line.style
+        style: dict[str, Any] = {"color": of.colour, "marker": of.marker, "ms": 7, "ls": of.dash, "lw": 1.5}
         if line.hollow:
             style |= {"mfc": "white", "mew": 1.4, "lw": 0.9, "alpha": 0.9}
         label = f"{short(line.name)}{PAPER}" if line.hollow else short(line.name)
@@ -117,7 +118,7 @@ def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
             axes.errorbar(x, y, intervals if any(intervals) else None, capsize=3, label=label, **style)
         for mark in line.marks:
             if mark.x is None and math.isfinite(mark.y):
-                axes.axhline(mark.y, color=look.colour, ls=":" if line.hollow else "--", lw=1.3, label=label)
+                axes.axhline(mark.y, color=of.colour, ls=":" if line.hollow else "--", lw=1.3, label=label)
     if words:
         axes.set_xticks(range(len(order)), [short(word, 20) for word in order])
         axes.set_xlim(-0.4, len(order) - 0.6)

@@ -10,7 +10,8 @@ import numpy as np
 from depthlm.counts import count_text
 from depthlm.report.figures.end_labels import LINE, End, label_ends, width_of
 from depthlm.report.figures.panels import LossCurve, Panel
-from depthlm.report.figures.style import Look, grid, looks, save, short, subplots
+from depthlm.report.figures.style import Style, grid, save, short, style_of, subplots
+from depthlm.report.mechanism import Mechanism
 from depthlm.runs.records import COMPLETE, RunRecord, training_loss
 from depthlm.runs.validation_losses import finite
 
@@ -95,19 +96,19 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     drawn: list[tuple[Any, Any]] = []
-    ends: dict[str, list[End]] = {}
-    for curve, look in zip(panel.curves, looks([curve.mechanism for curve in panel.curves]), strict=True):
+    ends: dict[Mechanism, list[End]] = {}
+    for curve, style in zip(panel.curves, style_of([curve.mechanism for curve in panel.curves]), strict=True):
         smoothed = [(tokens, smooth(loss)) for tokens, loss in map(read, curve.runs)]
         pairs = [(run, one) for run, one in zip(curve.runs, smoothed, strict=True) if np.isfinite(one[1]).any()]
         if not pairs:
             continue
-        lines = _draw_curve(axes, curve, pairs, look)
+        lines = _draw_curve(axes, curve, pairs, style)
         drawn += lines
-        ends.setdefault(curve.mechanism, []).append(_end(_name(curve), look, lines[-1]))
+        ends.setdefault(curve.mechanism, []).append(_end(_name(curve), style, lines[-1]))
     every = [end for of_mechanism in ends.values() for end in of_mechanism]
     if len(every) > MOST_NAMED:
         every = [
-            End(short(mechanism), best.colour, best.x, best.y)
+            End(short(mechanism.name), best.colour, best.x, best.y)
             for mechanism, of_mechanism in ends.items()
             for best in [min(of_mechanism, key=lambda end: end.y)]
         ]
@@ -121,7 +122,7 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
 
 
 def _draw_curve(
-    axes: Any, curve: LossCurve, pairs: Sequence[tuple[RunRecord, tuple[Any, Any]]], look: Look
+    axes: Any, curve: LossCurve, pairs: Sequence[tuple[RunRecord, tuple[Any, Any]]], style: Style
 ) -> list[tuple[Any, Any]]:
     """Draw each run, and the mean of the complete ones; return all lines, the one to be named last."""
     complete = [line for run, line in pairs if run.state == COMPLETE]
@@ -129,15 +130,15 @@ def _draw_curve(
     for run, (tokens, loss) in pairs:
         faded = run.state != COMPLETE
         strength = 0.5 if faded else 0.95 if single else 0.35
-        axes.plot(tokens, loss, color=look.colour, ls=look.dash, lw=1.5 if single else 0.7, alpha=strength)
+        axes.plot(tokens, loss, color=style.colour, ls=style.dash, lw=1.5 if single else 0.7, alpha=strength)
         if faded:
             last = np.flatnonzero(np.isfinite(loss))[-1]
-            axes.plot(tokens[last], loss[last], "x", color=look.colour, ms=7, mew=1.8)
+            axes.plot(tokens[last], loss[last], "x", color=style.colour, ms=7, mew=1.8)
     lines = [line for _, line in pairs]
     if single or not complete:
         return sorted(lines, key=lambda line: line[0][-1])
     mean = mean_curve(complete)
-    axes.plot(*mean, color=look.colour, ls=look.dash, lw=1.8)
+    axes.plot(*mean, color=style.colour, ls=style.dash, lw=1.8)
     return [*lines, mean]
 
 
@@ -148,10 +149,10 @@ def _name(curve: LossCurve) -> str:
     return f"{name} ({run.state}, step {run.step:,})" if alone and run.state != COMPLETE else name
 
 
-def _end(name: str, look: Look, line: tuple[Any, Any]) -> End:
+def _end(name: str, style: Style, line: tuple[Any, Any]) -> End:
     tokens, loss = line
     last = np.flatnonzero(np.isfinite(loss))[-1]
-    return End(name, look.colour, float(tokens[last]), float(loss[last]))
+    return End(name, style.colour, float(tokens[last]), float(loss[last]))
 
 
 def _limit(axes: Any, drawn: Sequence[tuple[Any, Any]]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from depthlm.report.figures.axis import axis_title
-from depthlm.report.figures.style import mechanism_of
+from depthlm.report.mechanism import Mechanism, mechanism_of
 from depthlm.report.rows import Row
 from depthlm.report.series import reference_of, task
 from depthlm.report.sweep import Sweep
@@ -13,10 +13,10 @@ from depthlm.runs.records import RunRecord
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Runs that differ only in the seed. mechanism: decides the colour."""
+    """Runs that differ only in the seed. mechanism: its colour is that of the curve."""
 
     name: str
-    mechanism: str
+    mechanism: Mechanism
     runs: list[RunRecord]
 
 

@@ -9,17 +9,8 @@ import numpy as np
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import (
-    COLOURS,
-    Look,
-    grid,
-    log_ticks,
-    looks,
-    mechanism_of,
-    save,
-    short,
-    subplots,
-)
+from depthlm.report.figures.style import Style, grid, log_ticks, save, short, style_of, subplots
+from depthlm.report.mechanism import mechanism_of
 from depthlm.report.scaling_laws import (
     NEEDS,
     VIEWS,
@@ -52,7 +43,7 @@ def draw_scaling(
     shown = [curve for curve in fitted_curves if curve.sizes]
     if not shown:
         return None
-    styles = looks([mechanism_of(curve.sizes[0].row) for curve in shown])
+    styles = style_of([mechanism_of(curve.sizes[0].row) for curve in shown])
     baseline = baseline_of(sweep, fitted_curves)
     apart = {} if baseline is None else {c.series: gaps(sweep, c, baseline) for c in shown if c is not baseline}
     panels = len(views) + any(apart.values())
@@ -62,9 +53,9 @@ def draw_scaling(
     losses, title = [size.loss for curve in shown for size in curve.sizes], title_of(*sweep.first)
     entry = widest(saved)
     for view, column in views.items():
-        for curve, look in zip(shown, styles, strict=True):
+        for curve, style in zip(shown, styles, strict=True):
             # the baseline's few points must not lie below those of all others
-            _draw(places[view], curve, look, view, 4 if curve is baseline else 3)
+            _draw(places[view], curve, style, view, 4 if curve is baseline else 3)
         _limit(places[view], losses, column.title, title, counts=view == "parameters")
         places[view].set_title(f"loss over {column.title.split(' (')[0]}", fontsize="medium")
         if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
@@ -75,10 +66,10 @@ def draw_scaling(
         notes.append("Dashed lines: the fits with R² of at least 0.9, each over its own points.")
     if sweep.as_printed and any(paper_fit(sweep, curve) for curve in shown):
         notes.append("Dotted lines, where visible: the paper's fits.")
-        for curve, look in zip(shown, styles, strict=True):
+        for curve, style in zip(shown, styles, strict=True):
             if (theirs := paper_fit(sweep, curve)) is not None:
                 x = np.geomspace(curve.sizes[0].x["compute"], curve.sizes[-1].x["compute"], 2)
-                places["compute"].plot(x, theirs[0] * x ** theirs[1], ls=":", lw=1.3, color=look.colour)
+                places["compute"].plot(x, theirs[0] * x ** theirs[1], ls=":", lw=1.3, color=style.colour)
     if baseline is not None and entry is not None:
         notes.append(
             f"Black dashed segments: what {baseline.name} needs, by the slope of its fit, for the loss of "
@@ -86,9 +77,9 @@ def draw_scaling(
         )
     if baseline is not None and any(apart.values()):
         panel = places["differences"]
-        for number, (curve, look) in enumerate(zip(shown, styles, strict=True)):
-            _draw_gaps(panel, apart.get(curve.series, []), look, 1 + 0.015 * (number - len(shown) / 2))
-        panel.axhline(0, color=COLOURS["vanilla"], lw=1.3)
+        for number, (curve, style) in enumerate(zip(shown, styles, strict=True)):
+            _draw_gaps(panel, apart.get(curve.series, []), style, 1 + 0.015 * (number - len(shown) / 2))
+        panel.axhline(0, color="0.3", lw=1.3)
         panel.set(xscale="log", xlim=places["parameters"].get_xlim())
         panel.set(xlabel=f"parameters of {baseline.name}", ylabel=f"difference in loss from {baseline.name} (%)")
         panel.set_title(f"the same size, against {baseline.name}", fontsize="medium")
@@ -120,16 +111,16 @@ def widest(saved: Sequence[Saving]) -> Saving | None:
     return max(inside or positive, key=order)[0] if positive else None
 
 
-def _draw(axes: Any, curve: Curve, look: Look, view: str, order: float) -> None:
+def _draw(axes: Any, curve: Curve, style: Style, view: str, order: float) -> None:
     x, y = [size.x[view] for size in curve.sizes], [size.loss for size in curve.sizes]
-    axes.plot(x, y, look.marker, color=look.colour, ms=7, mec="white", mew=0.6, label=short(curve.name), zorder=order)
+    axes.plot(x, y, style.marker, color=style.colour, ms=7, mec="white", mew=0.6, label=short(curve.name), zorder=order)
     law = curve.laws[view]
     if law is not None and law.usable:
         ends = np.array([law.lowest, law.highest])
-        axes.plot(ends, [law.at(end) for end in ends], color=look.colour, ls="--", lw=1.3)
+        axes.plot(ends, [law.at(end) for end in ends], color=style.colour, ls="--", lw=1.3)
 
 
-def _draw_gaps(axes: Any, of: Sequence[Gap], look: Look, shift: float) -> None:
+def _draw_gaps(axes: Any, of: Sequence[Gap], style: Style, shift: float) -> None:
     """Draw a series. shift: a factor of the parameters, so that the error bars of several series lie side by side."""
     if of:
         means, lows, highs = (
@@ -140,8 +131,8 @@ def _draw_gaps(axes: Any, of: Sequence[Gap], look: Look, shift: float) -> None:
             [shift * gap.reference.x["parameters"] for gap in of],
             means,
             np.abs([[mean - end for mean, end in zip(means, ends, strict=True)] for ends in (lows, highs)]),
-            color=look.colour,
-            marker=look.marker,
+            color=style.colour,
+            marker=style.marker,
             ms=7,
             lw=1.3,
             capsize=3,

@@ -1,41 +1,23 @@
-"""The style of the report's figures: one colour per mechanism in all of them, grids and ticks."""
+"""The style of the report's figures: one hue per mechanism in all of them, grids and ticks."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from depthlm.counts import count_text
-from depthlm.report.rows import Row
+from depthlm.report.mechanism import Mechanism
 
-# colours of Okabe and Ito, and of Tol, that colour-blind readers can distinguish; variants of a mechanism share a hue
-COLOURS = {
-    "vanilla": "#4D4D4D",
-    "depth_attention": "#0072B2",
-    "uniform_mix": "#7A6FC8",
-    "moda": "#56B4E9",
-    "attention_residuals": "#D55E00",
-    "attention_residuals_full": "#8C2D04",
-    "attention_residuals_recency": "#F4A582",
-    "dca": "#009E73",
-    "grn_v1": "#A6DBA0",
-    "grn_v2": "#5AAE61",
-    "grn_v3": "#1B7837",
-    "mhc": "#CC79A7",
-    "hyper_connections": "#882255",
-    "denseformer": "#E69F00",
-    "laurel": "#999933",
-}
-OTHERS = ("#332288", "#44AA99", "#AA4499", "#DDCC77", "#117733", "#6699CC")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 # the height of the strip below a figure, in inches
 STRIP = 0.2
+# of series with one colour: shares of white, negative ones of black
+SHADES = (0.0, -0.45, 0.4, 0.6)
 DASHES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """The style of a series."""
 
     colour: str
@@ -43,40 +25,23 @@ class Look:
     dash: Any
 
 
-def colour_of(mechanism: str) -> str:
-    """Return the colour of a mechanism, the same in every figure; for a pair, that of its first part that has one."""
-    parts = mechanism.replace(",", "+").split("+")
-    known = [COLOURS[part] for part in parts if part in COLOURS and part != "vanilla"]
-    if known or mechanism == "vanilla":
-        return known[0] if known else COLOURS["vanilla"]
-    return OTHERS[zlib.crc32(mechanism.encode()) % len(OTHERS)]
-
-
-def mechanism_of(row: Row) -> str:
-    """Return the mechanism of a row from its settings: a preset, or the parts that replace vanilla's."""
-    settings = row.settings
-    parts = [value for name, value in settings.items() if name in ("model/connection", "model/attention")]
-    named = settings.get("model", "vanilla" if not parts else "")
-    return "+".join(filter(None, ["" if parts and named == "vanilla" else named, *parts])) or "vanilla"
-
-
-def looks(mechanisms: Sequence[str]) -> list[Look]:
-    """Return a look for each series; those of one mechanism share the hue and differ in marker, dash and shade."""
-    colours = [colour_of(mechanism) for mechanism in mechanisms]
+def style_of(mechanisms: Sequence[Mechanism]) -> list[Style]:
+    """Return a style for each series; those with one colour share the hue and differ in marker, dash and shade."""
+    colours = [mechanism.colour for mechanism in mechanisms]
     styles = []
     for number, colour in enumerate(colours):
         before, every = colours[:number].count(colour), colours.count(colour)
-        # dashes distinguish a few series; with more, shades vary too
-        pale = 0.0 if every <= len(DASHES) else 0.65 * before / (every - 1)
-        look = Look(lightened(colour, pale), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
-        styles.append(look)
+        # dashes distinguish a few series; with more, the shades form a scale
+        share = SHADES[before] if every <= len(SHADES) else 0.65 * before / (every - 1)
+        style = Style(shaded(colour, share), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
+        styles.append(style)
     return styles
 
 
-def lightened(colour: str, share: float) -> str:
-    """Return a colour, `#RRGGBB`, mixed with a share of white."""
+def shaded(colour: str, share: float) -> str:
+    """Return a colour, `#RRGGBB`, mixed with a share of white, or of black if it is negative."""
     parts = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
-    return "#" + "".join(f"{round(part + share * (255 - part)):02X}" for part in parts)
+    return "#" + "".join(f"{round(part + abs(share) * ((255 if share > 0 else 0) - part)):02X}" for part in parts)
 
 
 def subplots(columns: int, width: float, height: float, rows: int = 1, **settings: Any) -> tuple[Any, Any]:

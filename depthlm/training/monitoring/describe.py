@@ -6,6 +6,7 @@ from typing import Any
 from depthlm.accounting import count_parameters
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
+from depthlm.config.validate.mechanism import reads_across_layers
 from depthlm.counts import count_text, counted, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks
@@ -68,7 +69,7 @@ def mixers(config: Config) -> dict[str, str]:
     kept = len(names) - names.count("delta")
     where = (
         f"; the attention of {config.model.name} is in the {kept} with keys and values"
-        if config.model.reads_across_layers()
+        if reads_across_layers(config.model)
         else ""
     )
     return {"mixers": f"{counts} layers{where}"}

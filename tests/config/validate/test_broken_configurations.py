@@ -73,7 +73,7 @@ BROKEN_OVERRIDES = [
     ("data.validation_fraction=0", ["data.validation_fraction=0", "above 0"]),
     ("deepspeed.stage=7", ["deepspeed.stage=7", "at most 3"]),
     ("model.loops=0", ["model.loops=0", "at least 1"]),
-    ("model.connection._target_=depthlm.model.connections.residual.Residul", ["has no Residul", "`Residual`"]),
+    ("model.connection._target_=depthlm.mechanisms.residual.Residul", ["has no Residul", "`Residual`"]),
     ("model.connection._target_=nowhere.Mixer", ["cannot be imported", "PYTHONPATH"]),
     ("model.attention._target_=math.pi", ["math.pi", "not a subclass of"]),
     ("model.connection._target_=torch.nn.Linear", ["torch.nn.Linear", "connection.Connection"]),
@@ -209,7 +209,7 @@ def test_all_cross_field_errors_are_reported_together() -> None:
 def test_a_mechanism_validates_the_values_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "judging.py").write_text(
         "from depthlm.model.attention.self_attention import SelfAttention\n"
-        "from depthlm.model.connections.residual import Residual\n"
+        "from depthlm.mechanisms.residual import Residual\n"
         "class Strided(Residual):\n"
         "    def __init__(self, spec, size, backbone, stride, last=None):\n"
         "        super().__init__(spec, size, backbone)\n"

@@ -81,7 +81,7 @@ def attention_residuals_recency(
     return [weighted_sum(softmax(scores), b)]
 
 
-def grn(
+def dca(
     m: Model,
     s: int,
     x_0: Tensor,
@@ -91,7 +91,7 @@ def grn(
     own_embedding: bool = True,
     gate: str = "relu_of_sum",
     w: str = "per_source",
-    separate_qkv: bool = False,
+    separate_qkv: bool = True,
 ) -> list[Tensor]:
     """g = sum_j gate_j * G_j, arXiv 2502.06785, section 3.1; DCA has three of them, the inputs of q, k and v.
 
@@ -275,7 +275,7 @@ CONNECTIONS = {
     "denseformer": denseformer,
     "attention_residuals": attention_residuals,
     "attention_residuals_recency": attention_residuals_recency,
-    "grn": grn,
+    "dca": dca,
     "hyper_connections": hyper_connections,
     "mhc": mhc,
     "laurel": laurel,

@@ -30,7 +30,7 @@ def test_a_run_of_an_older_version_resumes(
             text = text.replace(name, str(path))
         file.write_text(text)
     model, _ = depthlm.load(run)
-    assert type(model.connections[0]).__name__ == "GRN"
+    assert type(model.connections[0]).__name__ == "DeepCrossAttention"
     assert train(depthlm.compose([f"run={run}", "training.stop_after=null", "trust=run"])) == 0
     rows = list(read_metrics(run / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, 21))

@@ -1,0 +1,146 @@
+"""Grids [place in depth, column] of weights, or curves over depth, and the weights of single tokens."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from depthlm.inspect.figures import Grid, draw_curves, draw_grids
+from depthlm.inspect.picture import Array, FigureOverDepth, Picture, Place, averaged, spread
+from depthlm.inspect.tokens import TokenMap, draw_token_maps
+from depthlm.model.figures import Figure
+
+# the places in depth of which a picture shows the weights of single tokens
+MAPS = 4
+TITLES = {"attention": "before attention", "mlp": "before the MLP", "final": "final read", "": ""}
+MEANS = {"token": "tokens", "head": "heads", "hidden": "the hidden size"}
+
+
+class Grids(FigureOverDepth):
+    """Weights of each place over columns, such as its sources; without columns, a curve over the layers.
+
+    Arrays are [layer, ...] for the sublayers of each kind, and [...] for the final read, with all axes of the figure
+    but batch and token. They are nan where a place has no such column. Maps are [panel, column, token].
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.axes = [axis for axis in self.figure.axes if axis not in ("batch", "token")]
+        self.column = next((axis for axis in self.axes if axis not in ("panel", "head", "hidden")), "")
+        self.columns: dict[Place, list[int]] = {}
+        self.panels: dict[str, Sequence[str]] = {}
+
+    def add(self, figure: Figure, place: Place, tokens: int) -> None:
+        values = figure.values.double().cpu().numpy()
+        self.means.add(place, averaged(values, figure.axes, ("batch", "token"))[0], tokens)
+        self.panels[place.kind] = figure.panels
+        if not self.column:
+            return
+        self.columns[place] = list(figure.places or range(values.shape[figure.axes.index(self.column)]))
+        if self.token_names and "token" in figure.axes and place not in self.maps:
+            first = values.take([0], figure.axes.index("batch")) if "batch" in figure.axes else values
+            first, axes = averaged(first, figure.axes, ("batch", "head", "hidden"))
+            first = np.moveaxis(first, [axes.index(self.column), axes.index("token")], [-2, -1])
+            self.maps[place] = first[..., : len(self.token_names)]
+
+    def pictures(self) -> list[Picture]:
+        arrays = self.arrays()
+        if not any(np.isfinite(values).any() for values in arrays.values()):
+            return []
+        named = {f"{self.name}{f'_{kind}' * (len(arrays) > 1)}": values for kind, values in arrays.items()}
+        if "hidden" in self.axes:
+            named |= {f"{name}_deviation": values.std(-1) for name, values in named.items()}
+        means = [word for axis, word in MEANS.items() if axis in self.figure.axes]
+        labels = [
+            ", mean over ".join(filter(None, [self.figure.name.replace("_", " "), " and ".join(words)]))
+            for words in (means, [word for word in means if word != "tokens"])
+        ]
+        draw = (self.drawn_grids if self.column else self.drawn_curves)(arrays, labels[0])
+        return [Picture(self.name, self.figure.about, named, draw), *self.token_pictures(labels[1])]
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the means of each kind, stacked over the layers."""
+        width = 1 + max([column for columns in self.columns.values() for column in columns], default=0)
+        width = max(width, self.depth if self.column == "layer" else 0)
+        arrays: dict[str, Array] = {}
+        for place in self.means.sums:
+            values = self.means[place]
+            if self.column:
+                axis = self.axes.index(self.column)
+                wide = np.full((width, *np.delete(values.shape, axis)), np.nan)
+                wide[self.columns[place]] = np.moveaxis(values, axis, 0)
+                values = np.moveaxis(wide, 0, axis)
+            if place.kind == "final":
+                arrays["final"] = values
+            else:
+                arrays.setdefault(place.kind, np.full((self.depth, *values.shape), np.nan))[place.layer] = values
+        return {kind: arrays[kind] for kind in sorted(arrays, key=list(TITLES).index)}
+
+    def by_panel(self, arrays: dict[str, Array]) -> dict[str, Array]:
+        """Return [panel, layer, ...], and [panel, ...] of the final read, as means over heads and the hidden size."""
+        if list(arrays) == ["final"]:
+            arrays = {"": arrays["final"][None]}
+        by_panel = {}
+        for kind, values in arrays.items():
+            mean, axes = averaged(values, ["row"] * (kind != "final") + self.axes, ("head", "hidden"))
+            by_panel[kind] = np.moveaxis(mean, axes.index("panel"), 0) if "panel" in axes else mean[None]
+        return by_panel
+
+    def drawn_grids(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
+        by_panel, grids = self.by_panel(arrays), list[Grid]()
+        final = by_panel.pop("final", np.empty((0, 0)))
+        for kind, values_plc in by_panel.items():
+            for number, values in enumerate(values_plc):
+                title, last = self.title_of(kind, number, len(by_panel) > 1), None
+                if number < len(final) and kind == next(iter(by_panel)):
+                    title, last = f"{title or TITLES[kind]}, and the final read", "final"
+                    values = np.vstack([values, final[number]])
+                if np.isfinite(values).any():
+                    grids.append(Grid(title, values, last))
+        columns = self.figure.columns or self.column
+        return partial(draw_grids, grids, title=self.title, rows="layer", columns=columns, values=label)
+
+    def drawn_curves(self, arrays: dict[str, Array], label: str) -> Callable[[], Any]:
+        by_panel = self.by_panel(arrays)
+        by_panel.pop("final", None)
+        curves = {}
+        for kind, values_pl in by_panel.items():
+            titles = [self.title_of(kind, number, False) for number in range(len(values_pl))]
+            curves[TITLES[kind] * (len(by_panel) > 1)] = dict(zip(titles, values_pl, strict=True))
+        return partial(draw_curves, curves, title=self.title, x="layer", y=label)
+
+    def title_of(self, kind: str, panel: int, with_kind: bool) -> str:
+        panels = dict(enumerate(self.panels.get(kind, self.figure.panels)))
+        title = panels.get(panel, str(panel) * ("panel" in self.axes))
+        return ": ".join(filter(None, [TITLES[kind] * with_kind, title]))
+
+    def token_pictures(self, label: str) -> list[Picture]:
+        """Return the picture of single tokens at some places with several columns, unless all tokens are alike."""
+        # the final read of dca has fewer panels
+        most = max((values.shape[:-2] for values in self.maps.values()), default=())
+        shown = [
+            place
+            for place, values in self.maps.items()
+            if len(self.columns[place]) > 1 and values.shape[:-2] == most and np.isfinite(values).any()
+        ]
+        if not any(np.nanmax(np.ptp(self.maps[place], axis=-1)) > 0 for place in shown):
+            return []
+        shown = [shown[number] for number in spread(len(shown), MAPS)]
+        arrays = {f"{self.name}_tokens{place.suffix}": self.maps[place] for place in shown}
+        about, rows = f"{self.figure.about}, at each token", self.figure.columns or self.column
+        maps = [self.token_maps(place) for place in shown]
+        draw = partial(draw_token_maps, maps, self.token_names, f"{self.title}, at each token", rows, label)
+        return [Picture(f"{self.name}_tokens", about, arrays, draw)]
+
+    def token_maps(self, place: Place) -> list[TokenMap]:
+        """Return the map of each panel at one place, without the columns that all panels lack."""
+        values = self.maps[place]
+        values_pct = values.reshape(-1, *values.shape[-2:])
+        kept = [number for number in range(values.shape[-2]) if np.isfinite(values_pct[:, number]).any()]
+        sources = [str(self.columns[place][number]) for number in kept]
+        where = f"{TITLES[place.kind]}{' of ' * bool(place.kind)}layer {place.layer}"
+        where = TITLES["final"] if place.kind == "final" else where
+        panels = [self.title_of(place.kind, number, False) for number in range(len(values_pct))]
+        titles = [f"{where}, {panel}" if panel else where for panel in panels]
+        return [(title, values_ct[kept], sources) for title, values_ct in zip(titles, values_pct, strict=True)]

@@ -1,0 +1,98 @@
+"""Attention Residuals as a baseline of Depth-Attention (arXiv 2606.05014), with a bias towards the running sum.
+
+    h = sum_j alpha_j b_j,  alpha = softmax_j(w . RMSNorm(b_j) + r [b_j is the running sum])
+
+with a parameter r that is initially 3. The running sum starts as the embedding, adds every sublayer output and is never
+reset. The other sources are the embedding and snapshots of the running sum at the end of some layers.
+
+    [embedding, snapshots, running sum] --attention over depth--> h -> sublayer -(+)-> running sum -> perhaps a snapshot
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.mechanisms.attention_residuals import add_sources, begin, default_block_size, figure, read_cost
+from depthlm.model.connection import Connection, Inputs
+from depthlm.model.figures import Figure
+from depthlm.model.read_ahead import Partial, ReadAhead
+from depthlm.model.settings import at_least, check
+from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.depth_reduce import source_scores, weighted_sum
+
+
+class State(NamedTuple):
+    """snapshots: the embedding first. ahead: as in `attention_residuals.State`."""
+
+    snapshots: tuple[Tensor, ...]
+    running_sum: Tensor
+    ahead: tuple[Partial, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        return (*self.snapshots, self.running_sum)
+
+
+class AttentionResidualsRecency(Connection):
+    """Every sublayer reads an attention over the embedding, snapshots of the running sum, and the running sum.
+
+    block_size: sublayers between snapshots, which layers end, so an odd number is rounded up; None: ceil(2L / 8).
+    """
+
+    colour = "#F4A582"
+
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone, block_size: int | None = None):
+        super().__init__(spec, size, backbone)
+        check(at_least(1, block_size=block_size, optional=True))
+        self.block_size = block_size or default_block_size(spec)
+        self.eps = backbone.norm_eps
+        snapshots = self.snapshots(spec.layer)
+        self.takes_snapshot = spec.kind == "mlp" and self.snapshots(spec.layer + 1) > snapshots
+        self.num_sources = 2 + snapshots
+        self.cost = read_cost(size, self.num_sources)
+        # the running sum still changes, so it cannot be read ahead
+        self.ahead = ReadAhead(self, begin, self.extend, num_fixed=self.num_sources - 1)
+        self.query = nn.Parameter(torch.empty(size.hidden_size))
+        self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
+        self.recency = nn.Parameter(torch.empty(1))
+
+    def snapshots(self, layers: int) -> int:
+        """Return the number of snapshots in the first `layers` layers.
+
+        A layer ends with a snapshot if at least block_size sublayers have written since the last one.
+        """
+        layers_per_block = -(-self.block_size // 2)
+        return layers // layers_per_block
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_({"query": 0.0, "key_norm": 1.0, "recency": 3.0}[name])
+
+    def open(self, embedding_btd: Tensor) -> State:
+        return State((embedding_btd,), embedding_btd)
+
+    def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, tuple[Partial, ...]]:
+        if weights is not None:
+            return (weighted_sum(weights, state.sources),), ()
+        assert self.ahead is not None
+        h_btd, ahead = self.ahead.read(state.sources, state.ahead)
+        return (h_btd,), ahead
+
+    def weights(self, state: State) -> Tensor:
+        """Return alpha_nbt of the sources."""
+        *blocks_nbt, newest_bt = source_scores(self.query * self.key_norm, state.sources, self.eps)
+        return torch.stack([*blocks_nbt, newest_bt + self.recency]).softmax(0)
+
+    def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
+        bias_n = torch.cat([self.recency.new_zeros(len(recent) - 1), self.recency])
+        return add_sources(partial, recent, self.eps, bias_n)
+
+    def write(self, state: State, output_btd: Tensor, carry: tuple[Partial, ...]) -> State:
+        running_sum = state.running_sum + output_btd
+        taken = (running_sum,) if self.takes_snapshot else ()
+        return State((*state.snapshots, *taken), running_sum, carry)
+
+    def figures(self, state: State) -> list[Figure]:
+        return [figure(self.weights(state), "then snapshots; last the running sum")]

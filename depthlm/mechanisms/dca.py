@@ -1,0 +1,209 @@
+"""DeepCrossAttention and generalised residual networks, GRN (arXiv 2502.06785).
+
+    g = sum_j beta_j * G_j,  G = [embedding, output of block 1, ..., output of block t-1]
+
+before block t, where a block is one layer and its output is attention + MLP without the skip:
+
+    GRN-v1 (section 3.1): beta_j = b_j, a scalar     v2: beta_j = b_j in R^D     v3: beta_j = relu(b_j + w_j . G_j)
+
+In DeepCrossAttention (section 3.2), q, k and v are three such reads, each with its own b and w.
+
+    G --+-> g_q, g_k, g_v -> attention --+--(+)-> MLP input -> MLP -(+)-> output of block t, appended to G
+        |       `--------------------------- ^                       ^
+        |                                `----------------------------'
+
+Shapes: s reads, n sources, b batch, t tokens, d hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthlm.model.connection import Connection, Cost, Inputs
+from depthlm.model.figures import Figure
+from depthlm.model.read_ahead import Partial, ReadAhead
+from depthlm.model.settings import at_least, boolean, check, one_of
+from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.dca.naive import gated_reads
+from depthlm.ops.denseformer.naive import weighted_reads
+from depthlm.ops.depth_reduce import source_scores, weighted_sum
+
+
+class State(NamedTuple):
+    """blocks: G. attention, mlp_input: of the current block, between its attention and its MLP.
+
+    ahead: of each later read of a phase, g_sbtd of its inputs over the blocks that existed when the phase began.
+    """
+
+    blocks: tuple[Tensor, ...]
+    attention: Tensor | None = None
+    mlp_input: Tensor | None = None
+    ahead: tuple[Partial, ...] = ()
+
+
+class Carry(NamedTuple):
+    """g: the first input, to which the output of the attention is added. ahead: as in `State`."""
+
+    g: Tensor
+    ahead: tuple[Partial, ...] = ()
+
+
+class DeepCrossAttention(Connection):
+    """Every block reads a learned combination of all earlier block outputs. A last read gives the final hidden state.
+
+    With the initial b = 1 and w = 0, g equals the residual stream of vanilla.
+
+    version: 1, 2 or 3, of GRN.
+    last_k: k; G is then [embedding, sum of the older outputs, the last k outputs]; None: G contains all outputs.
+    own_embedding: with last_k, whether the embedding is a source of its own; if not, it is added to the older outputs.
+    gate: for v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
+    w: for v3; per_source, which matches the paper's parameter counts, or shared by all sources, as in the paper's text.
+    separate_qkv: whether q, k and v have separate reads; if not, it is a GRN.
+    """
+
+    colour = "#009E73"
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        size: Size,
+        backbone: Backbone,
+        version: int = 3,
+        last_k: int | None = None,
+        own_embedding: bool = True,
+        gate: str = "relu_of_sum",
+        w: str = "per_source",
+        separate_qkv: bool = True,
+    ):
+        super().__init__(spec, size, backbone)
+        check(
+            one_of((1, 2, 3), version=version),
+            at_least(1, last_k=last_k, optional=True),
+            one_of(("relu_of_sum", "printed"), gate=gate),
+            one_of(("per_source", "shared"), w=w),
+            boolean(own_embedding=own_embedding, separate_qkv=separate_qkv),
+        )
+        if last_k is None and not own_embedding:
+            raise ValueError("own_embedding=false: needs last_k")
+        self.version, self.last_k, self.own_embedding, self.gate = version, last_k, own_embedding, gate
+        if spec.kind == "mlp":
+            return
+        self.num_inputs = 3 if separate_qkv and spec.kind == "attention" else 1
+        n = spec.layer + 1 if last_k is None else min(spec.layer + 1, last_k + 1 + own_embedding)
+        d, passes = size.hidden_size, 2 if version == 3 else 1
+        self.cost = Cost(2.0 * passes * self.num_inputs * n * d, float(self.num_inputs * d * (passes * n + 1)))
+        widths = () if version == 1 else (d,)
+        self.b = nn.Parameter(torch.empty(self.num_inputs, n, *widths))
+        if version == 3:
+            self.w = nn.Parameter(torch.empty(self.num_inputs, 1 if w == "shared" else n, *widths))
+        self.optimizer_settings = {name: {"weight_decay": 0.0} for name, _ in self.named_parameters()}
+        # the fused operators read all inputs in one pass; with last_k, the sum of the older outputs changes at every
+        # block, so that only the reads of one block can share it
+        self.is_fused = version == 1 or (version == 3 and gate == "relu_of_sum")
+        if self.is_fused and last_k is None:
+            self.ahead = ReadAhead(self, self.begin, self.extend, num_fixed=n)
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
+        tensor.fill_(1.0 if name == "b" else 0.0)
+
+    def open(self, embedding_btd: Tensor) -> State:
+        return State((embedding_btd,))
+
+    def read(self, state: State, weights: Sequence[Tensor] | None = None) -> tuple[Inputs, Carry | None]:
+        if self.spec.kind == "mlp":
+            assert state.mlp_input is not None
+            return (state.mlp_input,), None
+        ahead: tuple[Partial, ...] = ()
+        if weights is not None:
+            inputs = tuple(weigh(beta_nbtd, state.blocks) for beta_nbtd in weights)
+        elif self.ahead is not None:
+            g_sbtd, ahead = self.ahead.read(state.blocks, state.ahead)
+            inputs = g_sbtd.unbind()
+        elif self.is_fused:
+            inputs = self.sum_up([self], slice(None), state.blocks).unbind()
+        else:
+            inputs = tuple(self.combine(state, i) for i in range(self.num_inputs))
+        return inputs, Carry(inputs[0], ahead)
+
+    def weights(self, state: State) -> list[Tensor] | None:
+        """Return beta_nbtd of v3 for each input."""
+        if self.spec.kind == "mlp" or self.version < 3:
+            return None
+        betas = []
+        for i, b_nd in enumerate(self.b):
+            b, score = b_nd[:, None, None], self.scores(state, i)[..., None]
+            betas.append((b + score).relu() if self.gate == "relu_of_sum" else b + score.relu())
+        return betas
+
+    def scores(self, state: State, i: int) -> Tensor:
+        """Return w_j . G_j of v3 for all sources of the i-th input, [n, b, t]."""
+        return source_scores(self.w[i].expand(len(state.blocks), -1), state.blocks, eps=None)
+
+    def combine(self, state: State, i: int) -> Tensor:
+        """Return g_btd, the i-th input, of v2 and of v3 with the printed gate, which have no operator of their own."""
+        g = weighted_sum(self.b[i], state.blocks)
+        return g if self.version == 2 else g + weighted_sum(self.scores(state, i).relu(), state.blocks)
+
+    def begin(self, readers: "Sequence[DeepCrossAttention]", sources: Sequence[Tensor]) -> list[Partial]:
+        g_sbtd = self.sum_up(readers, slice(0, len(sources)), sources)
+        return [(g,) for g in g_sbtd.split([c.num_inputs for c in readers])]
+
+    def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
+        (g_sbtd,) = partial
+        return self.sum_up([self], slice(-len(recent), None), recent, g_sbtd)
+
+    def sum_up(
+        self,
+        readers: "Sequence[DeepCrossAttention]",
+        part: slice,
+        sources: Sequence[Tensor],
+        start_sbtd: Tensor | None = None,
+    ) -> Tensor:
+        """Return g_sbtd, all inputs of the readers, summed over a part of their sources and added to start_sbtd."""
+        b_snd = torch.cat([c.b[:, part] for c in readers])
+        if self.version == 1:
+            return weighted_reads(b_snd, sources, start_sbtd)
+        w_snd = torch.cat([(c.w if c.w.shape[1] == 1 else c.w[:, part]).expand(-1, len(sources), -1) for c in readers])
+        return gated_reads(b_snd, w_snd, sources, start_sbtd)
+
+    def write(self, state: State, output_btd: Tensor, carry: Carry | None) -> State:
+        if carry is not None:
+            return State(state.blocks, output_btd, output_btd + carry.g, carry.ahead)
+        assert state.attention is not None
+        return State(self.shorten((*state.blocks, state.attention + output_btd)), ahead=state.ahead)
+
+    def shorten(self, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the blocks with the sum of all outputs that are older than the `last_k` newest."""
+        first = int(self.own_embedding)
+        if self.last_k is None or len(blocks) <= self.last_k + first:
+            return blocks
+        oldest, *older = blocks[first : -self.last_k]
+        # in the embedding's dtype, because this sum grows with depth like a residual stream
+        return (*blocks[:first], sum(older, oldest.to(blocks[0].dtype)), *blocks[-self.last_k :])
+
+    def figures(self, state: State) -> list[Figure]:
+        if self.spec.kind == "mlp":
+            return []
+        num_sources = len(state.blocks)
+        # the sum of older blocks has one weight; each of these blocks is drawn with it
+        num_older = self.spec.layer + 1 - num_sources
+        blocks = [0, *([int(self.own_embedding)] * num_older), *range(1, num_sources)]
+        axes, columns = ("panel", "source"), "source (0: embedding, j: output of block j)"
+        about = "learned biases b of each block over earlier blocks (Figure 10 of arXiv 2502.06785)"
+        b_axes = (*axes, "hidden")[: self.b.ndim]
+        panels = ("q", "k", "v") if self.num_inputs == 3 else ("input",)
+        drawn = [Figure("b", self.b[:, blocks], b_axes, about, columns, panels)]
+        betas = self.weights(state)
+        if betas is not None:
+            beta_inbt = torch.stack([beta_nbtd.mean(-1) for beta_nbtd in betas])[:, blocks]
+            about = "the gated weights of each block over earlier blocks, mean over the hidden size"
+            drawn.append(Figure("weights", beta_inbt, (*axes, "batch", "token"), about, columns, panels))
+        return drawn
+
+
+def weigh(beta_nbtd: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """Return sum_j beta_j * G_j."""
+    return sum((beta * x for beta, x in zip(beta_nbtd, blocks, strict=True)), torch.zeros_like(blocks[0]))

@@ -1,0 +1,179 @@
+"""Mixture-of-Depths Attention, MoDA (arXiv 2603.15619): one softmax over the sequence and over depth.
+
+Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
+from depthlm.model.figures import Figure
+from depthlm.model.layers import Linear, Rope
+from depthlm.model.settings import at_least, boolean, check
+from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.ops.functions import linear_together
+from depthlm.ops.moda.bank import Bank, Depth
+from depthlm.ops.moda.merge import merged_attention
+from depthlm.ops.moda.naive import probabilities
+
+
+class Moda(SelfAttention):
+    """Self-attention over the sequence and over depth, in one softmax (section 2.2).
+
+    Each query attends to the causal keys and values of its layer, and to the depth keys and values of all earlier
+    sublayers at its own position.
+
+    depth: (k, v) of earlier attentions and MLPs, at each position --.
+    q, k, v ----------------------------------------> softmax over [sequence, depth] -> context
+            `-> (k, v), a depth entry of later layers
+    MLP input -> ffn_k_proj, ffn_v_proj -> (k, v), the next depth entry
+
+    depth_kv: whether the sequence keys and values of an attention are its depth entry.
+    ffn_kv: whether each MLP adds an entry, projected from its input; its key gets this layer's K-norm and RoPE.
+    attn_kv: whether an attention has a separate projection for its depth entry, even if depth_kv is false.
+    last_layer_kv: whether the last layer has these projections although no layer reads them. With loops it always has.
+    slots: the number of newest entries to keep; None: all.
+
+    The depth list is a `Depth`, whose entries are in one tensor.
+    """
+
+    colour = "#56B4E9"
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        size: Size,
+        backbone: Backbone,
+        depth_kv: bool = True,
+        ffn_kv: bool = True,
+        attn_kv: bool = False,
+        last_layer_kv: bool = False,
+        slots: int | None = None,
+    ):
+        super().__init__(spec, size, backbone)
+        check(
+            boolean(depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv),
+            at_least(1, slots=slots, optional=True),
+        )
+        self.depth_kv, self.slots = depth_kv, slots
+        read = spec.layer < spec.num_layers - 1 or spec.loops > 1
+        self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
+        # the sublayers that add a depth entry, in their order
+        self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
+        widths, bias = (self.key_size, self.head_size), backbone.attention_bias and not self.is_latent
+        shapes = [(size.hidden_size, self.num_kv_heads * width, bias) for width in widths]
+        if self.attn_kv:
+            self.attn_k_proj, self.attn_v_proj = (Linear(*shape) for shape in shapes)
+        if self.ffn_kv:
+            self.ffn_k_proj, self.ffn_v_proj = (Linear(*shape) for shape in shapes)
+
+    def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+        projected = super().project(q_in, k_in, v_in, rope)
+        if not self.attn_kv:
+            return projected
+        return *projected, *self.entry(self.attn_k_proj(k_in), self.attn_v_proj(v_in), rope)
+
+    def open_depth(self) -> Depth:
+        # nothing reads the entries of the last layer in the last loop
+        return Depth(Bank(len(self.entry_kinds) * (self.spec.num_layers * self.spec.loops - 1)))
+
+    def attend(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> tuple[Tensor, DepthKV]:
+        q, k, v, *own_entry = projected
+        kept = depth
+        if own_entry:
+            kept = self.keep(depth, *own_entry)
+        elif self.depth_kv:
+            # an entry of the bank is a key and a value of equal width
+            kept = self.keep(depth, k, self.widened(v))
+            if kept is not depth:
+                # the bank has a copy, so nothing keeps the projections in memory
+                k, v = kept[-1]
+                v = self.narrowed(v)
+        if depth:
+            assert isinstance(depth, Depth)
+            bounds = past.bounds(q)
+            mask = None if bounds else past.mask_b1ts
+            k, v = past.extend(k, v)
+            context = merged_attention(q, k, self.widened(v), depth, mask, bounds)
+            return self.narrowed(context).transpose(1, 2).flatten(2), kept
+        return causal_attention(q, k, v, past), kept
+
+    def project_mlp(self, mlp_input_btd: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
+        if not self.ffn_kv:
+            return ()
+        k_flat, v_flat = linear_together(mlp_input_btd, self.ffn_k_proj, self.ffn_v_proj)
+        return self.entry(k_flat, v_flat, rope)
+
+    def after_mlp(self, projected: tuple[Tensor, ...], depth: DepthKV) -> DepthKV:
+        return self.keep(depth, *projected) if projected else depth
+
+    def entry(self, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """Return the entry k_bkte, v_bkte of k_bt(ke), v_bt(ke). The key gets the K-norm of this layer and RoPE."""
+        if self.is_latent:
+            k_bkte = k.unflatten(-1, (-1, self.key_size)).transpose(1, 2)
+        else:
+            k_bkte = self.rotate(k, self.k_norm if self.qk_norm != "none" else None, rope)
+        return k_bkte, self.widened(self.heads(v).transpose(1, 2))
+
+    def widened(self, v_bkte: Tensor) -> Tensor:
+        """Return the values with zeros, as wide as the keys."""
+        narrower = self.key_size - self.head_size
+        return F.pad(v_bkte, (0, narrower)) if narrower else v_bkte
+
+    def narrowed(self, x_bnte: Tensor) -> Tensor:
+        """Return widened values, or a context of them, without the zeros."""
+        return x_bnte[..., : self.head_size] if self.is_latent else x_bnte
+
+    def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
+        """Return the depth list with one more entry, limited to the newest `slots`.
+
+        The last layer adds none in the last loop.
+        """
+        assert isinstance(depth, Depth)
+        if depth.end == depth.bank.capacity and self.spec.layer == self.spec.num_layers - 1:
+            return depth
+        return depth.append(k_bkte, v_bkte, self.slots)
+
+    def figures(self, projected: tuple[Tensor, ...], depth: DepthKV, past: AttentionContext) -> list[Figure]:
+        assert isinstance(depth, Depth)
+        q_bhte, k_bkte, *_ = projected
+        (b, _, t, _), kinds = q_bhte.shape, len(self.entry_kinds)
+        p_bhtx = probabilities(q_bhte, k_bkte, [key for key, _ in depth], past.mask_b1ts)
+        share_nbt = p_bhtx[..., t:].mean(1).movedim(-1, 0)
+        share = share_nbt.new_full((2, self.spec.num_layers * self.spec.loops, b, t), float("nan"))
+        for number, entry_bt in enumerate(share_nbt, depth.start):
+            share[("attention", "mlp").index(self.entry_kinds[number % kinds]), number // kinds] = entry_bt
+        about = "the share of the attention that goes to each depth entry"
+        about_total = "the share of the attention that goes to depth; the rest goes to the sequence"
+        panels, places = ("attention entries", "MLP entries"), range(share.shape[1])
+        axes = ("panel", "layer", "batch", "token")
+        about_maps = "which tokens and depth entries queries attend to (the attention maps of arXiv 2603.15619)"
+        return [
+            Figure("depth_share", share, axes, about, "layer of the entry", panels, places),
+            Figure("depth_total", share_nbt.sum(0), ("batch", "token"), about_total),
+            Figure("maps", p_bhtx[0], ("head", "query", "key"), about_maps),
+        ]
+
+    def num_entries(self) -> float:
+        """Return the number of depth entries that this layer's queries attend to, as a mean over the loops."""
+        loops, layers = self.spec.loops, self.spec.num_layers
+        counts = [len(self.entry_kinds) * (loop * layers + self.spec.layer) for loop in range(loops)]
+        return sum(count if self.slots is None else min(count, self.slots) for count in counts) / loops
+
+    def forward_flops(self, length: float, causal: bool) -> float:
+        depth = 2.0 * self.num_heads * (self.key_size + self.head_size) * self.num_entries()
+        return super().forward_flops(length, causal) + depth
+
+    def io_values(self) -> float:
+        """Return the values of all entries that are read, and of the projected entries that are written."""
+        values = self.num_kv_heads * (self.key_size + self.head_size)
+        return values * (self.num_entries() + self.ffn_kv + self.attn_kv)
+
+    def held_values(self) -> float:
+        """Return the projected keys and values, which are not in the KV cache, if the last layer still reads them."""
+        newer = len(self.entry_kinds) * max(self.spec.num_layers - 2 - self.spec.layer, 0)
+        kept = self.ffn_kv + self.attn_kv
+        if self.slots is not None:
+            kept = (self.ffn_kv and newer < self.slots) + (self.attn_kv and newer + self.ffn_kv < self.slots)
+        return float(self.num_kv_heads * (self.key_size + self.head_size) * kept)

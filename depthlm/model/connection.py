@@ -1,0 +1,132 @@
+"""The interface of a connection: how a sublayer reads from the depth stream and writes to it.
+
+Shapes: b batch, t tokens, d hidden size, n sources.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from depthlm.model.figures import Figure
+from depthlm.model.read_ahead import ReadAhead
+from depthlm.model.shape import Backbone, Size
+from depthlm.model.sublayer_spec import SublayerSpec
+
+# the state of a mechanism: a NamedTuple of its own, which passes from sublayer to sublayer
+State = Any
+Inputs = tuple[Tensor, ...]
+
+
+class Cost(NamedTuple):
+    """What a connection costs per token in one forward pass.
+
+    flops: without those of its `nn.Linear` children. io_values: the activation values that it reads and writes beyond
+    those of the residual connection.
+    """
+
+    flops: float = 0.0
+    io_values: float = 0.0
+
+
+class Connection(nn.Module):
+    """How one sublayer reads from the depth stream and writes to it.
+
+    A decoder has one connection per sublayer and one for the final read. A decoder of L layers makes these calls:
+
+        embedding_btd -> open -> state
+        2L times:   state -> read -> inputs, carry;   f(inputs) -> output;   state, output, carry -> write -> state
+        state -> close -> hidden_btd -> final norm
+
+    The decoder calls `open` of the first connection and `close` of the last one. The state is a NamedTuple that each
+    mechanism defines, and all that passes from one sublayer to the next. No method changes it or a tensor in place.
+    With a pre-norm backbone, the layer normalizes the inputs after `read`. The carry is any value that `read`
+    computes for the `write` of the same sublayer, or None. Fields `ahead` and `pending` of a state hold what makes
+    it fast: reads made ahead for later sublayers, and a write that the next read performs. All other fields are
+    those of the formula.
+
+    A subclass defines `read` and `write`, and those of the other six that it needs: `open`, `close`, `weights`,
+    `figures`, `diagnostics`, and `init_parameter` if it owns parameters (see `depthlm.model.initialization`). In
+    `__init__` it sets what it costs. It may also set `optimizer_settings` and `fp32_parameters` (see
+    `depthlm.model.parameters`).
+
+    num_inputs: the number of inputs of `read`: 1, or 3 for q, k and v of an attention, each with its own norm.
+    ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
+    colour: of the mechanism in all figures, as "#RRGGBB"; "": one that follows from its name.
+    is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
+        then be short, without registered operators, and the same for all layers, on a state of constant length.
+    """
+
+    num_inputs = 1
+    cost = Cost()
+    ahead: ReadAhead | None = None
+    colour = ""
+    is_compiled = False
+
+    def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
+        super().__init__()
+        self.spec, self.size = spec, size
+        self.is_linked = False
+
+    def link(self, connections: "Sequence[Connection]") -> None:
+        """Receive the connections whose parameters `read` may use: all of the decoder, or only this one.
+
+        The decoder passes all of its connections after it has created them. `Decoder.read_alone` passes only one.
+        """
+        self.is_linked = len(connections) > 1
+        if self.ahead is not None:
+            self.ahead.link(connections)
+
+    def open(self, embedding_btd: Tensor) -> State:
+        """Return the state before the first sublayer. By default it is that of the residual connection."""
+        return Hidden(embedding_btd)
+
+    def read(self, state: State, weights: Any = None) -> tuple[Inputs, Any]:
+        """Return the inputs of this sublayer, x_btd each, and the carry. Every subclass must define it.
+
+        weights: use these instead of `weights(state)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no read(state, weights)")
+
+    def weights(self, state: State) -> Any:
+        """Return the weights of the read that depend on the state, as one tensor or several.
+
+        With them as constants, the inputs are a linear function of all outputs of earlier sublayers, and its
+        derivatives are the depth mixing matrix that `inspect` draws. None: the read is linear in any case.
+        """
+        return None
+
+    def write(self, state: State, output_btd: Tensor, carry: Any) -> State:
+        """Return the state after this sublayer. Every subclass must define it."""
+        raise NotImplementedError(f"{type(self).__name__} defines no write(state, output_btd, carry)")
+
+    def close(self, state: State) -> Tensor:
+        """Return the hidden state before the final norm. By default this is one more read."""
+        return self.read(state)[0][0]
+
+    def figures(self, state: State) -> Sequence[Figure]:
+        """Return what `inspect` draws of the read of this state. By default these are weights [n, b, t] or [n]."""
+        weights = self.weights(state)
+        if not isinstance(weights, Tensor) or weights.ndim not in (1, 3):
+            return []
+        axes = ("source", "batch", "token") if weights.ndim == 3 else ("source",)
+        return [Figure("weights", weights, axes, "what each sublayer reads")]
+
+    def diagnostics(self, state: State) -> dict[str, Tensor]:
+        """Return named tensors of any shape that describe the read of this state.
+
+        Each validation logs the largest value of each name over all tokens and sublayers.
+        """
+        return {}
+
+
+class Hidden(NamedTuple):
+    """The state of a connection that needs only the hidden state h_btd."""
+
+    h: Tensor
+
+
+class ConnectionFactory(Protocol):
+    """A connection class whose own settings are bound with `functools.partial`."""
+
+    def __call__(self, spec: SublayerSpec, size: Size, backbone: Backbone) -> Connection: ...

@@ -1,0 +1,58 @@
+"""Reading ahead: several sublayers share one pass over the sources that exist when the first of them reads.
+
+If the queries or weights of a read are parameters, they are known before the read. So the first reader of a phase reads
+all sources that exist at that time, for all readers of the phase. Each later reader adds only the sources that were
+written since (Attention Residuals, arXiv 2603.15031, section 4.2, where each block is a phase). A phase of 8 reads
+loads each old source once instead of 8 times.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+# reads per phase: with more reads, fewer passes over old sources, but more new sources that each read adds by itself
+READS = 8
+
+# what a reader has read so far: the output over some sources, and what adding more sources needs
+Partial = tuple[Tensor, ...]
+
+
+class ReadAhead:
+    """The reads of a phase, of which `reader` makes one or, if it is the first reader, begins all.
+
+    begin: reads sources for several readers; returns their partial results.
+    extend: adds more sources to a partial result of this reader; returns the output.
+    num_fixed: the number of this reader's sources that no later sublayer changes.
+    """
+
+    def __init__(
+        self,
+        reader: Any,
+        begin: Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Partial]],
+        extend: Callable[[Any, Sequence[Tensor]], Tensor],
+        num_fixed: int,
+    ):
+        self.reader, self.begin, self.extend, self.num_fixed = reader, begin, extend, num_fixed
+        self.readers = [reader]
+
+    def link(self, connections: Sequence[Any]) -> None:
+        """Find the phase of this reader. Phases are runs of consecutive readers, from the first reader on."""
+        readers = [c for c in connections if c.ahead is not None]
+        length = max(1, READS // readers[0].num_inputs)
+        start = readers.index(self.reader) // length * length
+        self.readers = readers[start : start + length]
+
+    def read(self, sources: Sequence[Tensor], ahead: tuple[Partial, ...]) -> tuple[Tensor, tuple[Partial, ...]]:
+        """Return the output of this reader, and the partial results of the later readers of its phase.
+
+        ahead: the partial results of this reader and of the later ones; the first reader of a phase ignores it.
+        """
+        first = self.readers[0].ahead
+        if first is self:
+            ahead = tuple(self.begin(self.readers, sources[: self.num_fixed]))
+        partial, *later = ahead
+        if recent := sources[first.num_fixed :]:
+            return self.extend(partial, recent), tuple(later)
+        # the sublayer saves its input, and a view would keep the outputs of the whole phase in memory
+        return partial[0].clone() if later else partial[0], tuple(later)

@@ -1,0 +1,218 @@
+"""The head of a decoder and its loss. Small logits are materialized in full, large ones in chunks of rows.
+
+The chunked version saves only the log-sum-exp, and its backward pass recomputes each chunk. (PyTorch's
+`F.linear_cross_entropy` returns no log-sum-exp, which the z-loss needs, and the oldest supported PyTorch lacks it.)
+On a GPU, Triton kernels read logits in 16 bits and write their gradient over them; PyTorch copies chunks to fp32.
+
+Shapes: r rows (tokens of all sequences), d hidden size, v vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthlm.ops.call import call, operator_name, parts
+from depthlm.ops.cross_entropy.naive import cross_entropy as naive
+from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
+from depthlm.ops.functions import linear
+
+# logits that are in fp32 at a time: few enough for a CPU's cache, and enough to occupy a GPU
+CHUNK = 2**20
+GPU_CHUNK = 2**26
+# largest logits in full: below this size, recomputing them costs more than storing them
+WHOLE = 2**25
+GPU_WHOLE = 2**26
+# above it, the logits that one product with the head's matrix computes
+PRODUCT = 2**23
+GPU_PRODUCT = 2**27
+
+
+def linear_cross_entropy(
+    hidden_rd: Tensor, weight_vd: Tensor, bias_v: Tensor | None, targets_r: Tensor, fused: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return nll_r and logsumexp_r in fp32 of the logits h W^T + b, whose product runs in the autocast dtype.
+
+    The nll of a target of -100 is undefined and must get no gradient.
+    fused: whether Triton kernels process the logits; an argument, since torch.compile cannot follow the choice.
+    """
+    whole, product = (WHOLE, PRODUCT) if hidden_rd.is_cpu else (GPU_WHOLE, GPU_PRODUCT)
+    if len(hidden_rd) * len(weight_vd) <= whole:
+        return cross_entropy(linear(hidden_rd, weight_vd, bias_v), targets_r, fused)
+    rows = max(1, product // len(weight_vd))
+    return chunked(hidden_rd, weight_vd, bias_v, targets_r, rows, compute_dtype(hidden_rd), fused)
+
+
+def cross_entropy(logits_rv: Tensor, targets_r: Tensor, fused: bool = False) -> tuple[Tensor, Tensor]:
+    """Return nll_r and logsumexp_r in fp32. The nll of a target of -100 is undefined and must get no gradient."""
+    if not torch.compiler.is_compiling():
+        return call(CrossEntropy, logits_rv, targets_r, fused)
+    return naive(logits_rv, targets_r)
+
+
+def chunk_rows(logits_rv: Tensor) -> int:
+    """Return the number of rows of logits that are in fp32 at a time."""
+    return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Saves the logits and one number per row, and computes the softmax of one chunk of rows at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_rv: Tensor, targets_r: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+        nll_r, logsumexp_r = _empty_rows(logits_rv), _empty_rows(logits_rv)
+        losses(logits_rv, targets_r, nll_r, logsumexp_r, fused)
+        ctx.save_for_backward(logits_rv, targets_r, logsumexp_r)
+        ctx.fused = fused
+        return nll_r, logsumexp_r
+
+    @staticmethod
+    def backward(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor, None, None]:
+        logits_rv, targets_r, logsumexp_r = ctx.saved_tensors
+        grad_rv = torch.empty_like(logits_rv, memory_format=torch.contiguous_format)
+        differentiate(logits_rv, targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r, grad_rv, ctx.fused)
+        return grad_rv, None, None
+
+
+def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_r: Tensor, fused: bool) -> None:
+    """Write nll_r and logsumexp_r."""
+    if fused:
+        from depthlm.ops.cross_entropy.triton import losses as fused_losses
+
+        return fused_losses(logits_rv, targets_r, to_nll_r, to_logsumexp_r)
+    for part in parts(len(logits_rv), chunk_rows(logits_rv), logits_rv):
+        to_logsumexp_r[part] = upcast(logits_rv[part]).logsumexp(1)
+    to_nll_r[:] = to_logsumexp_r - logits_rv.gather(1, targets_r.clamp(min=0)[:, None])[:, 0]
+    return None
+
+
+def differentiate(
+    logits_rv: Tensor,
+    targets_r: Tensor,
+    logsumexp_r: Tensor,
+    grad_nll_r: Tensor,
+    grad_logsumexp_r: Tensor,
+    to_rv: Tensor,
+    fused: bool,
+) -> None:
+    """Write the gradient of the logits to to_rv, which may be the logits themselves."""
+    if fused:
+        from depthlm.ops.cross_entropy.triton import differentiate as fused_differentiate
+
+        return fused_differentiate(logits_rv, targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r, to_rv)
+    index_r1, scale_r = targets_r.clamp(min=0)[:, None], grad_nll_r + grad_logsumexp_r
+    for part in parts(len(logits_rv), chunk_rows(logits_rv), logits_rv):
+        softmax = (logits_rv[part] - logsumexp_r[part, None]).exp_()
+        to_rv[part] = softmax.mul_(scale_r[part, None]).scatter_add_(1, index_r1[part], -grad_nll_r[part, None])
+    return None
+
+
+def _empty_rows(like_rd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor of one number per row, in the wider of the dtype and fp32."""
+    exact = torch.promote_types(dtype or like_rd.dtype, torch.float32)
+    return like_rd.new_empty(len(like_rd), dtype=exact)
+
+
+def forward(
+    hidden_rd: Tensor,
+    weight_vd: Tensor,
+    bias_v: Tensor | None,
+    targets_r: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    fused: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return nll_r and logsumexp_r, with the logits of `rows` rows at a time. dtype: of the logits."""
+    weight, bias = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
+    nll_r, logsumexp_r = _empty_rows(hidden_rd, dtype), _empty_rows(hidden_rd, dtype)
+    with no_autocast(hidden_rd):
+        for part in parts(len(hidden_rd), rows, hidden_rd):
+            logits = F.linear(hidden_rd[part].to(dtype), weight, bias)
+            losses(logits, targets_r[part], nll_r[part], logsumexp_r[part], fused)
+    return nll_r, logsumexp_r
+
+
+def backward(
+    grad_nll_r: Tensor,
+    grad_logsumexp_r: Tensor,
+    hidden_rd: Tensor,
+    weight_vd: Tensor,
+    bias_v: Tensor | None,
+    targets_r: Tensor,
+    logsumexp_r: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    fused: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden, weight and bias (empty without one). Weight and bias are summed in fp32."""
+    weight, bias = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    grad_hidden = torch.empty_like(hidden_rd, memory_format=torch.contiguous_format)
+    grad_weight = torch.zeros_like(weight_vd, dtype=exact, memory_format=torch.contiguous_format)
+    grad_bias = weight_vd.new_zeros(0 if bias_v is None else len(bias_v), dtype=exact)
+    with no_autocast(hidden_rd):
+        for part in parts(len(hidden_rd), rows, hidden_rd):
+            hidden = hidden_rd[part].to(dtype)
+            grad = F.linear(hidden, weight, bias)
+            grads = grad_nll_r[part], grad_logsumexp_r[part]
+            differentiate(grad, targets_r[part], logsumexp_r[part], *grads, grad, fused)
+            grad_hidden[part] = grad @ weight
+            if dtype == exact:
+                grad_weight.addmm_(grad.mT, hidden)
+            else:
+                grad_weight += grad.mT @ hidden
+            if bias_v is not None:
+                grad_bias += grad.sum(0, dtype=exact)
+    return (
+        grad_hidden,
+        grad_weight.to(weight_vd.dtype),
+        grad_bias.to(weight_vd.dtype if bias_v is None else bias_v.dtype),
+    )
+
+
+# registered operators, so that the compiled head has no graph break
+chunked = torch.library.custom_op(operator_name(__name__, "linear_cross_entropy"), forward, mutates_args=())
+chunked_backward = torch.library.custom_op(
+    operator_name(__name__, "linear_cross_entropy_backward"), backward, mutates_args=()
+)
+
+
+@chunked.register_fake
+def _(
+    hidden_rd: Tensor,
+    weight_vd: Tensor,
+    bias_v: Tensor | None,
+    targets_r: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    fused: bool,
+) -> tuple[Tensor, Tensor]:
+    return _empty_rows(hidden_rd, dtype), _empty_rows(hidden_rd, dtype)
+
+
+@chunked_backward.register_fake
+def _(
+    grad_nll_r: Tensor,
+    grad_logsumexp_r: Tensor,
+    hidden_rd: Tensor,
+    weight_vd: Tensor,
+    bias_v: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = weight_vd.new_empty(0) if bias_v is None else bias_v.new_empty(bias_v.shape)
+    return hidden_rd.new_empty(hidden_rd.shape), weight_vd.new_empty(weight_vd.shape), grad_bias
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rows, ctx.dtype, ctx.fused = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _differentiate(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    hidden, weight, bias = chunked_backward(grad_nll_r, grad_logsumexp_r, *tensors, ctx.rows, ctx.dtype, ctx.fused)
+    return hidden, weight, None if tensors[2] is None else bias, None, None, None, None
+
+
+chunked.register_autograd(_differentiate, setup_context=_setup_context)

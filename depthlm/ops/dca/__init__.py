@@ -1,0 +1,1 @@
+"""Gated sums over depth for several reads of the same sources."""

@@ -1,0 +1,42 @@
+"""Sums over depth with gates of each dimension, for several reads of the same sources (arXiv 2502.06785, GRN-v3).
+
+A sum in two phases is exact: the result over the old sources is the `start` of the sum over the newer ones.
+
+Shapes: s reads, n sources, p positions (any leading dimensions), d width.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from depthlm.ops.backend import operator
+
+
+def _cpu() -> Callable[..., Tensor]:
+    from depthlm.ops.dca.cpu import gated_reads
+
+    return gated_reads
+
+
+def _triton() -> Callable[..., Tensor]:
+    from depthlm.ops.dca.triton import gated
+
+    return gated
+
+
+@operator("dca", triton=_triton, cpu=_cpu)
+def gated_reads(
+    bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None
+) -> Tensor:
+    """Return out_spd = start_s + sum_j relu(bias[s, j] + gate[s, j] . sources[j]) * sources[j].
+
+    Each dimension has its own bias, and so its own gate. sources: n tensors x_pd. The result has the widest dtype of
+    sources and start.
+    """
+    reads = []
+    for bias_nd, gate_nd in zip(bias_snd, gate_snd, strict=True):
+        pairs = zip(bias_nd, gate_nd, sources, strict=True)
+        reads.append(sum((b_d + x_pd @ w_d[:, None]).relu() * x_pd for b_d, w_d, x_pd in pairs))
+    out_spd = torch.stack(reads)
+    return out_spd if start_spd is None else start_spd + out_spd

@@ -1,0 +1,164 @@
+# mypy: allow-untyped-defs
+"""`depth_value_mix` in Triton. Sources are passed by pointer; each is read once forward and once backward.
+
+A program processes BR rows. A row is one key/value head at one position.
+
+Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n sources and
+the layer itself, r rows (b, t, k).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthlm.ops.backend import expect
+from depthlm.ops.call import operator_name
+from depthlm.ops.dtypes import common_dtype
+from depthlm.ops.heads_triton import check_heads, empty_heads, load_fp32, padded, rows_of_heads
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("fused kernels need the package triton") from error
+
+# values of one tensor that a program has in registers
+TILE = 2048
+
+
+def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Run `depth_value_mix`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
+    (b, h, t, e), num_kv_heads = q_bhte.shape, keys[0].shape[1]
+    if len(keys) != len(values):
+        raise ValueError(f"depth_attention: {len(keys)} keys and {len(values)} values, must be equally many")
+    check_heads("depth_attention", h, num_kv_heads)
+    entries = {f"{name}s[{j}]": x for name, xs in (("key", keys), ("value", values)) for j, x in enumerate(xs)}
+    expect("depth_attention", q_bhte, **{name: (x, (b, num_kv_heads, t, e)) for name, x in entries.items()})
+    return forward(q_bhte, list(keys), list(values))[0]
+
+
+@torch.library.custom_op(operator_name(__name__, "depth_value_mix"), mutates_args=())
+def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return vmix_bkte in the widest dtype of the values, and the log-sum-exp of the scores, lse_btk, in fp32."""
+    key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
+    mix = torch.empty_like(value[0], dtype=common_dtype(values))
+    lse = torch.empty(mix.shape[:3], dtype=torch.float32, device=mix.device)
+    _launch(_forward, q_bhte, [padded(key), padded(value), mix, lse], key)
+    return mix.transpose(1, 2), lse
+
+
+@torch.library.custom_op(operator_name(__name__, "depth_value_mix_backward"), mutates_args=())
+def backward(
+    grad_bkte: Tensor, q_bhte: Tensor, mix_bkte: Tensor, lse_btk: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the gradients of q, of each key and of each value."""
+    grad, mix, lse = rows_of_heads(grad_bkte), rows_of_heads(mix_bkte), lse_btk.contiguous()
+    key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
+    grad_q = torch.empty_like(rows_of_heads(q_bhte))
+    grads = [[torch.empty_like(x) for x in xs] for xs in (key, value)]
+    tensors = [grad, mix, lse, padded(key), padded(value), grad_q, *map(padded, grads)]
+    _launch(_backward, q_bhte, tensors, key)
+    grad_keys, grad_values = ([x.transpose(1, 2) for x in xs] for xs in grads)
+    return grad_q.transpose(1, 2), grad_keys, grad_values
+
+
+@forward.register_fake
+def _(q_bhte, keys, values):
+    mix = empty_heads(values[0], common_dtype(values))
+    return mix, mix.new_empty(mix.transpose(1, 2).shape[:3], dtype=torch.float32)
+
+
+@backward.register_fake
+def _(grad_bkte, q_bhte, mix_bkte, lse_btk, keys, values):
+    return empty_heads(q_bhte), [empty_heads(x) for x in keys], [empty_heads(x) for x in values]
+
+
+def _setup_context(ctx, inputs, output):
+    q, keys, values = inputs
+    ctx.save_for_backward(q, *output, *keys, *values)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _):
+    q, mix, lse, *entries = ctx.saved_tensors
+    keys, values = entries[: len(entries) // 2], entries[len(entries) // 2 :]
+    if grad is None:
+        return None, [None] * len(keys), [None] * len(values)
+    return backward(grad, q, mix, lse, keys, values)
+
+
+forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _launch(kernel, q_bhte, tensors, keys_btke):
+    (b, h, t, e), num_kv_heads = q_bhte.shape, keys_btke[0].shape[2]
+    groups, rows, ep = h // num_kv_heads, b * t * num_kv_heads, triton.next_power_of_2(e)
+    block = max(1, TILE // ep)
+    with torch.cuda.device_of(q_bhte):
+        kernel[(triton.cdiv(rows, block),)](
+            rows_of_heads(q_bhte), *tensors, rows, len(keys_btke),
+            SCALE=e**-0.5 / groups, G=groups, E=e, EP=ep, BR=block, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _places(rows, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr):
+    """Return the rows of a program and their mask, and the offsets of their elements and their mask."""
+    r, e = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, EP)
+    return r, r < rows, (r * E)[:, None] + e[None, :], (r < rows)[:, None] & (e < E)[None, :]
+
+
+@triton.jit
+def _mean_query(q_ptr, r, at, inside, SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr):
+    """Return qbar / sqrt(e)."""
+    total = load_fp32(q_ptr, at + (r * ((G - 1) * E))[:, None], inside)
+    for g in tl.static_range(1, G):
+        total += load_fp32(q_ptr, at + (r * ((G - 1) * E) + g * E)[:, None], inside)
+    return total * SCALE
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def _forward(
+    q_ptr, key_ptrs, value_ptrs, mix_ptr, lse_ptr, rows, n,
+    SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    r, inside_r, at, inside = _places(rows, E, EP, BR)
+    query = _mean_query(q_ptr, r, at, inside, SCALE, G, E)
+    top, total = tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
+    mix = tl.zeros([BR, EP], tl.float32)
+    for j in tl.static_range(len(key_ptrs)):
+        if j < n:
+            key, value = load_fp32(key_ptrs[j], at, inside), load_fp32(value_ptrs[j], at, inside)
+            score = tl.sum(query * key, axis=1)
+            new_top = tl.maximum(top, score)
+            old, weight = tl.exp(top - new_top), tl.exp(score - new_top)
+            total = total * old + weight
+            mix = mix * old[:, None] + weight[:, None] * value
+            top = new_top
+    tl.store(mix_ptr + at, (mix / total[:, None]).to(mix_ptr.dtype.element_ty), inside)
+    tl.store(lse_ptr + r, top + tl.log(total), inside_r)
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def _backward(
+    q_ptr, grad_ptr, mix_ptr, lse_ptr, key_ptrs, value_ptrs, grad_q_ptr, grad_key_ptrs, grad_value_ptrs, rows, n,
+    SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    r, inside_r, at, inside = _places(rows, E, EP, BR)
+    query, grad = _mean_query(q_ptr, r, at, inside, SCALE, G, E), load_fp32(grad_ptr, at, inside)
+    delta = tl.sum(grad * load_fp32(mix_ptr, at, inside), axis=1)
+    lse = load_fp32(lse_ptr, r, inside_r)
+    grad_query = tl.zeros([BR, EP], tl.float32)
+    for j in tl.static_range(len(key_ptrs)):
+        if j < n:
+            key, value = load_fp32(key_ptrs[j], at, inside), load_fp32(value_ptrs[j], at, inside)
+            alpha = tl.exp(tl.sum(query * key, axis=1) - lse)
+            grad_score = alpha * (tl.sum(grad * value, axis=1) - delta)
+            grad_query += grad_score[:, None] * key
+            grad_key, grad_value = grad_score[:, None] * query, alpha[:, None] * grad
+            tl.store(grad_key_ptrs[j] + at, grad_key.to(grad_key_ptrs[j].dtype.element_ty), inside)
+            tl.store(grad_value_ptrs[j] + at, grad_value.to(grad_value_ptrs[j].dtype.element_ty), inside)
+    grad_query = (grad_query * SCALE).to(grad_q_ptr.dtype.element_ty)
+    for g in tl.static_range(G):
+        tl.store(grad_q_ptr + at + (r * ((G - 1) * E) + g * E)[:, None], grad_query, inside)

@@ -1,0 +1,41 @@
+# mypy: allow-untyped-defs
+"""Helpers that prepare tensors of heads, and lists of tensors, for Triton kernels.
+
+Shapes: b batch, t tokens, h heads, e head size.
+"""
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("fused kernels need the package triton") from error
+
+
+def check_heads(operator: str, heads: int, num_kv_heads: int) -> None:
+    """Raise a ValueError unless the query heads are a multiple of the key/value heads."""
+    if heads % num_kv_heads:
+        raise ValueError(f"{operator}: {heads} query heads, must be a multiple of the {num_kv_heads} key/value heads")
+
+
+def rows_of_heads(x_bhte: torch.Tensor) -> torch.Tensor:
+    """Return x_bthe, contiguous. This is the layout of a projection, so usually nothing is copied."""
+    return x_bhte.transpose(1, 2).contiguous()
+
+
+def empty_heads(x_bhte: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an empty tensor of the shape of x_bhte whose memory layout is that of x_bthe."""
+    b, h, t, e = x_bhte.shape
+    return x_bhte.new_empty(b, t, h, e, dtype=dtype).transpose(1, 2)
+
+
+def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Repeat the last tensor up to a power of two, so that fewer lengths need a compilation of the kernel."""
+    return (*tensors, *tensors[-1:] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
+
+
+@triton.jit
+def load_fp32(ptr, at, inside):
+    """Load values as fp32, with 0 outside of the mask."""
+    return tl.load(ptr + at, inside, other=0.0).to(tl.float32)

@@ -1,0 +1,209 @@
+"""The write of one mHC sublayer and the read of the next in PyTorch, from operators on n parallel residual streams.
+
+On a CPU it is 1.8 times as fast as the definition (benchmarks/definitions.py, fp32, forward and backward).
+
+Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w any width, m width of a projection.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthlm.ops.call import call
+from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
+from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write
+
+# pre_btn, post_btn and res_btij
+Maps = tuple[Tensor, Tensor, Tensor]
+
+
+class Pending(NamedTuple):
+    """The arguments of a deferred write: the output of the sublayer, and two maps of its read."""
+
+    output_btd: Tensor
+    post_btn: Tensor
+    res_btij: Tensor
+
+
+def mhc_post_pre(
+    x_btnd: Tensor,
+    pending: Pending | None,
+    phi_mw: Tensor,
+    alpha: Tensor,
+    bias_m: Tensor,
+    eps: float,
+    iterations: int,
+    rebuild: bool = False,
+    norm_w: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    phi = phi_mw if norm_w is None else norm_w * phi_mw
+    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, phi, alpha, bias_m, eps, iterations))
+
+
+def write_and_read(
+    x_btnd: Tensor, pending: Pending | None, rebuild: bool, maps_of: Callable[[Tensor], Maps]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij."""
+    if pending is not None:
+        x_btnd = write_streams(x_btnd, pending, rebuild)
+    pre_btn, post_btn, res_btij = maps_of(x_btnd)
+    return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
+
+
+def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int) -> Maps:
+    """Return the maps of the streams (`depthlm.ops.mhc.naive.mhc_maps`)."""
+    n = x_btnd.shape[2]
+    widths = (n, n, n * n)
+    alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
+    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), phi_mw, eps) + bias_m
+    pre, post, res = m_btm.split(widths, dim=-1)
+    return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
+
+
+def write_streams(x_btnd: Tensor, pending: Pending, rebuild: bool = False) -> Tensor:
+    """Return X'_btnd = H_res X + H_post^T y: sum_j res[i, j] * X_j + post[i] * y for each new stream i.
+
+    rebuild: whether the functions of this module may compute the result again instead of saving it.
+    """
+    output_btd, post_btn, res_btij = pending
+    return call(WriteStreams, res_btij, x_btnd, post_btn, output_btd, rebuild)
+
+
+def read_streams(pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
+    """Return H_pre X = sum_j pre[j] * X_j as x_btd, in the dtype of X."""
+    return call(ReadStreams, pre_btn, streams_btnd)
+
+
+def normed_projection(x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
+    """Return W x / rms(x) over the last dimension, in fp32 or better, without materializing x / rms(x).
+
+    Under autocast the product runs in the autocast dtype, like that of any linear layer.
+    """
+    return call(NormedProjection, x, weight_mw, eps)
+
+
+def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
+    """Scale exp(logits) so that rows and columns sum to 1 (`depthlm.ops.mhc.naive.sinkhorn`), in fp32 or better."""
+    return call(Sinkhorn, upcast(logits_btij), iterations)
+
+
+class NormedProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_mw: Tensor, eps: float) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        # on a GPU, a copy of x in 16 bits would move more bytes than the product
+        dtype = compute_dtype(x) if x.is_cpu else x.dtype
+        with no_autocast(x):
+            projected = upcast(_project(x.to(dtype), weight_mw.to(dtype))) * scale
+        save_streams(ctx, x, weight_mw, scale, projected)
+        ctx.dtype = dtype
+        return projected
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_mw, scale, projected = saved_streams(ctx)
+        grad_low = (grad * scale).to(ctx.dtype)
+        with no_autocast(x):
+            grad_weight = grad_low.flatten(0, -2).mT @ x.flatten(0, -2).to(ctx.dtype)
+            grad_projected = upcast(grad_low @ weight_mw.to(ctx.dtype))
+        # the gradient of rms(x) is parallel to x
+        along = (grad * projected).sum(-1, keepdim=True).mul_(scale.square()).div_(-x.shape[-1])
+        grad_x = grad_projected.addcmul_(x, along)
+        return grad_x.to(x.dtype), grad_weight.to(weight_mw.dtype), None
+
+
+class ReadStreams(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pre_btn: Tensor, streams_btnd: Tensor) -> Tensor:
+        save_streams(ctx, streams_btnd, pre_btn)
+        return _matmul(pre_btn[..., None, :], streams_btnd)[..., 0, :].to(streams_btnd.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_btd: Tensor) -> tuple[Tensor, Tensor]:
+        streams_btnd, pre_btn = saved_streams(ctx)
+        # a product with one row is faster on a CPU than one with one column
+        grad_pre = _matmul(grad_btd[..., None, :], streams_btnd.mT)[..., 0, :]
+        grad_streams = pre_btn[..., None].to(grad_btd.dtype) * grad_btd[..., None, :]
+        return grad_pre.to(pre_btn.dtype), grad_streams.to(streams_btnd.dtype)
+
+
+class WriteStreams(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool
+    ) -> Tensor:
+        start_write(ctx, streams_btnd, rebuild, lambda node: _mixed(*saved_streams(node)))
+        save_streams(ctx, streams_btnd, res_btij, post_btn, output_btd)
+        return _mixed(streams_btnd, res_btij, post_btn, output_btd)
+
+    @staticmethod
+    def backward(ctx: Any, grad_btnd: Tensor) -> tuple[Tensor | None, ...]:
+        streams_btnd, res_btij, post_btn, output_btd = saved_streams(ctx)
+        ctx.streams = None
+        grad_res = _matmul(grad_btnd, streams_btnd.mT)
+        grad_streams = _matmul(res_btij.mT, grad_btnd)
+        grad_post = _matmul(output_btd[..., None, :], grad_btnd.mT)[..., 0, :]
+        grad_output = _matmul(post_btn[..., None, :], grad_btnd)[..., 0, :]
+        return (
+            grad_res.to(res_btij.dtype),
+            grad_streams.to(streams_btnd.dtype),
+            grad_post.to(post_btn.dtype),
+            grad_output.to(output_btd.dtype),
+            None,
+        )
+
+
+def _mixed(streams_btnd: Tensor, res_btij: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:
+    mixed = _matmul(res_btij, streams_btnd)
+    mixed.addcmul_(post_btn[..., None], output_btd[..., None, :])
+    return mixed.to(streams_btnd.dtype)
+
+
+class Sinkhorn(torch.autograd.Function):
+    """Saves the result and all sums, from which the backward pass recovers every iteration."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_btij: Tensor, iterations: int) -> Tensor:
+        m_ijbt = _tokens_last(logits_btij)
+        # scaling a column does not change the result; the floor avoids 0 / 0 in a row that underflows
+        m_ijbt.sub_(m_ijbt.amax(0, keepdim=True)).exp_().clamp_min_(1e-30)
+        sums = []
+        for _ in range(iterations):
+            for dim in (0, 1):
+                sums.append(m_ijbt.sum(dim, keepdim=True))
+                m_ijbt.div_(sums[-1])
+        ctx.save_for_backward(m_ijbt, *sums)
+        return _tokens_last(m_ijbt)
+
+    @staticmethod
+    def backward(ctx: Any, grad_btij: Tensor) -> tuple[Tensor, None]:
+        result_ijbt, *sums = ctx.saved_tensors
+        m, grad = result_ijbt.clone(), _tokens_last(grad_btij)
+        for k in reversed(range(len(sums))):
+            # m = before / s:  d before = (grad - sum(grad * m)) / s
+            grad.sub_((grad * m).sum(k % 2, keepdim=True)).div_(sums[k])
+            m.mul_(sums[k])
+        return _tokens_last(grad.mul_(m)), None
+
+
+def _tokens_last(m: Tensor) -> Tensor:
+    """Copy m_btij to m_ijbt, or back. Sums over i or j are then vectorized over all tokens, although n is small."""
+    return m.permute(2, 3, 0, 1).clone(memory_format=torch.contiguous_format)
+
+
+def _project(x: Tensor, weight_mw: Tensor) -> Tensor:
+    """Return W x. A CPU computes W X^T in half the time of X W^T, because m is small."""
+    if not x.is_cpu:
+        return x @ weight_mw.mT
+    return (weight_mw @ x.flatten(0, -2).mT).mT.unflatten(0, x.shape[:-1])
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in fp32 or better, without autocast: a mixing map in 16 bits would scale the streams."""
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    with no_autocast(a):
+        return a.to(dtype) @ b.to(dtype)

@@ -1,0 +1,105 @@
+"""The write of one mHC sublayer and the read of the next (arXiv 2512.24880), in one operator.
+
+A separate write would store n streams that the next read loads again at once. So a write only passes on its arguments,
+and the next read performs both.
+
+Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w = n d, m = n (n + 2) width of the
+projection: n columns of H_pre, n of H_post, n^2 of H_res.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from depthlm.ops.backend import operator
+from depthlm.ops.dtypes import upcast
+from depthlm.ops.mhc.cpu import Maps, Pending
+
+# the maximum number of streams in the registers of a Triton program
+MAX_STREAMS = 8
+Result = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _cpu() -> Callable[..., Result]:
+    from depthlm.ops.mhc.cpu import mhc_post_pre
+
+    return mhc_post_pre
+
+
+def _triton() -> Callable[..., Result]:
+    from depthlm.ops.mhc.triton import mhc_post_pre
+
+    return mhc_post_pre
+
+
+def unsupported(x_btnd: Tensor, *_: object, **__: object) -> str | None:
+    """Return why Triton kernels do not support these streams, or None."""
+    n = x_btnd.shape[2]
+    return None if n <= MAX_STREAMS else f"num_streams={n} is above {MAX_STREAMS}"
+
+
+@operator("mhc", triton=_triton, cpu=_cpu, unsupported=unsupported)
+def mhc_post_pre(
+    x_btnd: Tensor,
+    pending: Pending | None,
+    phi_mw: Tensor,
+    alpha: Tensor,
+    bias_m: Tensor,
+    eps: float,
+    iterations: int,
+    rebuild: bool = False,
+    norm_w: Tensor | None = None,
+) -> Result:
+    """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
+
+    X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `mhc_maps` of X', and
+    input = H_pre X'. The input and X' have the dtype of X. The maps are in fp32 or better.
+
+    phi_mw: the projection. norm_w: the weight of the norm before it; None: phi_mw is multiplied by it already.
+    alpha: [3], for pre, post and res.
+    rebuild: whether X' may be computed again for the backward pass instead of kept (`depthlm.ops.mhc.rebuilding`).
+    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
+    """
+    if pending is not None:
+        x_btnd = write_streams(x_btnd, pending)
+    phi = phi_mw if norm_w is None else norm_w * phi_mw
+    pre_btn, post_btn, res_btij = mhc_maps(x_btnd, phi, alpha, bias_m, eps, iterations)
+    return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
+
+
+def write_streams(x_btnd: Tensor, pending: Pending) -> Tensor:
+    """Return X'_btnd = H_res X + H_post^T y."""
+    output_btd, post_btn, res_btij = pending
+    return res_btij @ x_btnd + post_btn[..., None] * output_btd[..., None, :]
+
+
+def read_streams(pre_btn: Tensor, x_btnd: Tensor) -> Tensor:
+    """Return H_pre X as x_btd."""
+    return (pre_btn[..., None] * x_btnd).sum(2)
+
+
+def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int) -> Maps:
+    """Return pre_btn, post_btn and res_btij of the streams.
+
+    m = alpha * (phi vec X / rms(vec X)) + bias; H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post) and
+    H_res = Sinkhorn-Knopp(exp(m_res)).
+    """
+    n, x_btw = x_btnd.shape[2], upcast(x_btnd).flatten(2)
+    rms_bt1 = (x_btw.square().mean(-1, keepdim=True) + eps).sqrt()
+    parts, biases = ((x_btw / rms_bt1) @ upcast(phi_mw).mT).split((n, n, n * n), -1), bias_m.split((n, n, n * n))
+    pre, post, res = (a * part + bias for a, part, bias in zip(alpha, parts, biases, strict=True))
+    return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
+
+
+def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
+    """Scale exp(logits) so that rows and columns sum to 1 (Sinkhorn and Knopp, 1967).
+
+    Each iteration divides the columns by their sums, then the rows. So the sums of rows are exact and those of columns
+    are approximate.
+    """
+    # scaling a column does not change the result
+    m_btij = (logits_btij - logits_btij.amax(-2, keepdim=True)).exp()
+    for _ in range(iterations):
+        m_btij = m_btij / m_btij.sum(-2, keepdim=True)
+        m_btij = m_btij / m_btij.sum(-1, keepdim=True)
+    return m_btij

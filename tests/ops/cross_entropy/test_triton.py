@@ -1,0 +1,96 @@
+"""Losses and gradients of the Triton kernels of the head equal those of the PyTorch reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from depthlm.ops.cross_entropy import chunked
+from depthlm.ops.cross_entropy.chunked import cross_entropy, linear_cross_entropy
+
+from ..compiling import compile_kernels
+
+triton_ops = pytest.importorskip("depthlm.ops.cross_entropy.triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def targets_of(rows: int, vocabulary: int) -> Tensor:
+    """Targets of which every third is ignored."""
+    found = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(1))
+    return found.where(torch.arange(rows) % 3 > 0, -100).to(DEVICE)
+
+
+def loss(nll: Tensor, logsumexp: Tensor, targets: Tensor) -> Tensor:
+    """Return a sum in which every row has other weights."""
+    a, b = normal(2, len(targets), seed=2).to(nll.dtype)
+    return (a * nll + b * logsumexp.square()).where(targets != -100, 0).sum()
+
+
+def assert_same(logits: Tensor, tolerance: float) -> None:
+    targets = targets_of(*logits.shape)
+    results = []
+    for fused, x in ((True, logits), (False, logits.double())):
+        x = x.detach().requires_grad_()
+        nll, logsumexp = cross_entropy(x, targets, fused)
+        (grad,) = torch.autograd.grad(loss(nll, logsumexp, targets), x)
+        results.append((nll[targets != -100], logsumexp, grad))
+    for found, expected in zip(*results, strict=True):
+        largest = max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * largest)
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 40), vocabulary=st.integers(1, 70), scale=st.sampled_from([0.1, 5.0, 300.0]))
+def test_losses_and_gradients_equal_the_reference(rows: int, vocabulary: int, scale: float) -> None:
+    # the softmax of the backward pass has the rounding error of the log-sum-exp, which grows with the logits
+    assert_same(normal(rows, vocabulary, scale=scale), 1e-5 * max(1.0, scale / 5))
+
+
+@pytest.mark.parametrize("vocabulary", [triton_ops.COLUMNS, 2 * triton_ops.COLUMNS + 3])
+def test_a_row_of_several_tiles(vocabulary: int) -> None:
+    assert_same(normal(3, vocabulary, scale=5.0), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits(kind: torch.dtype) -> None:
+    assert_same(normal(5, 33, scale=3.0).to(kind), 2**-8 if kind is torch.bfloat16 else 2**-11)
+
+
+def test_logits_in_any_layout() -> None:
+    assert_same(normal(9, 14).mT, 1e-5)
+
+
+def test_one_large_logit_and_a_row_of_equal_logits() -> None:
+    logits = torch.zeros(2, 8, device=DEVICE)
+    logits[0, 3] = 1e4
+    assert_same(logits, 1e-5)
+
+
+@pytest.mark.parametrize("rows", [4, 11])
+def test_the_chunked_loss_of_a_head_equals_the_reference(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WHOLE", "GPU_WHOLE", "PRODUCT", "GPU_PRODUCT"):
+        monkeypatch.setattr(chunked, name, rows * 37)
+    inputs, targets = (normal(11, 6), normal(37, 6, seed=3), normal(37, seed=4)), targets_of(11, 37)
+    results = []
+    for fused, kind in ((True, torch.float32), (False, torch.float64)):
+        tensors = [x.to(kind).requires_grad_() for x in inputs]
+        nll, logsumexp = linear_cross_entropy(*tensors, targets, fused)  # type: ignore[misc]
+        results.append([logsumexp, *torch.autograd.grad(loss(nll, logsumexp, targets), tensors)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus() -> None:
+    constants = {"ROWS": 1, "COLUMNS": triton_ops.COLUMNS}
+    numbers = dict.fromkeys(["nll_ptr", "logsumexp_ptr", "grad_nll_ptr", "grad_logsumexp_ptr"], "*fp32")
+    jobs = []
+    for kind in ("*bf16", "*fp16", "*fp32"):
+        types = {"logits_ptr": kind, "to_ptr": kind, "targets_ptr": "*i64", "rows": "i32", "width": "i32", **numbers}
+        jobs += [(name, types, constants) for name in ("_losses", "_differentiate")]
+    compile_kernels("depthlm.ops.cross_entropy.triton", jobs, warps=8)

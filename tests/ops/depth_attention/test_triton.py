@@ -1,0 +1,138 @@
+"""The outputs and all gradients of the Triton kernels of depth_value_mix equal those of the PyTorch reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from depthlm.ops.backend import using
+from depthlm.ops.depth_attention.naive import depth_value_mix
+
+from ..compiling import compile_kernels
+
+triton_ops = pytest.importorskip("depthlm.ops.depth_attention.triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
+    """Return q_bhte, n keys and n values, with the memory layout of projections."""
+    shapes = [(b, t, kv_heads * groups, e), *[(b, t, kv_heads, e)] * (2 * n)]
+    return [normal(*shape, seed=j).transpose(1, 2) for j, shape in enumerate(shapes)]
+
+
+def results(kernels: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Return the mix, and the gradients of all inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    n = len(inputs) // 2
+    with using(kernels):
+        output = depth_value_mix(inputs[0], inputs[1 : n + 1], inputs[n + 1 :])
+    return [output, *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
+
+
+def assert_same(inputs: list[Tensor], grad: Tensor, tolerance: float = 1e-5) -> None:
+    found, expected = results("triton", inputs, grad), results("torch", [x.double() for x in inputs], grad)
+    for x, y, like in zip(found, expected, [inputs[-1], *inputs], strict=True):
+        assert x.shape == y.shape
+        assert x.dtype == like.dtype
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 8), t=st.integers(1, 9),
+    e=st.integers(1, 40),
+)  # fmt: skip
+def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
+    assert_same(tensors(n, kv_heads, groups, t, e), normal(2, kv_heads, t, e, seed=99))
+
+
+@pytest.mark.parametrize(("n", "groups", "e"), [(1, 2, 8), (64, 1, 4), (3, 2, 256)])
+def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
+    assert_same(tensors(n, 1, groups, 5, e, b=1), normal(1, 1, 5, e, seed=99))
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
+)
+def test_16_bit_inputs(kind: torch.dtype) -> None:
+    inputs = [x.to(kind) for x in tensors(5, 2, 2, 7, 16)]
+    assert_same(inputs, normal(2, 2, 7, 16, seed=99), 4 * torch.finfo(kind).eps)
+
+
+def test_inputs_may_have_different_dtypes() -> None:
+    q, *entries = tensors(3, 2, 2, 5, 8)
+    # the last value has the widest dtype, which is that of the mix
+    inputs = [q.half(), *(x if j % 2 else x.half() for j, x in enumerate(entries))]
+    assert_same(inputs, normal(2, 2, 5, 8, seed=99), 5e-3)
+
+
+def test_memory_layouts_of_inputs_and_gradient_do_not_matter() -> None:
+    q, *entries = tensors(3, 2, 2, 5, 8)
+    wide = [torch.cat([x, x], -1)[..., 8:] for x in entries]
+    assert_same([q.contiguous(), *wide], normal(2, 2, 1, 1, seed=99).expand(2, 2, 5, 8))
+
+
+def test_a_source_used_twice_gets_both_gradients() -> None:
+    q, key, value, _, _ = tensors(2, 2, 2, 5, 8)
+    grads = []
+    for kernels in ("triton", "torch"):
+        q, key, value = (x.detach().requires_grad_() for x in (q, key, value))
+        with using(kernels):
+            mix = depth_value_mix(q, [key, key, value], [key, value, key])
+        grads.append(torch.autograd.grad(mix.square().sum(), (q, key, value)))
+    torch.testing.assert_close(*grads)
+
+
+def test_large_scores_stay_finite() -> None:
+    q, *entries = tensors(3, 1, 2, 4, 8)
+    assert_same([30 * q, *(30 * x for x in entries[:3]), *entries[3:]], normal(2, 1, 4, 8, seed=99), 1e-4)
+
+
+def test_results_are_bitwise_reproducible() -> None:
+    inputs, grad = tensors(4, 2, 3, 9, 8), normal(2, 2, 9, 8, seed=99)
+    for x, y in zip(*(results("triton", inputs, grad) for _ in range(2)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.slow
+def test_operators_pass_opcheck() -> None:
+    q, *entries = (x.detach().requires_grad_() for x in tensors(2, 1, 2, 3, 4, b=1))
+    torch.library.opcheck(triton_ops.forward, (q, entries[:2], entries[2:]))
+    mix, lse = (x.detach() for x in triton_ops.forward(q, entries[:2], entries[2:]))
+    q, *entries = (x.detach() for x in (q, *entries))
+    torch.library.opcheck(triton_ops.backward, (torch.ones_like(mix), q, mix, lse, entries[:2], entries[2:]))
+
+
+def test_unsupported_arguments_are_refused() -> None:
+    q, key, value = tensors(1, 2, 2, 3, 4)
+    refused: list[tuple[Any, str]] = [
+        ((q, [key] * 65, [value] * 65), "65 sources, self included, are more than 64"),
+        ((normal(1, 1, 1, 300), [normal(1, 1, 1, 300)] * 2, [normal(1, 1, 1, 300)] * 2), "head size 300 is above 256"),
+        ((q, [key], [value.double()]), "torch.float64 is not fp32, fp16 or bf16"),
+        ((q, [key], [value[:, :, 1:]]), r"values\[0\] is \[2, 2, 2, 4\], must be \[2, 2, 3, 4\]"),
+        ((q, [key, key], [value]), "2 keys and 1 values"),
+        ((q[:, :1], [key], [value]), "1 query heads, must be a multiple of the 2"),
+        ((q, [key.to("meta")], [value]), "is on meta, must be on"),
+    ]
+    for arguments, message in refused:
+        with using("triton"), pytest.raises(ValueError, match=message):
+            depth_value_mix(*arguments)
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus() -> None:
+    entries, low = ["*bf16"] * 4, "*bf16"
+    types = {f"{name}_ptr": low for name in ("q", "mix", "grad", "grad_q")} | {"lse_ptr": "*fp32"}
+    types |= {f"{name}_ptrs": entries for name in ("key", "value", "grad_key", "grad_value")}
+    types |= {"rows": "i32", "n": "i32"}
+    for e, ep, groups in ((64, 64, 1), (80, 128, 5), (128, 128, 4), (256, 256, 8)):
+        values = {"SCALE": e**-0.5 / groups, "G": groups, "E": e, "EP": ep, "BR": triton_ops.TILE // ep}
+        kernels = [(name, types, values) for name in ("_forward", "_backward")]
+        compile_kernels("depthlm.ops.depth_attention.triton", kernels)

@@ -1,0 +1,104 @@
+"""Delta attention by chunks equals its recurrence, and that of fla-core."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthlm.ops.kimi_delta import chunked as module
+from depthlm.ops.kimi_delta.chunked import CHUNK, chunked
+from depthlm.ops.kimi_delta.naive import recurrence
+
+from ..inputs import assert_close
+from .inputs import NAMES, inputs, results, starts
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    b=st.integers(1, 3), t=st.integers(1, 40), h=st.integers(1, 3), d=st.integers(1, 5), e=st.integers(1, 5),
+    chunk=st.sampled_from([1, 8, 16, CHUNK]), strongest=st.sampled_from([0.0, 0.1, 2.0, 100.0]),
+    share=st.sampled_from([None, 0.0, 0.05, 0.5]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_chunks_equal_the_recurrence(
+    b: int, t: int, h: int, d: int, e: int, chunk: int, strongest: float, share: float | None, seed: int
+) -> None:
+    arguments = inputs(b, t, h, d, e, strongest, seed)
+    starts_bt = None if share is None else starts(b, t, share, seed)
+    with patch.object(module, "CHUNK", chunk):
+        found = results(chunked, arguments, starts_bt)
+    assert_close(NAMES, found, results(recurrence, arguments, starts_bt), 1e-10)
+
+
+@pytest.mark.parametrize("t", [CHUNK, 2 * CHUNK + 10])
+def test_long_sequences_equal_the_recurrence(t: int) -> None:
+    arguments = inputs(2, t, 2, 5, 4)
+    for documents in (None, starts(2, t, 0.02)):
+        found = results(chunked, arguments, documents)
+        assert_close(NAMES, found, results(recurrence, arguments, documents), 1e-10)
+
+
+def test_without_a_state_the_first_one_is_zero() -> None:
+    *arguments, state = inputs(2, 9, 2, 4, 3)
+    expected = recurrence(*arguments, torch.zeros_like(state))
+    for function in (recurrence, chunked):
+        assert_close(NAMES, function(*arguments), expected, 1e-12)
+
+
+def test_a_batch_in_parts_equals_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART", 2 * 9 * 2 * 4)
+    arguments = inputs(5, 9, 2, 4, 3)
+    for documents in (None, starts(5, 9, 0.2)):
+        found = results(chunked, arguments, documents)
+        assert_close(NAMES, found, results(recurrence, arguments, documents), 1e-10)
+
+
+def test_documents_equal_separate_sequences() -> None:
+    t, ends = 3 * CHUNK, [0, 5, 6, CHUNK, CHUNK + 20, 3 * CHUNK]
+    *arguments, state = inputs(1, t, 2, 4, 3)
+    starts_bt = torch.zeros(1, t, dtype=torch.bool)
+    starts_bt[0, ends[1:-1]] = True
+    out, last = chunked(*arguments, state, starts_bt)
+    states = [state, *[None] * (len(ends) - 2)]
+    pieces = zip(*(x.tensor_split(ends[1:-1], dim=1) for x in arguments), strict=True)
+    found = [chunked(*piece, first) for piece, first in zip(pieces, states, strict=True)]
+    torch.testing.assert_close(out, torch.cat([x for x, _ in found], dim=1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(last, found[-1][1], rtol=0, atol=1e-12)
+
+
+def test_the_gradients_are_those_of_finite_differences() -> None:
+    assert torch.autograd.gradcheck(chunked, inputs(1, 5, 1, 2, 2))
+
+
+@pytest.mark.parametrize("strongest", [0.1, 50.0, 1000.0])
+def test_fp32_is_exact_for_any_decay(strongest: float) -> None:
+    exact = inputs(1, 2 * CHUNK + 2, 2, 16, 16, strongest)
+    found = results(chunked, [x.detach().float().requires_grad_() for x in exact])
+    assert all(x.isfinite().all() for x in found)
+    assert_close(NAMES, found, results(recurrence, exact), 3e-6)
+
+
+def test_equal_strong_decays_stay_finite() -> None:
+    *arguments, state = (x.detach().float() for x in inputs(1, CHUNK + 3, 1, 8, 8))
+    arguments[3].fill_(-50.0)
+    found = results(chunked, [x.requires_grad_() for x in (*arguments, state)])
+    assert all(x.isfinite().all() for x in found)
+
+
+def test_bf16_under_autocast_computes_in_fp32() -> None:
+    rounded = [x.detach().bfloat16() for x in inputs(2, CHUNK + 9, 2, 16, 16)]
+    expected = results(chunked, [x.double().requires_grad_() for x in rounded])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results(chunked, [x.requires_grad_() for x in rounded])
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 6]
+    # that of a rounded result
+    assert_close(NAMES, found, expected, 2**-8)
+    assert_close(["state"], [found[1]], [expected[1]], 1e-5)
+
+
+def test_it_equals_fla() -> None:
+    naive = pytest.importorskip("fla.ops.kda.naive")
+    *arguments, state = (x.detach().float() for x in inputs(2, CHUNK + 9, 2, 8, 8))
+    expected = naive.naive_recurrent_kda(*arguments, initial_state=state, output_final_state=True)
+    torch.testing.assert_close(chunked(*arguments, state), expected, rtol=0, atol=1e-5)

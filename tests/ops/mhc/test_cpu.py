@@ -1,0 +1,72 @@
+"""Operators on parallel streams equal their definitions, and their gradients equal numerical derivatives."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthlm.ops.mhc import naive
+from depthlm.ops.mhc.cpu import Pending, mhc_maps, normed_projection, read_streams, sinkhorn, write_streams
+
+from ..inputs import normal
+
+
+def written(x: torch.Tensor, *pending: torch.Tensor) -> torch.Tensor:
+    return write_streams(x, Pending(*pending))
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(1, 4), t=st.integers(1, 4), d=st.integers(1, 5))
+def test_read_and_write_streams(n: int, t: int, d: int) -> None:
+    pre, post, res = normal(2, t, n), normal(2, t, n, seed=1), normal(2, t, n, n, seed=2)
+    x, y = normal(2, t, n, d, seed=3), normal(2, t, d, seed=4)
+    torch.testing.assert_close(read_streams(pre, x), naive.read_streams(pre, x))
+    torch.testing.assert_close(written(x, y, post, res), naive.write_streams(x, Pending(y, post, res)))
+    assert torch.autograd.gradcheck(read_streams, (pre, x))
+    assert torch.autograd.gradcheck(written, (x, y, post, res))
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(1, 3), d=st.integers(1, 4), iterations=st.integers(1, 4))
+def test_maps(n: int, d: int, iterations: int) -> None:
+    m = n * (n + 2)
+    inputs = normal(2, 3, n, d), normal(m, n * d, seed=1), normal(3, seed=2), normal(m, seed=3)
+    results = [maps(*inputs, 1e-5, iterations) for maps in (mhc_maps, naive.mhc_maps)]
+    torch.testing.assert_close(*results)
+    along = [normal(*x.shape, seed=4).detach() for x in results[0]]
+    torch.testing.assert_close(*(torch.autograd.grad(result, inputs, along) for result in results))
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(1, 4), w=st.integers(1, 5), m=st.integers(1, 5), eps=st.sampled_from([1e-5, 0.1]))
+def test_normed_projection(n: int, w: int, m: int, eps: float) -> None:
+    x, weight = normal(2, 3, n, w), normal(m, w, seed=1)
+    expected = (x / (x.square().mean(-1, keepdim=True) + eps).sqrt()) @ weight.mT
+    torch.testing.assert_close(normed_projection(x, weight, eps), expected)
+    assert torch.autograd.gradcheck(lambda x, weight: normed_projection(x, weight, eps), (x, weight))
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 5), iterations=st.integers(1, 6))
+def test_sinkhorn(n: int, iterations: int) -> None:
+    logits = normal(2, 3, n, n)
+    torch.testing.assert_close(sinkhorn(logits, iterations), naive.sinkhorn(logits, iterations))
+    assert torch.autograd.gradcheck(lambda x: sinkhorn(x, iterations), (logits,))
+
+
+def test_sinkhorn_of_large_logits_is_finite() -> None:
+    logits = (100 * normal(2, 3, 4, 4)).detach().float().requires_grad_()
+    result = sinkhorn(logits, 20)
+    result.square().sum().backward()
+    assert result.isfinite().all()
+    assert logits.grad.isfinite().all()
+    torch.testing.assert_close(result.sum(-1), torch.ones(2, 3, 4))
+
+
+def test_autocast_does_not_round_the_streams() -> None:
+    res, post = normal(2, 3, 4, 4).detach().float(), normal(2, 3, 4).detach().float()
+    x, y = normal(2, 3, 4, 8).detach().float(), normal(2, 3, 8).detach().bfloat16()
+    expected = written(x, y, post, res)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, read = written(x, y, post, res), read_streams(post, x)
+    assert read.dtype == mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, expected, rtol=0, atol=0)

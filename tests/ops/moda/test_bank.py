@@ -1,0 +1,152 @@
+"""The gradients of entries in a bank equal those of separate tensors, for every kind of backward pass."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from depthlm.ops.moda.bank import Bank, Depth, depth_of
+from depthlm.ops.moda.merge import attend_with_flash
+from depthlm.ops.moda.naive import attend_with_scores
+
+LAYERS, B, H, K, T, E = 4, 2, 4, 2, 5, 4
+
+
+def weights() -> list[Tensor]:
+    """Return x, and of each layer a weight of the queries and four of its two entries."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, H, T, E), *[(E,)] * (5 * LAYERS)]
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+
+
+def layer(x: Tensor, own: list[Tensor], depth: Any, banked: bool, slots: int | None) -> tuple[Tensor, Any]:
+    """A layer as in a decoder: an attention entry, whose key and value its attention uses too, and a second entry."""
+    q, k, v, key, value = (x * weight for weight in own)
+    k, v, key, value = (y.unflatten(1, (K, -1)).mean(2) for y in (k, v, key, value))
+    if banked:
+        kept = depth.append(k, v, slots)
+        k, v = kept[-1]
+    else:
+        kept = [*depth, (k, v)][-(slots or 100) :]
+    if depth:
+        x = x + (attend_with_flash if banked else attend_with_scores)(q, k, v, depth)
+    else:
+        x = x + q * (k + v).repeat_interleave(H // K, 1)
+    return x, kept.append(key, value, slots) if banked else [*kept, (key, value)][-(slots or 100) :]
+
+
+def loss(tensors: list[Tensor], banked: bool, slots: int | None = None, recompute: bool = False) -> Tensor:
+    x, *rest = tensors
+    depth: Any = Depth(Bank(2 * LAYERS)) if banked else []
+    for i in range(LAYERS):
+        arguments = x, rest[5 * i : 5 * i + 5], depth, banked, slots
+        x, depth = checkpoint(layer, *arguments, use_reentrant=False) if recompute else layer(*arguments)
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("slots", [None, 1, 2, 3])
+def test_gradients_equal_those_of_separate_entries(slots: int | None, recompute: bool) -> None:
+    tensors = weights()
+    expected = torch.autograd.grad(loss(tensors, False, slots), tensors, allow_unused=True)
+    found = torch.autograd.grad(loss(tensors, True, slots, recompute), tensors, allow_unused=True)
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
+        if y is not None:
+            torch.testing.assert_close(x, y)
+
+
+def test_backward_passes_through_the_same_graph_start_again() -> None:
+    tensors = weights()
+    total = loss(tensors, True)
+    expected = torch.autograd.grad(total, tensors, retain_graph=True, allow_unused=True)
+    # a pass that does not reach the first entries, and so does not end the sums
+    torch.autograd.grad(total, tensors[-5:-3], retain_graph=True)
+    found = torch.autograd.grad(total, tensors, allow_unused=True)
+    assert all(x is y or torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [slice(0, 11), slice(6, 11), slice(12, 13)])
+def test_some_tensors_are_frozen(frozen: slice) -> None:
+    tensors = weights()
+    for x in tensors[frozen]:
+        x.requires_grad_(False)
+    trained = [x for x in tensors if x.requires_grad]
+    passes = (torch.autograd.grad(loss(tensors, banked), trained, allow_unused=True) for banked in (True, False))
+    for x, y in zip(*passes, strict=True):
+        assert x is y is None or torch.allclose(x, y)
+
+
+def test_readers_may_run_in_any_order() -> None:
+    """In the backward pass, the first and the last of three entries have sums before all are read."""
+    generator = torch.Generator().manual_seed(1)
+    make = lambda h: torch.randn(B, h, T, E, dtype=torch.float64, generator=generator).requires_grad_()  # noqa: E731
+    q, *entries = make(H), *(make(K) for _ in range(6))
+    pairs = list(zip(entries[::2], entries[1::2], strict=True))
+    depth = depth_of(pairs)
+    one = Depth(depth.bank, depth.pairs[:1], 1, depth.token)
+    end = Depth(depth.bank, depth.pairs[2:], 3, depth.token)
+    x = attend_with_flash(q, *pairs[0], depth)
+    found = attend_with_flash(x, *pairs[1], one) + attend_with_flash(x, *pairs[1], end)
+    y = attend_with_scores(q, *pairs[0], pairs)
+    expected = attend_with_scores(y, *pairs[1], pairs[:1]) + attend_with_scores(y, *pairs[1], pairs[2:])
+    grads = [torch.autograd.grad(z.square().sum(), [q, *entries]) for z in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
+class Sums(TorchDispatchMode):
+    """Counts the additions of a backward pass."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def test_autograd_does_not_add_up_the_gradients_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for layers in (2, 4, 6):
+        monkeypatch.setitem(globals(), "LAYERS", layers)
+        total = loss(weights(), True)
+        with Sums() as sums:
+            total.backward()
+        counts.append(sums.count)
+    assert counts[2] - counts[1] == counts[1] - counts[0]
+
+
+def test_a_backward_pass_frees_the_bank_and_the_sums() -> None:
+    tensors = weights()
+    bank = Bank(2 * LAYERS)
+    x, depth = layer(tensors[0], tensors[1:6], Depth(bank), True, None)
+    x, depth = layer(x, tensors[6:11], depth, True, None)
+    storage = weakref.ref(bank.entries_n2btke.untyped_storage())
+    total, sums = x.sum(), bank.sums
+    del x, depth, bank
+    assert storage() is not None
+    total.backward()
+    assert storage() is None
+    assert sums.sums_n2btke is None
+
+
+def test_without_gradients_the_entries_are_the_same() -> None:
+    tensors = weights()
+    with torch.no_grad():
+        found = loss(tensors, True)
+    torch.testing.assert_close(found, loss(tensors, False).detach())
+    assert not found.requires_grad
+
+
+def test_a_limited_list_has_the_newest_entries() -> None:
+    pairs = [(torch.full((1, 1, 1, 1), float(j)), torch.full((1, 1, 1, 1), -float(j))) for j in range(4)]
+    depth = Depth(Bank(4))
+    for pair in pairs:
+        depth = depth.append(*pair, slots=2)
+    assert (len(depth), depth.start, depth.end) == (2, 2, 4)
+    assert [(key.item(), value.item()) for key, value in depth] == [(2, -2), (3, -3)]
+    assert depth[0][0].item() == 2
+    assert depth.entries_n2btke.flatten().tolist() == [2, -2, 3, -3]

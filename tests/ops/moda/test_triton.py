@@ -1,0 +1,177 @@
+"""The outputs and all gradients of the Triton kernels of moda_depth equal those of the PyTorch reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from depthlm.ops.backend import using
+from depthlm.ops.moda.bank import depth_of
+from depthlm.ops.moda.cpu import moda_depth, moda_depth_backward
+from depthlm.ops.moda.merge import merged_attention
+
+from ..compiling import compile_kernels
+
+triton_ops = pytest.importorskip("depthlm.ops.moda.triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def tensors(n: int, kv_heads: int, groups: int, t: int, e: int, b: int = 2) -> list[Tensor]:
+    """Return grad_bhte, q_bhte, out_bhte, lse_bht, grad_q_bhte, entries_n2btke and their sums, as in a decoder."""
+    h = kv_heads * groups
+    grad, q, out, grad_q = (normal(b, t, h, e, seed=j).transpose(1, 2) for j in range(4))
+    entries, sums = (normal(n, 2, b, t, kv_heads, e, seed=j) for j in (4, 5))
+    return [grad, q, out, normal(b, h, t, seed=99), grad_q, entries, sums]
+
+
+def results(kernels: str, inputs: list[Tensor], fresh: int = 0) -> list[Tensor]:
+    """Return the merged context and log-sum-exp, the gradient of q, and the sums of the gradients of the entries."""
+    grad, q, out, lse, grad_q, entries, sums = inputs
+    summed = sums.clone()
+    # values that are not replaced make the result NaN
+    summed[:fresh] = torch.nan
+    with using(kernels):
+        context, merged = moda_depth(q, out, lse, entries)
+        total = moda_depth_backward(grad, q, context, merged, grad_q, entries, summed, fresh)
+    return [context, merged, total, summed]
+
+
+def assert_same(inputs: list[Tensor], tolerance: float = 1e-5, fresh: int = 0) -> None:
+    found, expected = results("triton", inputs, fresh), results("torch", [x.double() for x in inputs], fresh)
+    assert found[1].is_contiguous()
+    for x, y, dtype in zip(found, expected, [inputs[1].dtype, torch.float32, inputs[1].dtype, None], strict=True):
+        assert x.shape == y.shape
+        assert dtype in (x.dtype, None)
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 9), t=st.integers(1, 9),
+    e=st.integers(1, 40), fresh=st.integers(0, 7),
+)  # fmt: skip
+def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int, fresh: int) -> None:
+    assert_same(tensors(n, kv_heads, groups, t, e), fresh=min(fresh, n))
+
+
+@pytest.mark.parametrize(("n", "groups", "e"), [(1, 1, 8), (2, 8, 256), (2, 16, 256), (1, 40, 4)])
+def test_smallest_and_largest_shapes(n: int, groups: int, e: int) -> None:
+    assert_same(tensors(n, 1, groups, 3, e, b=1), 2e-5, fresh=1)
+
+
+def test_a_hundred_entries() -> None:
+    assert_same(tensors(100, 1, 2, 3, 4, b=1), fresh=60)
+
+
+def test_a_range_of_a_bank() -> None:
+    """Entries and sums are slices, and the sums around them keep their values."""
+    *queries, bank, all_sums = tensors(6, 2, 3, 5, 8)
+    before = all_sums.clone()
+    with using("triton"):
+        context, merged = moda_depth(queries[1], *queries[2:4], bank[2:5])
+        moda_depth_backward(queries[0], queries[1], context, merged, queries[4], bank[2:5], all_sums[2:5], 1)
+    expected = results("torch", [*queries, bank[2:5], before[2:5]], fresh=1)
+    torch.testing.assert_close(all_sums[2:5], expected[3], rtol=1e-5, atol=1e-5)
+    assert torch.equal(all_sums[[0, 1, 5]], before[[0, 1, 5]])
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(DEVICE == "cpu", reason="GPU"))]
+)
+def test_16_bit_inputs(kind: torch.dtype) -> None:
+    inputs = tensors(5, 2, 2, 7, 16)
+    assert_same([x if x.ndim == 3 else x.to(kind) for x in inputs], 1e-2, fresh=2)
+
+
+def test_inputs_may_have_different_dtypes() -> None:
+    grad, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 5, 8)
+    assert_same([grad, q.half(), out.half(), lse, grad_q, entries, sums], 5e-3)
+    assert_same([grad.half(), q, out, lse, grad_q, entries.half(), sums.half()], 1e-2)
+
+
+def test_memory_layouts_do_not_matter() -> None:
+    _, q, out, lse, grad_q, entries, sums = tensors(3, 2, 2, 5, 8)
+    wide = torch.cat([entries, entries], -1)[..., 8:]
+    # the layout of the log-sum-exp of flash attention on a CPU
+    turned = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    grad = normal(2, 1, 1, 8).expand(2, 4, 5, 8)
+    assert_same([grad, q.contiguous(), out.contiguous(), turned, grad_q.contiguous(), wide, sums])
+
+
+def test_large_scores_stay_finite() -> None:
+    grad, q, out, lse, grad_q, entries, sums = tensors(3, 1, 2, 4, 8)
+    entries[:, 0] *= 30
+    assert_same([grad, 30 * q, out, 30 * lse, grad_q, entries, sums], 2e-3)
+
+
+def test_results_are_bitwise_reproducible() -> None:
+    inputs = tensors(4, 2, 3, 9, 8)
+    for x, y in zip(*(results("triton", inputs) for _ in range(2)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="flash attention on a GPU takes 16 bits only")
+def test_attention_over_sequence_and_depth() -> None:
+    """The autograd function over both parts, with an entry that is used twice."""
+    q = tensors(1, 2, 3, 6, 8)[1]
+    k, v, *entries = (normal(2, 6, 2, 8, seed=j).transpose(1, 2) for j in range(7))
+    found = []
+    for kernels in ("triton", "torch"):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, *entries)]
+        pairs = [(inputs[3], inputs[4]), (inputs[5], inputs[6]), (inputs[3], inputs[4]), (inputs[1], inputs[7])]
+        with using(kernels):
+            output = merged_attention(*inputs[:3], depth_of(pairs))
+            found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_operators_pass_opcheck() -> None:
+    grad, q, out, lse, grad_q, entries, sums = tensors(2, 1, 2, 3, 4, b=1)
+    torch.library.opcheck(triton_ops.forward, (q, out, lse, entries))
+    context, merged = triton_ops.forward(q, out, lse, entries)
+    torch.library.opcheck(triton_ops.backward, (grad, q, context, merged, grad_q, entries, sums, 1))
+
+
+def test_unsupported_arguments_are_refused() -> None:
+    grad, q, out, lse, grad_q, entries, sums = tensors(1, 2, 2, 3, 4)
+    wide, wide_lse, wide_entries = normal(1, 1, 1, 300), normal(1, 1, 1), normal(1, 2, 1, 1, 1, 300)
+    refused: list[tuple[Any, type[Exception], str]] = [
+        ((wide, wide, wide_lse, wide_entries), ValueError, "head size 300 is above 256"),
+        ((q, out, lse, entries.double()), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
+        ((q, out, lse.double(), entries), ValueError, "torch.float64 is not fp32, fp16 or bf16"),
+        ((q, out, lse[..., 1:], entries), ValueError, r"lse is \[2, 4, 2\], must be \[2, 4, 3\]"),
+        ((q, out, lse, entries[:, :, :, 1:]), ValueError, r"entries is \[1, 2, 2, 2, 2, 4\], must be"),
+        (
+            (q[:, 1:], out[:, 1:], lse[:, 1:], entries),
+            ValueError,
+            "3 query heads, must be a multiple of the 2 key/value heads",
+        ),
+        ((q, out.to("meta"), lse, entries), ValueError, "out is on meta, must be on"),
+    ]
+    for arguments, error, message in refused:
+        with using("triton"), pytest.raises(error, match=message):
+            moda_depth(*arguments)
+    with using("triton"), pytest.raises(ValueError, match=r"sums is \[1, 1, 2, 3, 2, 4\], must be"):
+        moda_depth_backward(grad, q, out, lse, grad_q, entries, sums[:, 1:])
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_gpus() -> None:
+    names = ("q", "out", "entries", "context", "grad", "grad_q", "total", "sums")
+    types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
+    types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
+    types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
+    kernels = []
+    for e, groups in ((64, 4), (128, 3), (256, 16)):
+        for name in ("_forward", "_backward"):
+            tiles = triton_ops.tile_sizes(e, groups, name == "_backward")
+            kernels.append((name, types, {"SCALE": e**-0.5, "K": 4, "G": groups, "E": e, **tiles}))
+    compile_kernels("depthlm.ops.moda.triton", kernels)

@@ -1,0 +1,64 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from depthlm.ops.functions import GatedProjection, linear_joined, linear_together, rms_norm
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_rms_norm_equals_pytorch():
+    x, weight, grad = random(3, 5, 8), random(8, seed=1), random(3, 5, 8, seed=2)
+    assert torch.autograd.gradcheck(rms_norm, (x.requires_grad_(), weight.requires_grad_(), 1e-5))
+    results = []
+    for function in (rms_norm, lambda x, w, eps: F.rms_norm(x, (8,), w, eps)):
+        inputs = [t.detach().float().requires_grad_() for t in (x, weight)]
+        y = function(*inputs, 1e-5)
+        results.append((y, *torch.autograd.grad(y, inputs, grad.float())))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rms_norm_computes_in_fp32():
+    x, weight = random(64, 256).bfloat16(), torch.ones(256)
+    expected = F.rms_norm(x.float(), (256,), weight, 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.bfloat16(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gated_projection_equals_its_definition(with_bias):
+    gate, up, weight = random(2, 3, 8), random(2, 3, 8, seed=1), random(4, 8, seed=2)
+    inputs = [x.requires_grad_() for x in (gate, up, weight)] + [
+        random(4, seed=3).requires_grad_() if with_bias else None
+    ]
+    torch.testing.assert_close(GatedProjection.apply(*inputs), F.linear(F.silu(gate) * up, weight, inputs[3]))
+    assert torch.autograd.gradcheck(GatedProjection.apply, inputs)
+
+
+def test_the_gated_projection_rounds_like_autocast():
+    gate, up = (random(3, 8, seed=seed).bfloat16().requires_grad_() for seed in range(2))
+    weight, bias = (x.float().requires_grad_() for x in (random(4, 8), random(4)))
+    results = []
+    for function in (GatedProjection.apply, lambda g, u, w, b: F.linear(F.silu(g) * u, w, b)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = function(gate, up, weight, bias)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (gate, up, weight, bias))))
+    for ours, expected in zip(*results, strict=True):
+        assert ours.dtype == expected.dtype
+        # PyTorch sums the gradient of the bias in bf16
+        torch.testing.assert_close(ours, expected, rtol=1e-2 if ours.shape == bias.shape else 0, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_for_several_layers_equals_one_for_each(bias):
+    layers = [torch.nn.Linear(8, width, bias=bias, dtype=torch.float64) for width in (6, 3, 1)]
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    x = random(2, 5, 8).requires_grad_()
+    results = []
+    for function in (linear_joined, linear_together):
+        outputs = function(x, *layers)
+        results.append((*outputs, *torch.autograd.grad(sum(y.sin().sum() for y in outputs), [x, *weights])))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
