@@ -2,8 +2,9 @@
 
     h = sum_j alpha_j b_j,  alpha = softmax_j(w . RMSNorm(b_j))
 
-before each sublayer, with its query w. The sources b_j are sums of `block_size` sublayer outputs, and b_0 is the
-embedding. From the second sublayer of a block on, the newest source is the running sum of that block.
+before each sublayer, and once more before the final norm, each time with a query w and a weight of the norm of its own.
+The sources b_j are sums of `block_size` sublayer outputs, and b_0 is the embedding. From the second sublayer of a block
+on, the newest source is the running sum of that block.
 
     [b_0, ..., b_{n-1}, running sum] --attention over depth--> h -> sublayer -> output --(+)--> running sum
                                                                                   or new block: [..., b_n, output]
@@ -26,7 +27,7 @@ from depthlm.ops.depth_reduce import source_scores, weighted_sum
 
 
 class State(NamedTuple):
-    """blocks: b_0, ..., b_{n-1}, the last of which may be the running sum.
+    """blocks: all sources; within a block, the last one is its running sum.
 
     ahead: of each later read of a phase: out_btd over the sources that were fixed when it began, query_d and lse_bt.
     """
@@ -65,6 +66,7 @@ class AttentionResiduals(Connection):
             boolean(key_norm=key_norm),
         )
         self.block_size = block_size or default_block_size(spec)
+        # eps is None if the keys are not normalized
         self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
         self.num_sources = 1 + -(-spec.sublayer // self.block_size)
         self.begins_block = spec.sublayer % self.block_size == 0
@@ -83,7 +85,8 @@ class AttentionResiduals(Connection):
             self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        # with a zero query, h is initially the mean of the sources, as in the paper
+        # a zero query gives equal weights: h is initially the mean of the sources, as in the paper; with sigmoid, half
+        # their sum
         tensor.fill_(1.0 if name == "key_norm" else 0.0)
 
     def open(self, embedding_btd: Tensor) -> State:
@@ -128,7 +131,7 @@ class Projection(nn.Linear):
 
 
 def default_block_size(spec: SublayerSpec) -> int:
-    """Return the block size for eight blocks, as the paper recommends. The last block may be shorter."""
+    """Return the block size that gives at most eight blocks; the paper recommends about eight."""
     return -(-2 * spec.num_layers // 8)
 
 
@@ -149,9 +152,10 @@ def add_sources(partial: Partial, recent: Sequence[Tensor], eps: float | None, b
 
 
 def read_cost(size: Size, num_sources: int, scored: bool = True) -> Cost:
-    """Return the cost of a score and a weighted addition per source (Depth-Attention, appendix B.4).
+    """Return the cost of a score and a weighted addition per source (Depth-Attention, arXiv 2606.05014, appendix B.4).
 
-    Sources are read for the scores and for the sum, and the sum is written.
+    Sources are read for the scores and for the sum, and the sum is written. As in that appendix, the loads that reading
+    ahead saves do not count.
     """
     passes = 2 if scored else 1
     return Cost(2.0 * passes * num_sources * size.hidden_size, float(size.hidden_size * (passes * num_sources + 1)))

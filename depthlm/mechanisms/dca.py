@@ -4,7 +4,8 @@
 
 before block t, where a block is one layer and its output is attention + MLP without the skip:
 
-    GRN-v1 (section 3.1): beta_j = b_j, a scalar     v2: beta_j = b_j in R^D     v3: beta_j = relu(b_j + w_j . G_j)
+    GRN-v1 (section 3.1): beta_j = b_j, a scalar     v2: beta_j = b_j in R^D
+    v3: beta_j = relu(b_j + w_j . G_j) with b_j and w_j in R^D; the score w_j . G_j is added to every dimension
 
 In DeepCrossAttention (section 3.2), q, k and v are three such reads, each with its own b and w.
 
@@ -35,7 +36,7 @@ from depthlm.ops.depth_reduce import source_scores, weighted_sum
 class State(NamedTuple):
     """blocks: G. attention, mlp_input: of the current block, between its attention and its MLP.
 
-    ahead: of each later read of a phase, g_sbtd of its inputs over the blocks that existed when the phase began.
+    ahead: for each later reader of a phase, its partial sums g_sbtd over the blocks that existed when the phase began.
     """
 
     blocks: tuple[Tensor, ...]
@@ -45,7 +46,7 @@ class State(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """g: the first input, to which the output of the attention is added. ahead: as in `State`."""
+    """g: g_q, or the only input of a GRN, to which the output of the attention is added. ahead: as in `State`."""
 
     g: Tensor
     ahead: tuple[Partial, ...] = ()
@@ -59,7 +60,7 @@ class DeepCrossAttention(Connection):
     version: 1, 2 or 3, of GRN.
     last_k: k; G is then [embedding, sum of the older outputs, the last k outputs]; None: G contains all outputs.
     own_embedding: with last_k, whether the embedding is a source of its own; if not, it is added to the older outputs.
-    gate: for v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w gets no gradient at 0.
+    gate: for v3; relu_of_sum, as above, or printed, the paper's b_j + relu(w_j . G_j), whose w stays at its initial 0.
     w: for v3; per_source, which matches the paper's parameter counts, or shared by all sources, as in the paper's text.
     separate_qkv: whether q, k and v have separate reads; if not, it is a GRN.
     """
@@ -100,8 +101,8 @@ class DeepCrossAttention(Connection):
         if version == 3:
             self.w = nn.Parameter(torch.empty(self.num_inputs, 1 if w == "shared" else n, *widths))
         self.optimizer_settings = {name: {"weight_decay": 0.0} for name, _ in self.named_parameters()}
-        # the fused operators read all inputs in one pass; with last_k, the sum of the older outputs changes at every
-        # block, so that only the reads of one block can share it
+        # the fused operators compute all inputs in one pass; with last_k, the sum of the older outputs changes at every
+        # block, so a pass cannot serve later blocks
         self.is_fused = version == 1 or (version == 3 and gate == "relu_of_sum")
         if self.is_fused and last_k is None:
             self.ahead = ReadAhead(self, self.begin, self.extend, num_fixed=n)
@@ -114,6 +115,7 @@ class DeepCrossAttention(Connection):
 
     def read(self, state: State, weights: Sequence[Tensor] | None = None) -> tuple[Inputs, Carry | None]:
         if self.spec.kind == "mlp":
+            # computed by the write of the attention
             assert state.mlp_input is not None
             return (state.mlp_input,), None
         ahead: tuple[Partial, ...] = ()
@@ -133,6 +135,7 @@ class DeepCrossAttention(Connection):
         if self.spec.kind == "mlp" or self.version < 3:
             return None
         betas = []
+        # the same gates as in `combine` and in the operator
         for i, b_nd in enumerate(self.b):
             b, score = b_nd[:, None, None], self.scores(state, i)[..., None]
             betas.append((b + score).relu() if self.gate == "relu_of_sum" else b + score.relu())

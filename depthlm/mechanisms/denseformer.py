@@ -1,8 +1,9 @@
-"""DenseFormer (arXiv 2402.02622): each block's input is a learned average of all earlier block outputs.
+"""DenseFormer (arXiv 2402.02622): each block's input is a weighted sum of earlier block outputs.
 
     Y_i = sum_{j <= i} a_ij X_j
 
-with the embedding X_0, the output X_i of block i before its average, and the input Y_i of block i + 1:
+with the embedding X_0 = Y_0, the output X_i of block i before its average, and the input Y_i of block i + 1; the last
+Y_i goes to the final norm. The paper calls the sum an average, but its weights need not sum to 1.
 
     X_0 ... X_{i-1} -----------------------------.
     h = Y_{i-1} -> attention -> + -> MLP -> + -> X_i -> a_i . X -> Y_i
@@ -26,7 +27,7 @@ from depthlm.ops.denseformer.naive import weighted_reads
 class State(NamedTuple):
     """blocks: X_0, ..., X_i. h: Y_i between blocks, else the residual stream within block i + 1.
 
-    ahead: of each later average of a phase, its sum over the blocks that existed at the first one.
+    ahead: of each later average of a phase, its sum over the blocks that existed when the phase began.
     """
 
     blocks: tuple[Tensor, ...]
@@ -49,7 +50,9 @@ class DenseFormer(Connection):
         if period > spec.num_layers:
             raise ValueError(f"period={period}: the {spec.num_layers} layers end before the first average")
         if dilation > spec.num_layers:
-            raise ValueError(f"dilation={dilation}: no average of {spec.num_layers} layers reads that far below itself")
+            raise ValueError(
+                f"dilation={dilation}: every average of {spec.num_layers} layers would read only its own block"
+            )
         block = spec.layer + 1
         self.sources: range | None = None
         if spec.kind == "mlp" and block % period == 0:
@@ -57,11 +60,12 @@ class DenseFormer(Connection):
             n = len(self.sources)
             self.a = nn.Parameter(torch.empty(n))
             self.cost = Cost(2.0 * size.hidden_size * n, float(size.hidden_size * (n + 1)))
-            # with a dilation, consecutive averages read different sources
+            # with a dilation, the sources of an average do not begin with those of the one before
             self.ahead = ReadAhead(self, self.begin, self.extend, n) if dilation == 1 else None
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
-        tensor[-1] = 1.0  # Y_i = X_i: initially the decoder equals vanilla
+        # the others are zero: Y_i = X_i, so initially the decoder equals vanilla
+        tensor[-1] = 1.0
 
     def open(self, embedding_btd: Tensor) -> State:
         return State((embedding_btd,), embedding_btd)

@@ -1,8 +1,9 @@
 """Hyper-connections (arXiv 2409.19606): n residual streams with learned maps between them.
 
-    X <- H_res X + H_post^T f(H_pre X),  H = static + s * tanh(norm(X) W)
+    X <- H_res X + H_post^T f(H_pre X),  H = static + s * tanh(RMSNorm(X) W)
 
-for each of H_pre, H_post and H_res. X_btnd are n streams of width D, which start as copies of the embedding:
+for each of H_pre, H_post and H_res, with columns of W in R^D of its own; H_pre and H_res share one s. The norm is that
+of each stream, without a weight. X_btnd are n streams of width D, which start as copies of the embedding:
 
     X_btnd --+-> H_pre X -> sublayer f -> H_post^T -(+)-> X_btnd
              `-> H_res X ----------------------------'
@@ -55,7 +56,7 @@ class Carry(NamedTuple):
 
 
 class HyperConnections(Connection):
-    """Hyper-connections. The static maps initially equal vanilla. The dynamic part depends on each stream.
+    """Hyper-connections. They initially equal vanilla: each sublayer reads one stream and writes to all, and W is zero.
 
     num_streams: n.
     dynamic: whether the maps have a dynamic part. Without one, PyTorch runs for any choice of kernels.
@@ -168,10 +169,12 @@ def rebuilds(connection: Connection, streams_btnd: Tensor) -> bool:
 
 
 def stream_cost(n: int, d: int, maps_flops: float) -> Cost:
-    """Return the cost of H_pre X, H_res X and H_post^T y, and of the maps.
+    """Return the cost of H_pre X, H_res X and H_post^T y, and of the maps, without Sinkhorn-Knopp.
 
-    X, the input and the output are read and written, less the residual connection's 3 D. The Depth-Attention paper
-    (appendix B.5) counts 23 D for n = 4.
+    Values, if each of them runs alone: the maps read X (n D); H_pre X reads X and writes the input (n + 1); H_res X
+    reads and writes n streams (2 n); the write of y reads it and n streams, and writes n streams (2 n + 1). These
+    are 6 n + 2, less the 3 of a residual connection. With n = 4 this gives the total of Depth-Attention (appendix
+    B.5), which has no breakdown.
     """
     return Cost(2.0 * d * (2 * n + n * n) + maps_flops, float(d * (6 * n + 2 - 3)))
 

@@ -1,8 +1,9 @@
-"""mHC, manifold-constrained hyper-connections (arXiv 2512.24880): maps that preserve the magnitude of the signal.
+"""mHC, manifold-constrained hyper-connections (arXiv 2512.24880): a mixing map that keeps the mean of the streams.
 
     X <- H_res X + H_post^T f(H_pre X)
-    x' = RMSNorm(vec X);  m = alpha * (x' phi) + b, with an alpha for each map
-    H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post), H_res = Sinkhorn-Knopp(exp(m_res)), nearly doubly stochastic
+    m = alpha * (phi RMSNorm(vec X)) + b,  phi: (n^2 + 2n) x nD, with an alpha for each map
+    H_pre = sigmoid(m_pre), 1 x n;  H_post = 2 sigmoid(m_post), 1 x n
+    H_res = Sinkhorn-Knopp(exp(m_res)), n x n, nearly doubly stochastic, so that it does not increase the norm of X
 
 X_btnd are n streams of width D, as in hyper_connections, which start as copies of the embedding:
 
@@ -42,6 +43,9 @@ from depthlm.ops.mhc.naive import mhc_maps, mhc_post_pre
 class ManifoldHyperConnections(Connection):
     """Hyper-connections whose H_res is nearly doubly stochastic.
 
+    They are initially nearly vanilla: alpha = 0.01 leaves the maps nearly constant, the streams are equal, and every
+    output is added to each of them with weight 1.
+
     num_streams: n.
     iterations: the number of Sinkhorn-Knopp iterations.
     collapse: as in HyperConnections.
@@ -79,7 +83,8 @@ class ManifoldHyperConnections(Connection):
         elif name == "bias":
             pre, _, res = tensor.split(self.widths)
             n = self.num_streams
-            if n > 1:  # nearly vanilla: H_pre = 1/n, H_post = 1, H_res = 0.99 on the diagonal
+            # H_pre = 1/n, H_post = 1 (its bias is 0), H_res = 0.99 on the diagonal; with one stream, H_pre = 1/2
+            if n > 1:
                 pre.fill_(-math.log(n - 1))
                 res.fill_(math.log(0.01 / (n - 1)))
                 res.view(n, n).fill_diagonal_(math.log(0.99))

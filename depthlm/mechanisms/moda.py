@@ -1,5 +1,11 @@
 """Mixture-of-Depths Attention, MoDA (arXiv 2603.15619): one softmax over the sequence and over depth.
 
+    o_i = softmax([q_i . k_1, ..., q_i . k_i, q_i . key_1, ..., q_i . key_n] / sqrt(e)) . [v_1, ..., v_i, value_1, ...]
+
+for the query at position i, with n depth entries (key_j, value_j) of earlier sublayers at position i. Layer 0 has none.
+The keys and values of a layer are an entry only for later layers. Projections of entries start like all matrices, so
+the decoder does not initially equal vanilla.
+
 Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 """
 
@@ -29,7 +35,7 @@ class Moda(SelfAttention):
             `-> (k, v), a depth entry of later layers
     MLP input -> ffn_k_proj, ffn_v_proj -> (k, v), the next depth entry
 
-    depth_kv: whether the sequence keys and values of an attention are its depth entry.
+    depth_kv: whether the sequence keys and values of an attention are its depth entry; without effect with attn_kv.
     ffn_kv: whether each MLP adds an entry, projected from its input; its key gets this layer's K-norm and RoPE.
     attn_kv: whether an attention has a separate projection for its depth entry, even if depth_kv is false.
     last_layer_kv: whether the last layer has these projections although no layer reads them. With loops it always has.
@@ -57,9 +63,11 @@ class Moda(SelfAttention):
             at_least(1, slots=slots, optional=True),
         )
         self.depth_kv, self.slots = depth_kv, slots
-        read = spec.layer < spec.num_layers - 1 or spec.loops > 1
-        self.ffn_kv, self.attn_kv = (wanted and (read or last_layer_kv) for wanted in (ffn_kv, attn_kv))
-        # the sublayers that add a depth entry, in their order
+        self.is_read_later = spec.layer < spec.num_layers - 1 or spec.loops > 1
+        projects = self.is_read_later or last_layer_kv
+        self.ffn_kv, self.attn_kv = ffn_kv and projects, attn_kv and projects
+        # the sublayers of a layer that add an entry, in their order. Every layer adds all of them, but the last one in
+        # the last loop adds none: open_depth, keep, figures, num_entries and held_values count on it
         self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
         widths, bias = (self.key_size, self.head_size), backbone.attention_bias and not self.is_latent
         shapes = [(size.hidden_size, self.num_kv_heads * width, bias) for width in widths]
@@ -109,7 +117,10 @@ class Moda(SelfAttention):
         return self.keep(depth, *projected) if projected else depth
 
     def entry(self, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """Return the entry k_bkte, v_bkte of k_bt(ke), v_bt(ke). The key gets the K-norm of this layer and RoPE."""
+        """Return the entry k_bkte, v_bkte of k_bt(ke), v_bt(ke). The key gets the K-norm of this layer and RoPE.
+
+        Latent attention has neither.
+        """
         if self.is_latent:
             k_bkte = k.unflatten(-1, (-1, self.key_size)).transpose(1, 2)
         else:
@@ -171,7 +182,10 @@ class Moda(SelfAttention):
         return values * (self.num_entries() + self.ffn_kv + self.attn_kv)
 
     def held_values(self) -> float:
-        """Return the projected keys and values, which are not in the KV cache, if the last layer still reads them."""
+        """Return the values of projected entries, which are not in the KV cache, that the last layer still reads."""
+        if not self.is_read_later:
+            return 0.0
+        # entries that later layers append before that read
         newer = len(self.entry_kinds) * max(self.spec.num_layers - 2 - self.spec.layer, 0)
         kept = self.ffn_kv + self.attn_kv
         if self.slots is not None:

@@ -19,10 +19,10 @@ Inputs = tuple[Tensor, ...]
 
 
 class Cost(NamedTuple):
-    """What a connection costs per token in one forward pass.
+    """What a connection costs per token in one forward pass, if each operation of its formula runs alone.
 
     flops: without those of its `nn.Linear` children. io_values: the activation values that it reads and writes beyond
-    those of the residual connection.
+    those of the residual connection. Fused operators move fewer.
     """
 
     flops: float = 0.0
@@ -92,7 +92,8 @@ class Connection(nn.Module):
         """Return the weights of the read that depend on the state, as one tensor or several.
 
         With them as constants, the inputs are a linear function of all outputs of earlier sublayers, and its
-        derivatives are the depth mixing matrix that `inspect` draws. None: the read is linear in any case.
+        derivatives are the depth mixing matrix that `inspect` draws. So whatever is not linear in the sources,
+        such as a norm of them, must be part of the weights. None: the read is linear in any case.
         """
         return None
 

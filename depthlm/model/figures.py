@@ -9,9 +9,9 @@ from torch import Tensor
 class Figure(NamedTuple):
     """An array that a connection or an attention returns for one place in depth, such as its weights over sources.
 
-    name: of the array and its picture, after that of the mechanism: `weights` of dca is dca_weights.
+    name: the array and the picture are called <mechanism>_<name>, such as dca_weights.
     axes: the name of each axis. One axis has any name, such as "source" or "layer": its entries are the columns of a
-        grid, whose rows are the places in depth. Without it, the values are a curve over depth. Others may be
+        grid, whose rows are the places in depth. Without such an axis, the values are a curve over depth. Others may be
         - "batch" and "token", which are averaged over; with `text=`, `inspect` also draws the tokens one by one;
         - "panel", first: each entry has a grid or a curve of its own, with a title in `panels`;
         - "head", and last "hidden", which are averaged over in the picture.
@@ -19,6 +19,7 @@ class Figure(NamedTuple):
         "query", "key" are a map of attention; keys beyond the number of queries are entries of depth.
     about: the content of the picture in one line.
     columns: what the columns are; "": the name of the axis.
+    panels: the titles of the panels.
     places: the column of each entry; (): 0, 1, ... An axis "layer" counts the layers with keys and values.
     """
 

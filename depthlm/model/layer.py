@@ -27,10 +27,11 @@ class Layer(nn.Module):
             `---------------------------state-----------------------'     `-------------state------------'
 
     With post-norm, the norm follows `output` and the MLP instead. The MLP may be a mixture of experts, and the
-    attention another mixer over the sequence. torch.compile takes `project`, `output` and `transform`, or with a short
-    connection `before_attention` and `after_attention`, which call them (see `depthlm.model.compilation`).
+    attention another mixer over the sequence. torch.compile compiles `project`, `output` and `transform`, or, where all
+    connections have `is_compiled`, `before_attention` and `after_attention`, which call them.
 
-    index: the place of the layer. num_inputs: of the attention and the MLP, how many their connections pass to them.
+    index: the place of the layer. num_inputs: the number of inputs that the connections of the attention and the MLP
+    return.
     """
 
     def __init__(self, index: int, attention: Mixer, size: Size, backbone: Backbone, num_inputs: tuple[int, int]):
@@ -55,10 +56,13 @@ class Layer(nn.Module):
         past: AttentionContext,
         observer: Observer = UNOBSERVED,
     ) -> tuple[State, DepthKV, Routing | None]:
-        """Return the state, the depth list, and the routing of a mixture of experts."""
+        """Return the state, the depth list, and the routing of a mixture of experts.
+
+        past: which earlier tokens are visible, and the cache.
+        """
         before_attention, after_attention = self.before_attention, self.after_attention
         if observer is not UNOBSERVED:
-            # torch.compile takes them without an observer
+            # an observer needs the methods of the class, since those of this layer may be compiled (compilation.py)
             before_attention = partial(Layer.before_attention, self, observer=observer)
             after_attention = partial(Layer.after_attention, self, observer=observer)
         projected, carry = before_attention(connections[0], state, rope)
@@ -71,7 +75,7 @@ class Layer(nn.Module):
     def before_attention(
         self, connection: Connection, state: State, rope: Rope | None, observer: Observer = UNOBSERVED
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Read for the attention. Return what `SelfAttention.project` makes of it, and the carry."""
+        """Read for the attention. Return the result of `SelfAttention.project`, and the carry."""
         observer.read(connection, state)
         inputs, carry = connection.read(state)
         return self.project(inputs, rope), carry
@@ -88,7 +92,7 @@ class Layer(nn.Module):
         """Write the output of the attention, and read and write for the MLP.
 
         context: what `attend` of the mixer returned.
-        Return the state, what `SelfAttention.project_mlp` makes of the input of the MLP, and the routing.
+        Return the state, the result of `SelfAttention.project_mlp` for the input of the MLP, and the routing.
         """
         for_attention, for_mlp = connections
         output_btd = self.output(context)
@@ -101,7 +105,7 @@ class Layer(nn.Module):
         return for_mlp.write(state, output_btd, carry), projected, routing
 
     def project(self, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
-        """Return what `SelfAttention.project` makes of the inputs of a connection."""
+        """Return the result of `SelfAttention.project` for the inputs of a connection."""
         if self.pre_norm:
             inputs = _normed(self.attention_norm, inputs)
         q_in, k_in, v_in = inputs if len(inputs) == 3 else inputs * 3
@@ -113,7 +117,7 @@ class Layer(nn.Module):
         return output_btd if self.pre_norm else self.attention_norm(output_btd)
 
     def transform(self, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, tuple[Tensor, ...], Routing | None]:
-        """Return output_btd of the MLP, what `SelfAttention.project_mlp` makes of its input, and the routing."""
+        """Return output_btd of the MLP, the result of `SelfAttention.project_mlp` for its input, and the routing."""
         if self.pre_norm:
             inputs = _normed(self.mlp_norm, inputs)
         output_btd, routing = self.mlp(inputs[0]) if isinstance(self.mlp, Mixture) else (self.mlp(inputs[0]), None)

@@ -3,7 +3,7 @@
 If the queries or weights of a read are parameters, they are known before the read. So the first reader of a phase reads
 all sources that exist at that time, for all readers of the phase. Each later reader adds only the sources that were
 written since (Attention Residuals, arXiv 2603.15031, section 4.2, where each block is a phase). A phase of 8 reads
-loads each old source once instead of 8 times.
+loads each old source once instead of 8 times. Here a phase is READS consecutive reads, regardless of blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 # reads per phase: with more reads, fewer passes over old sources, but more new sources that each read adds by itself
 READS = 8
 
-# what a reader has read so far: the output over some sources, and what adding more sources needs
+# what a reader has read so far: first the output over some sources, then what adding more sources needs
 Partial = tuple[Tensor, ...]
 
 
@@ -39,6 +39,7 @@ class ReadAhead:
     def link(self, connections: Sequence[Any]) -> None:
         """Find the phase of this reader. Phases are runs of consecutive readers, from the first reader on."""
         readers = [c for c in connections if c.ahead is not None]
+        # a reader with inputs for q, k and v makes three reads
         length = max(1, READS // readers[0].num_inputs)
         start = readers.index(self.reader) // length * length
         self.readers = readers[start : start + length]

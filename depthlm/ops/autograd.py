@@ -1,7 +1,7 @@
-"""What the operators use of autograd beyond its documented interface, all in one place.
+"""Private or little-known behavior of PyTorch that the operators rely on, all in one place.
 
-Each function says why it is safe and what in PyTorch uses the same. `tests/ops/test_autograd.py` fails where one of
-them stops working.
+Each function says why it is safe, and where it is private, which part of PyTorch relies on it too.
+`tests/ops/test_autograd.py` fails if one of them stops working.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ NO_PASS = -1
 def current_pass() -> int:
     """Return a number that identifies the running backward pass, NO_PASS outside of one.
 
-    A second backward pass through the same graph has another number, so that sums of the first are not added to. The
+    A second backward pass through the same graph has another number, so sums from the first pass are not reused. The
     function is private, but torch.utils.checkpoint and torch.autograd.graph.register_multi_grad_hook use it, and the
     numbers only need to differ between passes.
     """
@@ -24,7 +24,7 @@ def current_pass() -> int:
 
 
 def node_of(x: Tensor) -> Any:
-    """Return the node that computed x, or the tensor that x is a view of; None for an input.
+    """Return the autograd node that computed x (for a view, that of its base); None for a leaf.
 
     The node of an autograd function is its context, so attributes that a forward pass sets on `ctx` are found again on
     `grad_fn` of its outputs (torch.autograd.function.BackwardCFunction is a subclass of FunctionCtx). A node lives as
@@ -37,8 +37,8 @@ def node_of(x: Tensor) -> Any:
 def last_input_nodes(ctx: Any, count: int) -> list[Any]:
     """Return the nodes of the last `count` inputs of an autograd function, in its backward pass.
 
-    `next_functions` of a node, documented in torch.autograd.graph.Node, has one entry per input, in order. Under
-    activation checkpointing, tensors that the forward pass saved would be those of the recomputation, in another graph.
+    `next_functions` of a node, documented in torch.autograd.graph.Node, has one entry per input, in order. Saved
+    tensors would not do: under activation checkpointing they belong to the recomputation, which is another graph.
     """
     return [node for node, _ in ctx.next_functions[-count:]]
 

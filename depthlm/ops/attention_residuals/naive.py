@@ -6,6 +6,8 @@
 A read in two phases is exact (section 4.2): the (out, lse) over the old sources is the `start` of the read over the
 newer ones. A start counts as one more source with score lse and value out.
 
+This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
+
 Shapes: s reads, n sources, p positions (any leading dimensions), d width.
 """
 

@@ -2,6 +2,8 @@
 
 A sum in two phases is exact: the result over the old sources is the `start` of the sum over the newer ones.
 
+This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
+
 Shapes: s reads, n sources, p positions (any leading dimensions), d width.
 """
 

@@ -2,6 +2,8 @@
 
     qbar = mean of the head's queries;    alpha = softmax_j(qbar . k_j / sqrt(e));    vmix = sum_j alpha_j v_j
 
+This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
+
 Shapes: b batch, t tokens, h query heads, k key/value heads, e head size, n sources and the layer itself.
 """
 

@@ -2,6 +2,8 @@
 
 As in `depthlm.ops.mhc`, a write only passes on its arguments, and the next read performs both.
 
+This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
+
 Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, m = n + 2 width of the projection of a
 stream: its parts of H_pre and H_post, and its column of H_res.
 """

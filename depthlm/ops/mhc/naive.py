@@ -3,6 +3,8 @@
 A separate write would store n streams that the next read loads again at once. So a write only passes on its arguments,
 and the next read performs both.
 
+This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
+
 Shapes: b batch, t tokens, n streams, i new stream, j old stream, d hidden size, w = n d, m = n (n + 2) width of the
 projection: n columns of H_pre, n of H_post, n^2 of H_res.
 """
