@@ -1,7 +1,8 @@
 """`weighted_reads` in PyTorch, chunk by chunk. Each source is loaded once for all reads.
 
-It takes 1.25 times as long as the definition (benchmarks/definitions.py), but keeps no copy of the sources for the
-backward pass: the definition stacks them for each read, which at 24 layers are 114 copies of a hidden state.
+Its time is 0.6 to 0.7 times that of the definition on one thread, and 1.25 times on two (8 reads, fp32, forward and
+backward). It stays because it keeps no copy of the sources for the backward pass: the definition stacks them for each
+read, 100 MiB for 25 sources of 2048 positions and width 512.
 
 Shapes: s reads, n sources, p positions (any leading dimensions), c positions of a chunk, d width.
 """
