@@ -33,7 +33,13 @@ MODELS = {
 }
 STAGES = ("zero1", "zero2", "zero3", "zero3_offload")
 QUICK = [("zero1", "bf16", "kimi_linear"), ("zero2", "bf16", "hyper_connections"), ("zero3", "bf16", "mhc")]
-ALL = [(stage, precision, model) for stage in STAGES for precision in ("bf16", "fp16") for model in MODELS]
+ALL = [
+    (stage, precision, model)
+    for stage in STAGES
+    for precision in ("bf16", "fp16")
+    for model in MODELS
+    if model == "mhc" or (stage, precision) == ("zero3", "bf16")
+]
 # every stage, and every model
 SOME = [(stage, model) for stage in STAGES for model in MODELS if stage == "zero3" or model == "mhc"]
 SCALE = 2**8
@@ -100,7 +106,8 @@ def test_updates_equal_adamw_in_fp32_on_the_same_gradients(
     assert rounded.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(("stage", "model"), cases([("zero3", "mhc")], SOME))
+# at ZeRO 1, one run for each of the nine parameters of mhc takes half a minute
+@pytest.mark.parametrize(("stage", "model"), cases([("zero3", "mhc")], [("zero1", "kimi_linear"), *SOME[1:]]))
 def test_the_forward_pass_reads_them_in_fp32_from_the_first_step(small_run: Overrides, stage: str, model: str) -> None:
     overrides = small_run(f"deepspeed={stage}", "precision=bf16", *MODELS[model])
 
