@@ -51,7 +51,7 @@ class DenseFormer(Connection):
             raise ValueError(f"period={period}: the {spec.num_layers} layers end before the first average")
         if dilation > spec.num_layers:
             raise ValueError(
-                f"dilation={dilation}: every average of {spec.num_layers} layers would read only its own block"
+                f"dilation={dilation}: no average of {spec.num_layers} layers reads that far below itself"
             )
         block = spec.layer + 1
         self.sources: range | None = None
