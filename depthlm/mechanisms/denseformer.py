@@ -50,9 +50,7 @@ class DenseFormer(Connection):
         if period > spec.num_layers:
             raise ValueError(f"period={period}: the {spec.num_layers} layers end before the first average")
         if dilation > spec.num_layers:
-            raise ValueError(
-                f"dilation={dilation}: no average of {spec.num_layers} layers reads that far below itself"
-            )
+            raise ValueError(f"dilation={dilation}: no average of {spec.num_layers} layers reads that far below itself")
         block = spec.layer + 1
         self.sources: range | None = None
         if spec.kind == "mlp" and block % period == 0:
