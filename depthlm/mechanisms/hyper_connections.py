@@ -21,19 +21,11 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, boolean, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.hyper_connections.cpu import Dynamic, Static
-from depthlm.ops.hyper_connections.naive import hyper_maps, hyper_post_pre
-from depthlm.ops.mhc.cpu import Pending, read_streams, write_streams
+from depthlm.ops.hyper_connections.cpu import Dynamic, Static, hyper_maps
+from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.cpu import Maps, Pending, read_streams, write_streams
 
 COLLAPSES = ("mean", "sum", "learned")
-
-
-class Maps(NamedTuple):
-    """H_pre, H_post and H_res of every token."""
-
-    pre_btn: Tensor
-    post_btn: Tensor
-    res_btij: Tensor
 
 
 class State(NamedTuple):
@@ -111,7 +103,7 @@ class HyperConnections(Connection):
         return (input_btd,), Carry(*carry)
 
     def weights(self, state: State) -> Maps | None:
-        return None if self.spec.kind == "final" else Maps(*hyper_maps(state.written(), *self.parts(), self.eps))
+        return None if self.spec.kind == "final" else hyper_maps(state.written(), *self.parts(), self.eps)
 
     def parts(self) -> tuple[Static, Dynamic | None]:
         """Return the parameters of the static maps and of the dynamic ones."""

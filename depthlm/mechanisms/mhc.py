@@ -23,7 +23,6 @@ from depthlm.mechanisms.hyper_connections import (
     COLLAPSES,
     Carry,
     Collapse,
-    Maps,
     State,
     copies,
     map_figures,
@@ -36,8 +35,8 @@ from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size
 from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.mhc.cpu import Pending
-from depthlm.ops.mhc.naive import mhc_maps, mhc_post_pre
+from depthlm.ops.mhc.cpu import Maps, Pending, mhc_maps
+from depthlm.ops.mhc.naive import mhc_post_pre
 
 
 class ManifoldHyperConnections(Connection):
@@ -114,7 +113,7 @@ class ManifoldHyperConnections(Connection):
         if self.spec.kind == "final":
             return None
         phi = self.norm * self.phi
-        return Maps(*mhc_maps(state.written(), phi, self.alpha, self.bias, self.eps, self.iterations))
+        return mhc_maps(state.written(), phi, self.alpha, self.bias, self.eps, self.iterations)
 
     def write(self, state: State, output_btd: Tensor, carry: Carry) -> State:
         return State(carry.streams, Pending(output_btd, carry.post_btn, carry.res_btij))

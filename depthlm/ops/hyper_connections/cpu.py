@@ -27,9 +27,10 @@ def hyper_maps(x_btnd: Tensor, static: Static, dynamic: Dynamic | None, eps: flo
     static_pre_n, static_post_n, res = static
     pre, post = static_pre_n.expand(b, t, n), static_post_n.expand(b, t, n)
     if dynamic is None:
-        return pre, post, res.expand(b, t, n, n)
+        return Maps(pre, post, res.expand(b, t, n, n))
     w_md, scale = dynamic
     m_btnm = normed_projection(x_btnd, w_md, eps).tanh()
     s_pre_res, s_post = scale
     pre_btj, post_btj, res_btji = m_btnm.split((1, 1, n), dim=-1)
-    return pre + s_pre_res * pre_btj[..., 0], post + s_post * post_btj[..., 0], res + s_pre_res * res_btji.mT
+    pre, post = pre + s_pre_res * pre_btj[..., 0], post + s_post * post_btj[..., 0]
+    return Maps(pre, post, res + s_pre_res * res_btji.mT)

@@ -61,9 +61,9 @@ def hyper_maps(x_btnd: Tensor, static: Static, dynamic: Dynamic | None, eps: flo
     b, t, n, _ = x_btnd.shape
     pre_n, post_n, res_ij = static
     if dynamic is None:
-        return pre_n.expand(b, t, n), post_n.expand(b, t, n), res_ij.expand(b, t, n, n)
+        return Maps(pre_n.expand(b, t, n), post_n.expand(b, t, n), res_ij.expand(b, t, n, n))
     w_md, (s_0, s_1) = dynamic
     x_btnd = upcast(x_btnd)
     rms_btn1 = (x_btnd.square().mean(-1, keepdim=True) + eps).sqrt()
     m_btjm = ((x_btnd / rms_btn1) @ upcast(w_md).mT).tanh()
-    return pre_n + s_0 * m_btjm[..., 0], post_n + s_1 * m_btjm[..., 1], res_ij + s_0 * m_btjm[..., 2:].mT
+    return Maps(pre_n + s_0 * m_btjm[..., 0], post_n + s_1 * m_btjm[..., 1], res_ij + s_0 * m_btjm[..., 2:].mT)

@@ -15,8 +15,13 @@ from depthlm.ops.call import call
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write
 
-# pre_btn, post_btn and res_btij
-Maps = tuple[Tensor, Tensor, Tensor]
+
+class Maps(NamedTuple):
+    """H_pre, H_post and H_res of every token."""
+
+    pre_btn: Tensor
+    post_btn: Tensor
+    res_btij: Tensor
 
 
 class Pending(NamedTuple):
@@ -59,7 +64,7 @@ def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps:
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
     m_btm = alpha_m * normed_projection(x_btnd.flatten(2), phi_mw, eps) + bias_m
     pre, post, res = m_btm.split(widths, dim=-1)
-    return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
+    return Maps(pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations))
 
 
 def write_streams(x_btnd: Tensor, pending: Pending, rebuild: bool = False) -> Tensor:

@@ -90,7 +90,7 @@ def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps:
     rms_bt1 = (x_btw.square().mean(-1, keepdim=True) + eps).sqrt()
     parts, biases = ((x_btw / rms_bt1) @ upcast(phi_mw).mT).split((n, n, n * n), -1), bias_m.split((n, n, n * n))
     pre, post, res = (a * part + bias for a, part, bias in zip(alpha, parts, biases, strict=True))
-    return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations)
+    return Maps(pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations))
 
 
 def sinkhorn(logits_btij: Tensor, iterations: int) -> Tensor:
