@@ -147,13 +147,13 @@ def operator(
     name: str,
     *,
     triton: Callable[[], Callable[..., Any]],
-    cpu: Callable[[], Callable[..., Any]] | None = None,
+    cpu: Callable[..., Any] | None = None,
     unsupported: Callable[..., str | None] = lambda *_, **__: None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for the definition of an operator; the result chooses an implementation for each call.
 
-    triton: imports the function that runs Triton kernels, and returns it. cpu: the same for an implementation in
-    PyTorch that is faster than the definition; None: without Triton, the definition runs.
+    triton: imports the function that runs Triton kernels, and returns it. cpu: an implementation in PyTorch that is
+    faster than the definition; None: without Triton, the definition runs.
     unsupported: returns why the kernels do not support these arguments, or None.
     `inspect.unwrap` returns the definition. All of these functions have the same parameters.
     """
@@ -165,7 +165,7 @@ def operator(
                 return naive(*args, **kwargs)
             if fused(name, _tensors([*args, *kwargs.values()]), unsupported(*args, **kwargs)):
                 return triton()(*args, **kwargs)
-            return (naive if cpu is None else cpu())(*args, **kwargs)
+            return (cpu or naive)(*args, **kwargs)
 
         return run
 

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import expect
 from depthlm.ops.dtypes import common_dtype
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # reads of a launch: the code of a kernel is unrolled over them, and those that a launch lacks are skipped
 MAX_READS = 8

@@ -31,12 +31,7 @@ from depthlm.ops.reads_triton import (
     table_of,
 )
 from depthlm.ops.source_sums import reserve_sums, returned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # positions of a program of the softmax
 SOFTMAX_ROWS = 128

@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.attention_residuals.cpu import Start
+from depthlm.ops.attention_residuals.cpu import depth_attend as cpu
 from depthlm.ops.backend import operator
-
-
-def _cpu() -> Callable[..., Start]:
-    from depthlm.ops.attention_residuals.cpu import depth_attend
-
-    return depth_attend
 
 
 def _triton() -> Callable[..., Start]:
@@ -32,7 +27,7 @@ def _triton() -> Callable[..., Start]:
     return attend
 
 
-@operator("attention_residuals", triton=_triton, cpu=_cpu)
+@operator("attention_residuals", triton=_triton, cpu=cpu)
 def depth_attend(
     query_sd: Tensor,
     sources: Sequence[Tensor],

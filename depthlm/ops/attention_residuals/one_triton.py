@@ -12,12 +12,7 @@ from torch import Tensor
 from depthlm.ops.call import operator_name
 from depthlm.ops.reads_triton import COUNTS, address, addresses, aligned, load_at, narrow_dtype, store_at
 from depthlm.ops.source_sums import reserve_sums, returned
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # positions of a program
 ROWS = 16

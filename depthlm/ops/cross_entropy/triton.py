@@ -11,12 +11,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import interpreted
 from depthlm.ops.call import operator_name
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # logits of a row that a program has in registers
 COLUMNS = 4096

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.backend import operator
-
-
-def _cpu() -> Callable[..., Tensor]:
-    from depthlm.ops.dca.cpu import gated_reads
-
-    return gated_reads
+from depthlm.ops.dca.cpu import gated_reads as cpu
 
 
 def _triton() -> Callable[..., Tensor]:
@@ -27,7 +22,7 @@ def _triton() -> Callable[..., Tensor]:
     return gated
 
 
-@operator("dca", triton=_triton, cpu=_cpu)
+@operator("dca", triton=_triton, cpu=cpu)
 def gated_reads(
     bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None
 ) -> Tensor:

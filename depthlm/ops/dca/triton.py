@@ -41,12 +41,7 @@ from depthlm.ops.reads_triton import (
     zeros_of_reads,
 )
 from depthlm.ops.source_sums import reserve_sums, returned, tokens_of
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # sources and reads of a program of the gradients of parameters, which are as many sums in registers
 SOURCES, READS = 3, 3

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.backend import operator
-
-
-def _cpu() -> Callable[..., Tensor]:
-    from depthlm.ops.denseformer.cpu import weighted_reads
-
-    return weighted_reads
+from depthlm.ops.denseformer.cpu import weighted_reads as cpu
 
 
 def _triton() -> Callable[..., Tensor]:
@@ -27,7 +22,7 @@ def _triton() -> Callable[..., Tensor]:
     return weighted
 
 
-@operator("denseformer", triton=_triton, cpu=_cpu)
+@operator("denseformer", triton=_triton, cpu=cpu)
 def weighted_reads(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
     """Return out_spd = start_s + sum_j weights[s, j] * sources[j], in the widest dtype of sources and start.
 

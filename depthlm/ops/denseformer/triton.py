@@ -33,12 +33,7 @@ from depthlm.ops.reads_triton import (
     widest,
 )
 from depthlm.ops.source_sums import reserve_sums, returned, tokens_of
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # values and sources of a tile of the backward pass
 TILE_VALUES, SOURCES, BACKWARD_WARPS = 64, 16, 2

@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.backend import operator
+from depthlm.ops.depth_attention.cpu import depth_value_mix as cpu
 from depthlm.ops.dtypes import upcast
 
 # limits of the Triton kernels: a program loads complete heads, and its code is unrolled over all sources
 MAX_SOURCES, MAX_HEAD_SIZE = 64, 256
-
-
-def _cpu() -> Callable[..., Tensor]:
-    from depthlm.ops.depth_attention.cpu import depth_value_mix
-
-    return depth_value_mix
 
 
 def _triton() -> Callable[..., Tensor]:
@@ -40,7 +35,7 @@ def _unsupported(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor
     return None if e == values[0].shape[3] else f"values of {values[0].shape[3]} are not as wide as keys of {e}"
 
 
-@operator("depth_attention", triton=_triton, cpu=_cpu, unsupported=_unsupported)
+@operator("depth_attention", triton=_triton, cpu=cpu, unsupported=_unsupported)
 def depth_value_mix(q_bhte: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Return vmix_bkte, in the widest dtype of the values.
 

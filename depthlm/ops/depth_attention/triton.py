@@ -15,13 +15,7 @@ from torch import Tensor
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import common_dtype
-from depthlm.ops.heads_triton import check_heads, empty_heads, load_fp32, padded, rows_of_heads
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import check_heads, empty_heads, load_fp32, padded, rows_of_heads, tl, triton
 
 # values of one tensor that a program has in registers
 TILE = 2048

@@ -15,14 +15,9 @@ from torch import Tensor
 from depthlm.ops.backend import operator
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static
+from depthlm.ops.hyper_connections.cpu import hyper_post_pre as cpu
 from depthlm.ops.mhc.cpu import Maps, Pending
 from depthlm.ops.mhc.naive import Result, read_streams, unsupported, write_streams
-
-
-def _cpu() -> Callable[..., Result]:
-    from depthlm.ops.hyper_connections.cpu import hyper_post_pre
-
-    return hyper_post_pre
 
 
 def _triton() -> Callable[..., Result]:
@@ -31,7 +26,7 @@ def _triton() -> Callable[..., Result]:
     return hyper_post_pre
 
 
-@operator("hyper_connections", triton=_triton, cpu=_cpu, unsupported=unsupported)
+@operator("hyper_connections", triton=_triton, cpu=cpu, unsupported=unsupported)
 def hyper_post_pre(
     x_btnd: Tensor, pending: Pending | None, static: Static, dynamic: Dynamic | None, eps: float, rebuild: bool = False
 ) -> Result:

@@ -15,12 +15,7 @@ from depthlm.ops.hyper_connections.triton_kernels import backward_kernel, forwar
 from depthlm.ops.mhc.cpu import Pending
 from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
 from depthlm.ops.mhc.triton_write import check_streams, write_again
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # positions per program, which are the rows of its matrix products: tl.dot requires 16
 POSITIONS = 16

@@ -16,16 +16,11 @@ from torch import Tensor
 from depthlm.ops.backend import operator
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.mhc.cpu import Maps, Pending
+from depthlm.ops.mhc.cpu import mhc_post_pre as cpu
 
 # the maximum number of streams in the registers of a Triton program
 MAX_STREAMS = 8
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _cpu() -> Callable[..., Result]:
-    from depthlm.ops.mhc.cpu import mhc_post_pre
-
-    return mhc_post_pre
 
 
 def _triton() -> Callable[..., Result]:
@@ -40,7 +35,7 @@ def unsupported(x_btnd: Tensor, *_: object, **__: object) -> str | None:
     return None if n <= MAX_STREAMS else f"num_streams={n} is above {MAX_STREAMS}"
 
 
-@operator("mhc", triton=_triton, cpu=_cpu, unsupported=unsupported)
+@operator("mhc", triton=_triton, cpu=cpu, unsupported=unsupported)
 def mhc_post_pre(
     x_btnd: Tensor,
     pending: Pending | None,

@@ -16,12 +16,7 @@ from depthlm.ops.mhc.triton_streams import (
     write_backward,
     zeros,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 
 @triton.jit

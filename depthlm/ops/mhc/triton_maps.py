@@ -7,11 +7,7 @@ from column 0 and H_post from column NP. So every product has the 16 columns tha
 Shapes: p positions (batch and tokens), i new stream, j old stream, c columns, k iterations.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 
 @triton.jit

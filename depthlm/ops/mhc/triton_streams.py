@@ -6,11 +6,7 @@ A matrix per position is a tuple of vectors over positions, row by row.
 Shapes: p positions (batch and tokens), n streams (i new, j old), d hidden size.
 """
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 
 @triton.jit

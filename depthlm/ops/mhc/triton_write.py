@@ -14,12 +14,7 @@ from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.mhc.rebuilding import saved_streams
 from depthlm.ops.mhc.triton_streams import mixed_tile, stream_tiles, vectors
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import tl, triton
 
 # positions and columns per program
 POSITIONS, COLUMNS = 16, 64

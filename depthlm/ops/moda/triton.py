@@ -18,13 +18,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
-from depthlm.ops.heads_triton import check_heads, empty_heads, load_fp32, rows_of_heads
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
+from depthlm.ops.triton_common import check_heads, empty_heads, load_fp32, rows_of_heads, tl, triton
 
 LOG2E = tl.constexpr(math.log2(math.e))
 # queries of a head that a program processes at once, and values of a key that it has in registers: 8 per thread are one

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs
-"""Helpers that prepare tensors of heads, and lists of tensors, for Triton kernels.
+"""Triton, and helpers that prepare tensors of heads, and lists of tensors, for its kernels.
 
 Shapes: b batch, t tokens, h heads, e head size.
 """
 
 import torch
 
+# a model must be importable, and exportable, without Triton
 try:
     import triton
     import triton.language as tl
