@@ -125,9 +125,18 @@ def doctor(arguments: list[str], program: str) -> None:
 
 
 COMMANDS = {
-    "train": train, "prepare": prepare, "submit": submit, "runs": runs, "summary": summary, "report": report,
-    "evaluate": evaluate, "generate": generate, "export": export, "inspect": inspect, "doctor": doctor,
-}  # fmt: skip
+    "train": train,
+    "prepare": prepare,
+    "submit": submit,
+    "runs": runs,
+    "summary": summary,
+    "report": report,
+    "evaluate": evaluate,
+    "generate": generate,
+    "export": export,
+    "inspect": inspect,
+    "doctor": doctor,
+}
 
 
 def _read(program: str, schema: type[Schema], words: list[str]) -> Schema:

@@ -86,10 +86,18 @@ class RunDirectory:
     def written(self) -> tuple[Path, ...]:
         """All files and folders that training writes or replaces."""
         return (
-            *self.contents, *self.row_files, self.environment, self.log, self.failure, self.evaluation,
-            self.loss_curve, self.trace.parent, self.wandb, self.tensorboard,
+            *self.contents,
+            *self.row_files,
+            self.environment,
+            self.log,
+            self.failure,
+            self.evaluation,
+            self.loss_curve,
+            self.trace.parent,
+            self.wandb,
+            self.tensorboard,
             *(self.path / name for name in ("tokenizer.json", "tokenizer_config.json")),
-        )  # fmt: skip
+        )
 
     @property
     def summary(self) -> Path:

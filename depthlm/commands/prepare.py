@@ -29,9 +29,12 @@ def main(arguments: list[str], program: str) -> None:
         "--only", action="append", default=[], metavar="NAME", help="one source of a mixture; repeatable"
     )
     parser.add_argument(
-        "--part", type=part, metavar="I/N", help="encode every Nth file of each source from file I on, counted from 0, "
+        "--part",
+        type=part,
+        metavar="I/N",
+        help="encode every Nth file of each source from file I on, counted from 0, "
         "while other processes or nodes encode the other parts; the last one to finish makes the token files",
-    )  # fmt: skip
+    )
     options = parser.parse_intermixed_args(arguments)
     data = compose(options.overrides, options.config_dir).data
     folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)

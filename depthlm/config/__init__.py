@@ -20,4 +20,4 @@ __all__ = [
     "run_of",
     "run_steps",
     "warmup_steps",
-]  # fmt: skip
+]

@@ -107,8 +107,10 @@ def start_watcher(ranks: Ranks, activity: Activity, rank_timeout: float, stall_t
             log.warning(
                 "%s cannot reach %s:%d (%s), so the watchdog is off: a stuck rank ends the run only when its "
                 "collective operations time out",
-                listed(failures, names), *address, reason,
-            )  # fmt: skip
+                listed(failures, names),
+                *address,
+                reason,
+            )
         return None
     assert store is not None
     return Watcher(ranks, activity, store, address, names, rank_timeout, stall_timeout)
@@ -129,9 +131,15 @@ class Watcher:
     """
 
     def __init__(
-        self, ranks: Ranks, activity: Activity, store: TCPStore, address: tuple[str, int], names: dict[int, str],
-        rank_timeout: float, stall_timeout: float,
-    ) -> None:  # fmt: skip
+        self,
+        ranks: Ranks,
+        activity: Activity,
+        store: TCPStore,
+        address: tuple[str, int],
+        names: dict[int, str],
+        rank_timeout: float,
+        stall_timeout: float,
+    ) -> None:
         self.rank, self.activity, self.store, self.address, self.names = ranks.rank, activity, store, address, names
         self.rank_timeout, self.stall_timeout = rank_timeout, stall_timeout
         self.interval = min(1.0, rank_timeout / 5)
@@ -267,7 +275,13 @@ class Watcher:
         self.count += 1
         activity = self.activity
         return Heartbeat(
-            count=self.count, step=activity.step, turn=activity.turn, phase=activity.phase,
-            still=time.monotonic() - activity.marked, where=line_of(sys._current_frames().get(self.main)),
-            limited=activity.limited, heard=self.heard, left=self.left,
-        )  # fmt: skip
+            count=self.count,
+            step=activity.step,
+            turn=activity.turn,
+            phase=activity.phase,
+            still=time.monotonic() - activity.marked,
+            where=line_of(sys._current_frames().get(self.main)),
+            limited=activity.limited,
+            heard=self.heard,
+            left=self.left,
+        )

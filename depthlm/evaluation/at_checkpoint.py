@@ -129,9 +129,14 @@ class _Copy:
     """This rank's model with the weights of a checkpoint, and what rank 0 can call on it."""
 
     def __init__(
-        self, config: Config, step: int, tokenizer: Tokenizer, activity: Activity, stopping: Callable[[], bool],
+        self,
+        config: Config,
+        step: int,
+        tokenizer: Tokenizer,
+        activity: Activity,
+        stopping: Callable[[], bool],
         device: torch.device,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.tokenizer, self.device = config, tokenizer, device
         self.activity, self.stopping = activity, stopping
         self.run = RunDirectory.of(config.output_dir)

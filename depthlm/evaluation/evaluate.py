@@ -87,9 +87,16 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         datasets = None if arguments.datasets is None else Path(arguments.datasets)
         try:
             for scores in run_tasks(
-                model, config, directory, arguments.tasks, arguments.shots, arguments.batch_size, arguments.limit,
-                datasets, arguments.precision,
-            ):  # fmt: skip
+                model,
+                config,
+                directory,
+                arguments.tasks,
+                arguments.shots,
+                arguments.batch_size,
+                arguments.limit,
+                datasets,
+                arguments.precision,
+            ):
                 results |= scores
                 # a score on a part of the questions is not the task's score
                 if arguments.limit is None:

@@ -105,9 +105,16 @@ def _continue(
     if len({len(ids) for ids in encoded}) == 1:
         padding_b = None
     new = stream(
-        model, tokens_bt, max_new_tokens, arguments.temperature, arguments.top_k, arguments.top_p, generator,
-        eos=tokenizer.end_of_text, padding_b=padding_b,
-    )  # fmt: skip
+        model,
+        tokens_bt,
+        max_new_tokens,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        generator,
+        eos=tokenizer.end_of_text,
+        padding_b=padding_b,
+    )
     rows: list[list[int]] = [[] for _ in encoded]
     for tokens_b1 in new:
         for row, token in zip(rows, tokens_b1[:, 0].tolist(), strict=True):

@@ -14,25 +14,31 @@ class ExportArguments:
     run: str = key(doc="run directory; its newest valid checkpoint is exported")
     to: Optional[str] = key(None, "the folder to write; replaces an earlier export in it; by default <run>/export")
     push_to: Optional[str] = key(
-        None, "also push the folder to this model repository of the Hugging Face hub, <owner>/<name>; needs "
+        None,
+        "also push the folder to this model repository of the Hugging Face hub, <owner>/<name>; needs "
         "`hf auth login` or HF_TOKEN",
-    )  # fmt: skip
+    )
     private: Optional[bool] = key(
         None, "push_to: whether a new repository is private; by default as its owner has set on the hub"
     )
     license: Optional[str] = key(
-        None, "license of the weights for the model card, as the hub names it (apache-2.0, mit, cc-by-4.0, other); by "
+        None,
+        "license of the weights for the model card, as the hub names it (apache-2.0, mit, cc-by-4.0, other); by "
         "default the card does not state one",
-    )  # fmt: skip
+    )
     trust: Optional[list[str]] = key(None, "modules that define the run's own mechanism; they are copied too")
 
 
 def export_run(arguments: ExportArguments) -> None:
     """Export a run, and print the written files and the code that loads them. Raises UserError."""
     written = export(
-        arguments.run, arguments.to, arguments.trust or (), license=arguments.license, push_to=arguments.push_to,
+        arguments.run,
+        arguments.to,
+        arguments.trust or (),
+        license=arguments.license,
+        push_to=arguments.push_to,
         private=arguments.private,
-    )  # fmt: skip
+    )
     print(f"{written.folder}: {written.model_type}, {written.parameters:,} parameters")
     for name, size in written.files.items():
         print(f"  {name:52} {size:>14,} bytes")

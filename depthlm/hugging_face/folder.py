@@ -87,9 +87,15 @@ def export(
             if native is None:
                 write_code(model, new)
             write_card(
-                new, Path(run), model, config, manifest["step"],
-                native=native is not None, name=repository or "path/to/this/folder", license=license,
-            )  # fmt: skip
+                new,
+                Path(run),
+                model,
+                config,
+                manifest["step"],
+                native=native is not None,
+                name=repository or "path/to/this/folder",
+                license=license,
+            )
             names = sorted(file.name for file in new.iterdir())
             about = {"run": Path(run).absolute().name, "mechanism": config.model.name, "parameters": parameters}
             about |= {"step": manifest["step"], "files": names, "card": digest(new / CARD)}
@@ -170,11 +176,15 @@ def check_folder(folder: Path) -> None:
             f"to={folder}: the folder has files ({sorted(existing_files)[0]}), but no export; give a new folder"
         ) from None
     if foreign := sorted(existing_files - written):
-        raise UserError(f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
-                        "it, or give a new folder")  # fmt: skip
+        raise UserError(
+            f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
+            "it, or give a new folder"
+        )
     if CARD in existing_files and digest(folder / CARD) != about.get("card"):
-        raise UserError(f"to={folder}: {CARD} was edited since the export, and would be lost; move it, give a new "
-                        "folder, or push this one as it is: hf upload <owner>/<name> <folder>")  # fmt: skip
+        raise UserError(
+            f"to={folder}: {CARD} was edited since the export, and would be lost; move it, give a new "
+            "folder, or push this one as it is: hf upload <owner>/<name> <folder>"
+        )
 
 
 @contextmanager

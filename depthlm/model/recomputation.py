@@ -47,8 +47,12 @@ def stored_operators() -> list[Any]:
     """Return the operators whose results are stored: matrix products, and attention over a sequence."""
     aten = torch.ops.aten
     names = (
-        "mm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "mm",
+        "addmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
-    )  # fmt: skip
+    )
     return [getattr(aten, name).default for name in names if hasattr(aten, name)]

@@ -30,9 +30,17 @@ SHAPE = {
 }
 
 
-EXPERTS = FIXED | {"mlp": "experts", "norm_placement": "pre", "dense_layers": 0, "shared_experts": 0,
-                   "router_scores": "softmax", "router_scale": 1.0, "router_groups_kept": 1, "router_groups": 1,
-                   "router_bias_rate": 0.0}  # fmt: skip
+EXPERTS = FIXED | {
+    "mlp": "experts",
+    "norm_placement": "pre",
+    "dense_layers": 0,
+    "shared_experts": 0,
+    "router_scores": "softmax",
+    "router_scale": 1.0,
+    "router_groups_kept": 1,
+    "router_groups": 1,
+    "router_bias_rate": 0.0,
+}
 NORMS = {".attention_norm.": ".input_layernorm.", ".mlp_norm.": ".post_attention_layernorm."}
 ROUTER = {".mlp.router.": ".mlp.gate."}
 # of an expert of Kimi Linear
@@ -86,11 +94,29 @@ NATIVE = {
     ),
     "kimi_linear": Native(
         "KimiLinearForCausalLM",
-        {"norm": "rmsnorm", "norm_placement": "pre", "qk_norm": "none", "mlp": "experts", "router_scores": "sigmoid",
-         "position": "none", "attention_bias": False, "mlp_bias": False, "head_bias": False, "tie_embeddings": False},
-        {"norm_eps": 1e-5, "shared_experts": 1, "dense_layers": 1, "router_normalize": True,
-         "router_scale": 2.446, "router_groups": 1, "router_groups_kept": 1},
-        NORMS | {
+        {
+            "norm": "rmsnorm",
+            "norm_placement": "pre",
+            "qk_norm": "none",
+            "mlp": "experts",
+            "router_scores": "sigmoid",
+            "position": "none",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "head_bias": False,
+            "tie_embeddings": False,
+        },
+        {
+            "norm_eps": 1e-5,
+            "shared_experts": 1,
+            "dense_layers": 1,
+            "router_normalize": True,
+            "router_scale": 2.446,
+            "router_groups": 1,
+            "router_groups_kept": 1,
+        },
+        NORMS
+        | {
             ".attention.kv_a_proj.": ".self_attn.kv_a_proj_with_mqa.",
             ".attention.kv_a_norm.": ".self_attn.kv_a_layernorm.",
             ".mlp.router.bias_e": ".block_sparse_moe.gate.e_score_correction_bias",
@@ -98,7 +124,8 @@ NATIVE = {
             ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
             ".mlp.experts.": ".block_sparse_moe.experts.",
         },
-        {ours: theirs for ours, theirs in SHAPE.items() if ours != "num_kv_heads"} | {
+        {ours: theirs for ours, theirs in SHAPE.items() if ours != "num_kv_heads"}
+        | {
             "head_size": "v_head_dim",
             "num_experts": "num_experts",
             "experts_per_token": "num_experts_per_token",
@@ -106,13 +133,18 @@ NATIVE = {
             "latent_size": "kv_lora_rank",
             "shared_key_size": "qk_rope_head_dim",
         },
-        {"norm_eps": "rms_norm_eps", "shared_experts": "num_shared_experts",
-         "dense_layers": "first_k_dense_replace", "router_normalize": "moe_renormalize",
-         "router_scale": "routed_scaling_factor", "router_groups": "num_expert_group",
-         "router_groups_kept": "topk_group"},
+        {
+            "norm_eps": "rms_norm_eps",
+            "shared_experts": "num_shared_experts",
+            "dense_layers": "first_k_dense_replace",
+            "router_normalize": "moe_renormalize",
+            "router_scale": "routed_scaling_factor",
+            "router_groups": "num_expert_group",
+            "router_groups_kept": "topk_group",
+        },
         frozenset({"delta", "latent"}),
     ),
-}  # fmt: skip
+}
 
 
 def native_type(model: Decoder) -> str | None:

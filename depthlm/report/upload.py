@@ -50,8 +50,10 @@ def wandb_table(table: Table) -> Any:
     """Return a table as W&B's: numbers as numbers, so that it can be sorted and plotted there."""
     import wandb
 
-    rows = [[cell.text if table.words or not column else _value(cell) for column, cell in enumerate(row)]
-            for row in table.rows]  # fmt: skip
+    rows = [
+        [cell.text if table.words or not column else _value(cell) for column, cell in enumerate(row)]
+        for row in table.rows
+    ]
     return wandb.Table(columns=table.head, data=rows, allow_mixed_types=True)
 
 

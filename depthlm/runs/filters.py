@@ -16,8 +16,11 @@ from depthlm.runs.records import STATES
 AGE = "age"
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 ORDERS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 # a pattern of directories, such as `*/lr=0.1`, begins with another character than a key
 COMPARISON = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*", re.DOTALL)
 WITHOUT_KEY = re.compile(r"\s*(!=|[=<>])")

@@ -39,10 +39,17 @@ class Cluster:
         """As options of sbatch."""
         tasks = self.tasks_per_node or max(1, self.gpus_per_node)
         values = {
-            "partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time, "mem": self.mem,
-            "nodes": self.nodes, "ntasks-per-node": tasks, "cpus-per-task": self.cpus_per_task,
-            "gpus-per-node": self.gpus_per_node or None, "signal": f"B:USR1@{self.signal_seconds}",
-        }  # fmt: skip
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time,
+            "mem": self.mem,
+            "nodes": self.nodes,
+            "ntasks-per-node": tasks,
+            "cpus-per-task": self.cpus_per_task,
+            "gpus-per-node": self.gpus_per_node or None,
+            "signal": f"B:USR1@{self.signal_seconds}",
+        }
         return [f"--{name}={value}" for name, value in values.items() if value is not None] + self.extra
 
 

@@ -136,14 +136,23 @@ def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequen
     """Submit one job array and return its job id. Raises UserError with the message of sbatch."""
     throttle = f"%{cluster.throttle}" if cluster.throttle else ""
     variables = {
-        "DEPTHLM_SWEEP": str(snapshot), "DEPTHLM_OFFSET": str(offset), "DEPTHLM_PYTHON": sys.executable,
+        "DEPTHLM_SWEEP": str(snapshot),
+        "DEPTHLM_OFFSET": str(offset),
+        "DEPTHLM_PYTHON": sys.executable,
         "DEPTHLM_SETUP": cluster.setup,
-    }  # fmt: skip
+    }
     command = [
-        "sbatch", "--parsable", f"--array=0-{size - 1}{throttle}", f"--job-name={snapshot.parent.parent.name}",
-        f"--output={snapshot}/log-%A_%a.txt", "--requeue", "--open-mode=append", *cluster.options(),
-        *([f"--dependency=afterany:{':'.join(after)}"] if after else []), str(HERE / "sweep.sbatch"),
-    ]  # fmt: skip
+        "sbatch",
+        "--parsable",
+        f"--array=0-{size - 1}{throttle}",
+        f"--job-name={snapshot.parent.parent.name}",
+        f"--output={snapshot}/log-%A_%a.txt",
+        "--requeue",
+        "--open-mode=append",
+        *cluster.options(),
+        *([f"--dependency=afterany:{':'.join(after)}"] if after else []),
+        str(HERE / "sweep.sbatch"),
+    ]
     if dry_run:
         print("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(command)]))
         return "<the job above>"

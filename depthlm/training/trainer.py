@@ -49,9 +49,15 @@ class Trainer:
     """
 
     def __init__(
-        self, setup: Setup, engine: Engine, cost: Cost, progress: Progress, saver: Saver, request: StopRequest,
+        self,
+        setup: Setup,
+        engine: Engine,
+        cost: Cost,
+        progress: Progress,
+        saver: Saver,
+        request: StopRequest,
         claim: Claim,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.training, self.plan = setup.config, setup.config.training, setup.plan
         self.corpus, self.batches = setup.corpus, setup.batches
         self.activity, self.request, self.claim = setup.activity, request, claim
@@ -282,9 +288,15 @@ class Trainer:
             self.saver.finish()
         self.activity.mark("evaluating", step)
         stopped = evaluate_checkpoint(
-            self.config, step, row, self.corpus.tokenizer, self.metrics.amend, self.activity,
-            lambda: self.request.name is not None, self.device,
-        )  # fmt: skip
+            self.config,
+            step,
+            row,
+            self.corpus.tokenizer,
+            self.metrics.amend,
+            self.activity,
+            lambda: self.request.name is not None,
+            self.device,
+        )
         if results := {key: value for key, value in self.metrics.last.items() if key not in row}:
             self.trackers.write({"step": step} | results)
         self.check_directory()

@@ -15,6 +15,15 @@ from depthlm.config.schema.config import (
 from depthlm.config.schema.deepspeed import DeepSpeed
 
 __all__ = [
-    "SHARD_TOKENS", "Config", "Data", "DeepSpeed", "Model", "Optimizer", "Precision", "Schedule", "Source", "Tracker",
+    "SHARD_TOKENS",
+    "Config",
+    "Data",
+    "DeepSpeed",
+    "Model",
+    "Optimizer",
+    "Precision",
+    "Schedule",
+    "Source",
+    "Tracker",
     "Training",
-]  # fmt: skip
+]

@@ -320,9 +320,10 @@ class Tracker:
     group: Optional[str] = key(None, "group of the run in W&B and Trackio; null: the name of its experiment")
     tags: list[str] = key([], "W&B tags, besides the mechanism, the size and the data")
     artifacts: str = key(
-        "none", "W&B artifacts; last: weights and loss curve of the complete run, all: also each checkpoint's weights",
+        "none",
+        "W&B artifacts; last: weights and loss curve of the complete run, all: also each checkpoint's weights",
         choices=("none", "last", "all"),
-    )  # fmt: skip
+    )
     space: Optional[str] = key(None, "Hugging Face Space that shows Trackio's runs; null: only this machine")
 
 

@@ -19,10 +19,19 @@ from depthlm.fields import OnResume
 
 # the types of keys in error messages
 WORDS = {
-    int: "an integer", float: "a number", bool: "true or false", str: "text", list[int]: "a list of integers",
-    list[float]: "a list of numbers", list[str]: "a list of texts", dict[str, Any]: "a group", list[Any]: "a list",
-    dict[str, Column]: "a group", dict[str, list[float]]: "a group", Any: "true, false, text or a number",
-}  # fmt: skip
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of integers",
+    list[float]: "a list of numbers",
+    list[str]: "a list of texts",
+    dict[str, Any]: "a group",
+    list[Any]: "a list",
+    dict[str, Column]: "a group",
+    dict[str, list[float]]: "a group",
+    Any: "true, false, text or a number",
+}
 
 # the class of a mechanism or of an optimizer defines its settings, so the schema does not list them
 FREE_GROUPS = ("model.connection", "model.attention", "optimizer.settings")

@@ -191,7 +191,7 @@ def _check_optimizer(config: Config, given: set[str]) -> list[str]:
         build_optimizer,
         needs_matrices,
         number_of_betas,
-    )  # fmt: skip
+    )
 
     optimizer, stage, errors = config.optimizer, config.deepspeed.stage, []
     count = number_of_betas(optimizer)

@@ -117,9 +117,12 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    job: Job, tokenizer: Tokenizer, folder: Path, console: Console,
+    job: Job,
+    tokenizer: Tokenizer,
+    folder: Path,
+    console: Console,
     read: Callable[[Position], Generator[tuple[Batch, Encoded]]] | None = None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Write the token files of both splits into the folder and return their manifest without writing it.
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.

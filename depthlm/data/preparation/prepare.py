@@ -145,9 +145,14 @@ def _prepare(
 
 
 def _encode_part(
-    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console,
+    name: str,
+    source: "Source",
+    data: "Data",
+    tokenizer: Callable[[], Tokenizer],
+    target: Path,
+    console: Console,
     part: Part,
-) -> None:  # fmt: skip
+) -> None:
     """Encode a part of the source, and make the token files if no other part is missing."""
     partial = _partial(target)
     with _lock(target, console):
@@ -198,9 +203,14 @@ def _make(
 
 
 def _begin(
-    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console,
+    name: str,
+    source: "Source",
+    data: "Data",
+    tokenizer: Callable[[], Tokenizer],
+    target: Path,
+    console: Console,
     copies: int = 1,
-) -> Job:  # fmt: skip
+) -> Job:
     """Create the folder in preparation with its tokenizer, or resume in one of the same settings and text.
 
     copies: how often the disk must hold the tokens.

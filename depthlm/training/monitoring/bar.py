@@ -44,9 +44,15 @@ class Bar:
     """
 
     def __init__(
-        self, completed: int, last: int, rank: int, tokens_per_step: int = 0,
-        mfu: Callable[[float], float | None] = lambda tokens_per_second: None, *, on: Console = console,
-    ) -> None:  # fmt: skip
+        self,
+        completed: int,
+        last: int,
+        rank: int,
+        tokens_per_step: int = 0,
+        mfu: Callable[[float], float | None] = lambda tokens_per_second: None,
+        *,
+        on: Console = console,
+    ) -> None:
         """completed, last: steps. mfu: the model FLOPs utilization at a speed in tokens/s. on: where it is drawn."""
         self.enabled = rank == 0 and on.is_terminal
         self.progress = _OneLine(console=on, disable=not self.enabled)
