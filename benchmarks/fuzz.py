@@ -42,7 +42,7 @@ from depthlm.data import Manifest, Tokenizer, open_corpus, prepare, verify
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.sources import TextFile
 from depthlm.errors import UserError
-from depthlm.inspect.experts import expert_picture
+from depthlm.inspect.recorded import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import lost, newest_checkpoint
 from depthlm.runs.directory import finished

@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import depthlm
-from depthlm.model.attention.self_attention import AttentionContext
-from depthlm.model.documents import find_documents
+from depthlm.model.attention.context import AttentionContext, find_documents
 from depthlm.model.layers import rope_tables
 
 WIDTH, LENGTH = 512, 1024

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.model import Decoder, compile_sublayers
-from depthlm.model.documents import DocumentMask
+from depthlm.model.attention.context import DocumentMask
 from depthlm.ops.flash import Bounds
 from fake_gpu import machine_code
 from fake_gpu.machine_code import Grid, Specialization

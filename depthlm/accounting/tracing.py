@@ -22,26 +22,61 @@ from depthlm.ops.cross_entropy import chunked as linear_cross_entropy
 META = torch.device("meta")
 
 # functions that autocast computes in 16 bits, and on a GPU in fp32, by a cast of the input or of the result's dtype
-LOWER = set(
-    """
-    linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addbmm baddbmm einsum linalg_vecdot conv1d
-    scaled_dot_product_attention
-""".split()
-)
-FP32 = set(
-    """
-    exp expm1 log log1p log2 log10 reciprocal rsqrt pow __pow__ __rpow__ softplus layer_norm group_norm
-    logsumexp norm cosine_similarity mse_loss
-""".split()
-)
+LOWER = {
+    "linear",
+    "matmul",
+    "__matmul__",
+    "__rmatmul__",
+    "mm",
+    "bmm",
+    "mv",
+    "addmm",
+    "addbmm",
+    "baddbmm",
+    "einsum",
+    "linalg_vecdot",
+    "conv1d",
+    "scaled_dot_product_attention",
+}
+FP32 = {
+    "exp",
+    "expm1",
+    "log",
+    "log1p",
+    "log2",
+    "log10",
+    "reciprocal",
+    "rsqrt",
+    "pow",
+    "__pow__",
+    "__rpow__",
+    "softplus",
+    "layer_norm",
+    "group_norm",
+    "logsumexp",
+    "norm",
+    "cosine_similarity",
+    "mse_loss",
+}
 FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
 # functions that create tensors on the current device
-MAKERS = set(
-    """
-    empty zeros ones full arange tensor linspace eye rand randn randint scalar_tensor tril_indices
-    triu_indices empty_strided
-""".split()
-)
+MAKERS = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "linspace",
+    "eye",
+    "rand",
+    "randn",
+    "randint",
+    "scalar_tensor",
+    "tril_indices",
+    "triu_indices",
+    "empty_strided",
+}
 HALF = (torch.float16, torch.bfloat16)
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
     FP32.add("rms_norm")

@@ -20,7 +20,7 @@ from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.hugging_face.results import Results, environment_of, results_at, version_of
 from depthlm.model import Decoder
-from depthlm.model.attention.mixers import attention_class
+from depthlm.model.attention import attention_class
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.records import read_run, training_loss
 from depthlm.runs.validation_losses import finite, perplexity

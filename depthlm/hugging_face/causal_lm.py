@@ -17,7 +17,7 @@ from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connection import Connection
 from depthlm.model.decoder import Decoder
-from depthlm.model.initialization import initialize
+from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
 UNSUPPORTED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")

@@ -14,7 +14,7 @@ from depthlm.errors import UserError
 from depthlm.hugging_face.causal_lm import CausalLM
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.model import Decoder
-from depthlm.model.attention.mixers import attention_class
+from depthlm.model.attention import attention_class
 
 MODELING = "modeling_depthlm"
 # packages that are available wherever transformers is

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.inspect.figures import NOTHING, write_labels
+from depthlm.inspect.figures import NOTHING, TOKENS, named_tokens, side, write_labels
 from depthlm.inspect.picture import Array, FigureOverDepth, Picture, Place, spread
-from depthlm.inspect.tokens import TOKENS, named_tokens, side
 from depthlm.model.figures import Figure
 from depthlm.report.figures.style import subplots
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from depthlm.inspect.attention_maps import AttentionMaps
-from depthlm.inspect.grids import Grids
-from depthlm.inspect.matrices import Matrices
+from depthlm.inspect.grids import Grids, Matrices
 from depthlm.inspect.picture import FigureOverDepth, Picture, Place
 from depthlm.model import Decoder, Observer, SublayerSpec
-from depthlm.model.attention.mixers import attending
-from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
+from depthlm.model.attention import attending
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.attention.self_attention import DepthKV, SelfAttention
 from depthlm.model.connection import Connection, State
 from depthlm.model.figures import Figure
 

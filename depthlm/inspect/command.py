@@ -17,12 +17,11 @@ from depthlm.console import stdout_console
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
-from depthlm.inspect.blocks import block_picture
 from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
-from depthlm.inspect.experts import expert_picture
+from depthlm.inspect.figures import TOKENS, token_names
 from depthlm.inspect.picture import Array, Picture
-from depthlm.inspect.tokens import TOKENS, token_names
+from depthlm.inspect.recorded import block_picture, expert_picture
 from depthlm.loading import load
 from depthlm.machine import environment
 from depthlm.model import Decoder

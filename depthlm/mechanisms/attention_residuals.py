@@ -20,8 +20,7 @@ from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.depth_reduce import source_scores, weighted_sum
 

@@ -26,8 +26,7 @@ from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, boolean, check, one_of
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
 from depthlm.ops.depth_reduce import source_scores, weighted_sum

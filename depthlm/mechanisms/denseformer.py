@@ -19,8 +19,7 @@ from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import Partial, ReadAhead
 from depthlm.model.settings import at_least, check
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.denseformer.naive import weighted_reads
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.attention.self_attention import DepthKV, SelfAttention, causal_attention
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_attention.naive import depth_value_mix, depth_weights
 from depthlm.ops.depth_reduce import weighted_sum
 

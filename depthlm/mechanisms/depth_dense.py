@@ -12,8 +12,7 @@ from torch import Tensor
 
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.layers import Linear
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 
 class State(NamedTuple):

@@ -13,8 +13,7 @@ from torch import Tensor
 from depthlm.model.connection import Connection, Cost, Hidden, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.dtypes import upcast
 
 

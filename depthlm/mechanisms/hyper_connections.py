@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, boolean, check, one_of
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static, hyper_maps
 from depthlm.ops.hyper_connections.naive import hyper_post_pre
 from depthlm.ops.mhc.cpu import Maps, Pending, read_streams, write_streams

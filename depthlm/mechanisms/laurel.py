@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_reduce import weighted_sum
 
 

@@ -33,8 +33,7 @@ from depthlm.mechanisms.hyper_connections import (
 from depthlm.model.connection import Connection, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.mhc.cpu import Maps, Pending, mhc_maps
 from depthlm.ops.mhc.naive import mhc_post_pre
 

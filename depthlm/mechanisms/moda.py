@@ -12,12 +12,12 @@ Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention, causal_attention
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.attention.self_attention import DepthKV, SelfAttention, causal_attention
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Rope
 from depthlm.model.settings import at_least, boolean, check
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.functions import linear_together
 from depthlm.ops.moda.bank import Bank, Depth
 from depthlm.ops.moda.merge import merged_attention

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Inputs
 from depthlm.model.layers import Linear
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.depth_reduce import source_scores, weighted_sum
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.model.connection import Connection, Cost, Hidden, Inputs
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 
 class ReZero(Connection):

@@ -3,16 +3,14 @@
 from typing import TYPE_CHECKING
 
 from depthlm.lazy import lazy_attributes
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.compilation import compile_sublayers
     from depthlm.model.connection import Connection
     from depthlm.model.decoder import Decoder, Loss
-    from depthlm.model.initialization import initialize
-    from depthlm.model.observer import Observer
-    from depthlm.model.parameters import optimizer_groups
+    from depthlm.model.layer import Observer
+    from depthlm.model.parameters import initialize, optimizer_groups
 
 __all__ = [
     "Backbone",
@@ -33,9 +31,9 @@ __getattr__ = lazy_attributes(
         "Connection": "connection",
         "Decoder": "decoder",
         "Loss": "decoder",
-        "Observer": "observer",
+        "Observer": "layer",
         "compile_sublayers": "compilation",
-        "initialize": "initialization",
+        "initialize": "parameters",
         "optimizer_groups": "parameters",
     },
 )

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from depthlm.model.figures import Figure
 from depthlm.model.read_ahead import ReadAhead
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 # the state of a mechanism: a NamedTuple of its own, which passes from sublayer to sublayer
 State = Any
@@ -46,7 +45,7 @@ class Connection(nn.Module):
     those of the formula.
 
     A subclass defines `read` and `write`, and those of the other six that it needs: `open`, `close`, `weights`,
-    `figures`, `diagnostics`, and `init_parameter` if it owns parameters (see `depthlm.model.initialization`). In
+    `figures`, `diagnostics`, and `init_parameter` if it owns parameters (see `depthlm.model.parameters`). In
     `__init__` it sets what it costs. It may also set `optimizer_settings` and `fp32_parameters` (see
     `depthlm.model.parameters`).
 

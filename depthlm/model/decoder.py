@@ -3,25 +3,27 @@
 Shapes: b batch, t tokens, d hidden size, v vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from depthlm.model.attention.mixers import build_mixers, open_depth
-from depthlm.model.attention.self_attention import AttentionContext, AttentionFactory
-from depthlm.model.cache import Cache, KVCache
+from depthlm.model.attention import build_mixers, open_depth
+from depthlm.model.attention.context import AttentionContext, Cache, KVCache, find_documents
+from depthlm.model.attention.self_attention import AttentionFactory
 from depthlm.model.connection import Connection, ConnectionFactory
-from depthlm.model.documents import find_documents
 from depthlm.model.experts import Mixture, Routing
-from depthlm.model.layer import Layer
+from depthlm.model.layer import UNOBSERVED, Layer, Observer
 from depthlm.model.layers import Embedding, Head, Norm, rope_tables
-from depthlm.model.observer import UNOBSERVED, Observer
-from depthlm.model.recomputation import recomputed
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 from depthlm.ops.backend import fused, using
+
+# recompute everything but matrix products and attention over the sequence
+SELECTIVE = "selective"
 
 
 class Loss(NamedTuple):
@@ -50,7 +52,7 @@ class Decoder(nn.Module):
 
     connection, attention: factories, called with (spec, size, backbone); attention for layers with keys and values.
     loops: the number of passes through the same layers. Each pass has its own connections.
-    activation_checkpointing: what the backward pass recomputes (`depthlm.model.recomputation`).
+    activation_checkpointing: what the backward pass recomputes (see `recomputed`).
     kernels: the implementation of the operators over depth: auto, triton or torch (`depthlm.ops.backend`).
     end_of_text: the token that ends a document. With it, tokens attend only within their document and positions start
         at 0 in each document, so the logits equal those of the document alone. None: each sequence is one document.
@@ -165,7 +167,7 @@ class Decoder(nn.Module):
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
 
     def checkpoint_activations(self, how: bool | int | str = True) -> None:
-        """Recompute activations in the backward pass (`depthlm.model.recomputation`), and call `read_alone`.
+        """Recompute activations in the backward pass (see `recomputed`), and call `read_alone`.
 
         Values that are read ahead would otherwise be stored between all layers. how: False: nothing is done.
         """
@@ -204,3 +206,48 @@ def head_and_loss(model: Decoder, hidden_btd: Tensor, targets_bt: Tensor, fused:
     counted = targets_bt.flatten() != -100
     z = logsumexp.square()
     return Loss(nll.where(counted, 0).sum(), z.where(counted, 0).sum(), counted.sum())
+
+
+def recomputed(layer: Callable, position: int, how: bool | int | str, kernels: str) -> Callable:
+    """Return a layer whose activations are recomputed in the backward pass (arXiv 1604.06174), or the layer itself.
+
+    how: True: every layer; n: layers 0, n, 2n, ... by their position; "selective": every layer, but its matrix products
+    and attention over the sequence are stored; False: no layer.
+    """
+    if not how or not torch.is_grad_enabled():
+        return layer
+    if how != SELECTIVE and position % int(how):
+        return layer
+    contexts = _selective if how == SELECTIVE else _contexts
+    return partial(checkpoint, layer, use_reentrant=False, context_fn=partial(contexts, kernels))
+
+
+def _contexts(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of a layer's forward pass and of its recomputation, which runs outside `Decoder.hidden`."""
+    return nullcontext(), using(kernels)
+
+
+def _selective(kernels: str) -> tuple[AbstractContextManager, AbstractContextManager]:
+    forward, again = create_selective_checkpoint_contexts(stored_operators())
+    return forward, _both(using(kernels), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def stored_operators() -> list[Any]:
+    """Return the operators whose results are stored: matrix products, and attention over a sequence."""
+    aten = torch.ops.aten
+    names = (
+        "mm",
+        "addmm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    return [getattr(aten, name).default for name in names if hasattr(aten, name)]

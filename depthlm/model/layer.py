@@ -8,13 +8,44 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from depthlm.model.attention.mixers import Mixer
-from depthlm.model.attention.self_attention import AttentionContext, DepthKV, SelfAttention
+from depthlm.model.attention import Mixer
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.attention.self_attention import DepthKV, SelfAttention
 from depthlm.model.connection import Connection, Inputs, State
 from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layers import MLP, Norm, Rope
-from depthlm.model.observer import UNOBSERVED, Observer
-from depthlm.model.shape import Backbone, Size
+from depthlm.model.shape import Backbone, Size, SublayerSpec
+
+
+class Observer:
+    """Receives the inputs and outputs of every sublayer of a decoder. By default each method does nothing.
+
+    In a looped decoder, the layer of a SublayerSpec is the unrolled position. With activation checkpointing, the
+    recomputation of a layer calls these methods again.
+    """
+
+    def open(self, embedding_btd: Tensor) -> None:
+        """Called before the first connection opens the state."""
+
+    def read(self, connection: Connection, state: State) -> None:
+        """Called before a connection, including the final one, reads this state."""
+
+    def attend(
+        self,
+        spec: SublayerSpec,
+        attention: SelfAttention,
+        projected: tuple[Tensor, ...],
+        depth: DepthKV,
+        past: AttentionContext,
+    ) -> None:
+        """Called before `SelfAttention.attend`, with its arguments."""
+
+    def write(self, spec: SublayerSpec, output_btd: Tensor) -> None:
+        """Called before a connection writes the output of its sublayer."""
+
+
+UNOBSERVED = Observer()
+
 
 Connections = tuple[Connection, Connection]
 

@@ -11,7 +11,7 @@ from depthlm.counts import gib_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.machine.memory import process_bytes
-from depthlm.model.recomputation import SELECTIVE
+from depthlm.model.decoder import SELECTIVE
 
 log = logging.getLogger("depthlm")
 

@@ -26,7 +26,7 @@ from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
-from depthlm.model.recomputation import SELECTIVE
+from depthlm.model.decoder import SELECTIVE
 from depthlm.ops.backend import missing
 from depthlm.training.agreement import check_same_corpus, check_same_run
 from depthlm.training.checkpoint.init_from import import_weights

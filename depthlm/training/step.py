@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from depthlm.model.observer import UNOBSERVED, Observer
+from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.routing import RoutingMeter
 from depthlm.training.plan import Plan

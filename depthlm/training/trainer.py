@@ -13,8 +13,8 @@ from depthlm.distributed.collectives import on_any_rank
 from depthlm.distributed.signals import STOPPED, StopRequest
 from depthlm.evaluation.at_checkpoint import evaluate_checkpoint, missing_results, record_results
 from depthlm.machine import environment
-from depthlm.model.initialization import seed_for
-from depthlm.model.observer import UNOBSERVED
+from depthlm.model.layer import UNOBSERVED
+from depthlm.model.parameters import seed_for
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
 from depthlm.runs.trackers import Trackers, start_trackers

@@ -12,7 +12,7 @@ from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample
 from depthlm.data.permutation import key_of, permute
 from depthlm.data.preparation.split_writer import SplitWriter
 from depthlm.errors import UserError
-from depthlm.model.documents import find_documents
+from depthlm.model.attention.context import find_documents
 
 KEYS = st.integers(0, 2**64 - 1)
 

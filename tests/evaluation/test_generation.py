@@ -5,7 +5,7 @@ from depthlm.evaluation.generation import generate
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
-from depthlm.model.initialization import initialize
+from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
 PROMPT = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])

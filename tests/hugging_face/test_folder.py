@@ -144,16 +144,16 @@ def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: py
     text = (
         "import math, json\nfrom typing import (\n    Any,\n)\n"
         "try:\n    import absent\nexcept ImportError:\n    pass\n"
-        "from depthlm.model.sublayer_spec import (\n    SublayerSpec as Where,\n)\n"
+        "from depthlm.model.shape import (\n    SublayerSpec as Where,\n)\n"
         "def f():\n    from .part import X\n    return X\n"
     )
     (package / "main.py").write_text(text)
     (tmp_path / "beside.py").write_text("from reader.main import f\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     texts = collect(["beside"])
-    assert texts.keys() == {"beside", "reader.main", "reader.part", "depthlm.model.sublayer_spec"}
+    assert texts.keys() == {"beside", "reader.main", "reader.part", "depthlm.model.shape", "depthlm.fields"}
     assert texts["beside"] == "from .reader_main import f\n"
-    expected = text.replace("from depthlm.model.sublayer_spec", "from .depthlm_model_sublayer_spec").replace(
+    expected = text.replace("from depthlm.model.shape", "from .depthlm_model_shape").replace(
         ".part", ".reader_part"
     )
     assert texts["reader.main"] == expected

@@ -11,8 +11,8 @@ import torch
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.inspect.blocks import block_picture
 from depthlm.inspect.command import windows
+from depthlm.inspect.recorded import block_picture
 from depthlm.training import train
 
 ROWS = [

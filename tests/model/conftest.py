@@ -13,7 +13,7 @@ from depthlm.locations import CONF
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
-from depthlm.model.initialization import initialize
+from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
 from ..options import option

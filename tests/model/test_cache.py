@@ -3,8 +3,8 @@ import torch
 
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
+from depthlm.model.attention.context import KVCache
 from depthlm.model.attention.self_attention import SelfAttention
-from depthlm.model.cache import KVCache
 
 
 def test_update_appends_tokens_and_grows_the_cache():

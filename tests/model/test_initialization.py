@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from depthlm.model.decoder import Decoder
-from depthlm.model.initialization import initialize
+from depthlm.model.parameters import initialize
 
 
 def test_a_parameter_depends_only_on_seed_and_name():

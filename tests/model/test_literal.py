@@ -22,7 +22,7 @@ from depthlm.mechanisms.residual import Residual
 from depthlm.mechanisms.rezero import ReZero
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
-from depthlm.model.initialization import initialize
+from depthlm.model.parameters import initialize
 from depthlm.model.shape import Size
 
 from .literal.decoder import literal_logits

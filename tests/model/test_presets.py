@@ -15,8 +15,8 @@ from depthlm.evaluation import generate
 from depthlm.locations import CONF
 from depthlm.mechanisms.hyper_connections import State
 from depthlm.model import compile_sublayers
-from depthlm.model.attention.self_attention import AttentionContext
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.shape import SublayerSpec
 from depthlm.ops.moda.bank import depth_of
 
 from ..options import option

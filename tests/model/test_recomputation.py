@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthlm.model.recomputation import recomputed, stored_operators
+from depthlm.model.decoder import recomputed, stored_operators
 
 
 class Counts(TorchDispatchMode):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import depthlm
 from depthlm.model.attention import self_attention
-from depthlm.model.documents import find_documents
+from depthlm.model.attention.context import find_documents
 from depthlm.ops import flash
 from depthlm.ops.flash import attend_by_document
 from depthlm.ops.moda.bank import depth_of

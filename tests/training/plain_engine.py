@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from depthlm.config import Config
 from depthlm.model import Decoder, Loss, Observer
-from depthlm.model.observer import UNOBSERVED
+from depthlm.model.layer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE
 from depthlm.training.engine import Engine

@@ -14,7 +14,7 @@ import hydra
 from depthlm.config.schema import Config, Model
 from depthlm.config.validate.errors import listed, nearest
 from depthlm.locations import install_command
-from depthlm.model.sublayer_spec import SublayerSpec
+from depthlm.model.shape import SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.model.attention.self_attention import AttentionContext, DepthKV
+from depthlm.model.attention.context import AttentionContext
+from depthlm.model.attention.self_attention import DepthKV
 from depthlm.model.layers import Linear, Rope
 from depthlm.model.shape import Backbone, Size
 from depthlm.ops.dtypes import upcast

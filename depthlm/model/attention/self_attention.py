@@ -5,61 +5,27 @@ n either of the two, e head size.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.model.attention.latent import add_projections, project_latent
-from depthlm.model.cache import Cache, causal_mask
-from depthlm.model.documents import DocumentMask
+from depthlm.model.attention.context import AttentionContext, causal_mask
 from depthlm.model.figures import Figure
 from depthlm.model.layers import Linear, Norm, Rope, apply_rope
-from depthlm.model.shape import Backbone, Size
-from depthlm.model.sublayer_spec import SublayerSpec
-from depthlm.ops.flash import Bounds, attend_by_document, takes_documents
-from depthlm.ops.functions import linear_together
+from depthlm.model.shape import Backbone, Size, SublayerSpec
+from depthlm.ops.flash import attend_by_document
+from depthlm.ops.functions import linear, linear_together
 
 DepthKV = Sequence[tuple[Tensor, ...]]
-
-
-class AttentionContext(NamedTuple):
-    """Which tokens of the sequence the new tokens attend to, and the slot of the cache for this layer.
-
-    documents: limits attention to one document; None: each token attends to itself and to all tokens before it.
-    """
-
-    documents: DocumentMask | None = None
-    cache: Cache | None = None
-    slot: int = 0
-
-    @property
-    def mask_b1ts(self) -> Tensor | None:
-        """True where a query may attend to a key, within one document; None without documents."""
-        return None if self.documents is None else self.documents.mask_b1ts
-
-    def bounds(self, q_bhte: Tensor) -> Bounds | None:
-        """Return the bounds of the documents, with which flash attention needs no mask; None if it cannot be used."""
-        if self.documents is None or self.cache is not None or not takes_documents(q_bhte):
-            return None
-        return self.documents.bounds
-
-    def extend(self, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values to the cache; return the cached and the new ones, k_bkse and v_bkse."""
-        return (k_bkte, v_bkte) if self.cache is None else self.cache.update(self.slot, k_bkte, v_bkte)
-
-    def state(self) -> tuple[Tensor, ...] | None:
-        """Return the tensors that were kept after the last cached token; None before the first one."""
-        return None if self.cache is None else self.cache.state(self.slot)
-
-    def set_state(self, state: tuple[Tensor, ...]) -> None:
-        """Keep tensors that hold all tokens so far, in place of keys and values."""
-        if self.cache is not None:
-            self.cache.set_state(self.slot, state)
+# of the norm of the latent, in DeepSeek-V2 and in Kimi Linear, whose other norms have 1e-5
+LATENT_EPS = 1e-6
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) over the sequence, or multi-head latent attention (see `latent`).
+    """Grouped-query attention (arXiv 2305.13245) over the sequence, or latent attention (`add_projections`).
 
     inputs -> q_proj -> norm -> rope -> q --.
            -> k_proj -> norm -> rope -> k ---> attend -> context -> o_proj -> output_btd
@@ -206,3 +172,41 @@ class AttentionFactory(Protocol):
     """An attention class whose own settings are bound with `functools.partial`."""
 
     def __call__(self, spec: SublayerSpec, size: Size, backbone: Backbone) -> SelfAttention: ...
+
+
+def add_projections(module: nn.Module, size: Size, backbone: Backbone) -> None:
+    """Give a latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), without positions, its projections.
+
+    Each head has keys and values of its own. s: the width of the shared part of the keys; r: that of the latent.
+
+    x -> q_proj -----------------------------------------> q_bht(e+s)
+      -> kv_a_proj --> latent_btr -> kv_a_norm -> kv_b_proj -> key_bhte, v_bhte
+                  `--> shared_bts, the same for all heads ------------> k = (key, shared)
+    """
+    h, e, r = size.num_heads, size.head_size, size.width_of_latent()
+    module.q_proj = Linear(size.hidden_size, h * (e + size.width_of_shared_key()), bias=False)
+    module.kv_a_proj = Linear(size.hidden_size, r + size.width_of_shared_key(), bias=False)
+    module.kv_a_norm = Norm(r, replace(backbone, norm="rmsnorm", norm_eps=LATENT_EPS))
+    module.kv_b_proj = Linear(r, 2 * h * e, bias=False)
+
+
+def project_latent(attention: Any, q_in: Tensor, k_in: Tensor, v_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q_bht(e+s), k_bht(e+s) and v_bhte. If keys and values have inputs of their own, so do their latents."""
+    q_proj, kv_a_proj, kv_b_proj = attention.q_proj, attention.kv_a_proj, attention.kv_b_proj
+    kv_a_norm = attention.kv_a_norm
+    h, r = attention.num_heads, kv_b_proj.in_features
+    if q_in is k_in:
+        q, latent_and_shared = linear_together(q_in, q_proj, kv_a_proj)
+    else:
+        q, latent_and_shared = q_proj(q_in), kv_a_proj(k_in)
+    latent_btr, shared_bts = latent_and_shared[..., :r], latent_and_shared[..., r:]
+    if k_in is v_in:
+        key, v = kv_b_proj(kv_a_norm(latent_btr)).unflatten(-1, (h, -1)).chunk(2, dim=-1)
+    else:
+        weights = kv_b_proj.weight.unflatten(0, (h, -1)).chunk(2, dim=1)
+        latents = kv_a_norm(latent_btr), kv_a_norm(linear(v_in, kv_a_proj.weight[:r]))
+        key, v = (
+            linear(x, weight.flatten(0, 1)).unflatten(-1, (h, -1)) for x, weight in zip(latents, weights, strict=True)
+        )
+    k = torch.cat((key, shared_bts.unsqueeze(2).expand(-1, -1, h, -1)), dim=-1)
+    return q.unflatten(-1, (h, -1)).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

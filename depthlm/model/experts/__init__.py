@@ -1,9 +1,7 @@
 """Mixtures of experts: MLPs of which a router chooses a few for each token."""
 
-from depthlm.model.experts.balance import balance
 from depthlm.model.experts.exchange import Spread, spread_of
-from depthlm.model.experts.experts import Experts
-from depthlm.model.experts.mixture import Mixture
+from depthlm.model.experts.experts import Experts, Mixture, balance
 from depthlm.model.experts.router import Router, Routing
 
 __all__ = ["Experts", "Mixture", "Router", "Routing", "Spread", "balance", "spread_of"]

@@ -1,7 +1,8 @@
-"""The experts of a layer: SwiGLU MLPs whose matrices are stacked in three tensors.
+"""The experts of a layer, SwiGLU MLPs whose matrices are stacked in three tensors, and a mixture of them as an MLP.
 
-Shapes: r tokens (rows), k experts of a token, n = r * k pairs of a token and an expert, e experts, d hidden size,
-f width of an expert, o width of an output.
+Shapes: b batch, t tokens, r tokens of all sequences (rows), k experts of a token, n = r * k pairs of a token and an
+expert, e experts, l layers of a forward pass (each loop counts again), d hidden size, f width of an expert, o width of
+an output.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthlm.model.experts.exchange import Sort, Spread, exchange
+from depthlm.model.experts.router import Router, Routing
+from depthlm.model.layers import MLP
+from depthlm.model.shape import Backbone, Size
 from depthlm.ops.dtypes import compute_dtype
 
 # the dtypes that `torch.nn.functional.grouped_mm` takes
@@ -82,13 +86,6 @@ class Experts(nn.Module):
         return 6.0 * top_k * self.gate_proj[0].numel()
 
 
-def expert_ends(experts_rk: Tensor, num_experts: int) -> Tensor:
-    """Return ends_e in int32: the pairs of expert i end there, if all pairs are sorted by expert. Never waits."""
-    sorted_n = experts_rk.flatten().sort().values
-    numbers_e = torch.arange(num_experts, device=experts_rk.device, dtype=experts_rk.dtype)
-    return torch.searchsorted(sorted_n, numbers_e, right=True, out_int32=True)
-
-
 def grouped_linear(x_nd: Tensor, weight_eod: Tensor, ends_e: Tensor) -> Tensor:
     """Return y_no: the rows up to ends_e[i] that no earlier group has, times the transpose of weight_eod[i]."""
     # a rank to which no token is sent has no rows, and all the same a backward pass
@@ -107,3 +104,43 @@ def takes_grouped(x_nd: Tensor, weight_eod: Tensor) -> bool:
     """Return whether `torch.nn.functional.grouped_mm` takes these tensors: it wants rows of multiples of 16 bytes."""
     aligned = all(width * x_nd.element_size() % 16 == 0 for width in weight_eod.shape[1:])
     return aligned and x_nd.dtype in GROUPED.get(x_nd.device.type, ())
+
+
+class Mixture(nn.Module):
+    """The MLP of a layer as a mixture of experts (arXiv 1701.06538), with experts that every token passes through.
+
+    x_btd -> router -> experts_rk, weights_rk -> experts ---(+)-> y_btd
+       `-------------------------------> shared_experts -----'
+    """
+
+    def __init__(self, size: Size, backbone: Backbone):
+        super().__init__()
+        width, shared = size.width_of_expert(), backbone.shared_experts
+        self.router = Router(size, backbone)
+        self.experts = Experts(size.num_experts, size.hidden_size, width)
+        self.shared_experts = MLP(size.hidden_size, shared * width, backbone) if shared else None
+
+    def forward(self, x_btd: Tensor) -> tuple[Tensor, Routing]:
+        """Return y_btd and the routing of these tokens."""
+        choice = self.router(x_btd.flatten(0, 1))
+        y_btd = self.experts(x_btd.flatten(0, 1), *choice[:3]).view_as(x_btd)
+        if self.shared_experts is not None:
+            y_btd = y_btd + self.shared_experts(x_btd)
+        return y_btd, choice.routing
+
+    def forward_flops(self) -> float:
+        """Return the FLOPs per token outside of `nn.Linear` children."""
+        return 2.0 * self.router.weight.numel() + self.experts.forward_flops(self.router.top_k)
+
+
+@torch.no_grad()
+def balance(mixtures: list[Mixture], load_le: Tensor) -> None:
+    """Raise the bias of each expert with less than the mean load, and lower that of the others, by one step.
+
+    DeepSeek-V3 (arXiv 2412.19437), section 2.1.2. load_le: how many tokens of the global batch each expert has got.
+    """
+    for number, mixture in enumerate(mixtures):
+        router = mixture.router
+        if router.bias_e is not None:
+            load_e = load_le[number :: len(mixtures)].sum(0)
+            router.bias_e += router.backbone.router_bias_rate * (load_e.mean() - load_e).sign().to(router.bias_e.dtype)

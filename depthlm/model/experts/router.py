@@ -1,6 +1,7 @@
 """The router of a mixture of experts: which experts a token is sent to, with which weights.
 
-Shapes: r tokens (rows), k experts of a token, e experts, g groups, l layers, d hidden size.
+Shapes: r tokens (rows), k experts of a token, n = r * k pairs of a token and an expert, e experts,
+g groups, l layers, d hidden size.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthlm.model.experts.experts import expert_ends
 from depthlm.model.shape import Backbone, Size
 from depthlm.ops.dtypes import no_autocast, upcast
 
@@ -99,3 +99,10 @@ class Router(nn.Module):
         if bias_e is not None and self.bias_e.dtype != bias_e.dtype:
             self.bias_e = bias_e.to(self.bias_e.device)
         return self
+
+
+def expert_ends(experts_rk: Tensor, num_experts: int) -> Tensor:
+    """Return ends_e in int32: the pairs of expert i end there, if all pairs are sorted by expert. Never waits."""
+    sorted_n = experts_rk.flatten().sort().values
+    numbers_e = torch.arange(num_experts, device=experts_rk.device, dtype=experts_rk.dtype)
+    return torch.searchsorted(sorted_n, numbers_e, right=True, out_int32=True)

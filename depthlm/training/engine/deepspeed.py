@@ -15,7 +15,7 @@ from torch import Tensor
 
 from depthlm.config import Config, bucket_elements
 from depthlm.model import Decoder, Loss, Observer
-from depthlm.model.observer import UNOBSERVED
+from depthlm.model.layer import UNOBSERVED
 from depthlm.optimizers import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthlm.model import Decoder, Loss, Observer
-from depthlm.model.observer import UNOBSERVED
+from depthlm.model.layer import UNOBSERVED
 
 
 def copy_to_cpu(_: str, tensor: Tensor) -> Tensor:
