@@ -153,9 +153,7 @@ def test_only_imports_of_copied_code_are_changed(tmp_path: Path, monkeypatch: py
     texts = collect(["beside"])
     assert texts.keys() == {"beside", "reader.main", "reader.part", "depthlm.model.shape", "depthlm.fields"}
     assert texts["beside"] == "from .reader_main import f\n"
-    expected = text.replace("from depthlm.model.shape", "from .depthlm_model_shape").replace(
-        ".part", ".reader_part"
-    )
+    expected = text.replace("from depthlm.model.shape", "from .depthlm_model_shape").replace(".part", ".reader_part")
     assert texts["reader.main"] == expected
 
 

@@ -69,7 +69,7 @@ def depth_attention():
 
 def moda():
     from depthlm.ops.moda import triton as operators
-    from depthlm.ops.moda.cpu import add_depth, add_depth_backward
+    from depthlm.ops.moda.merge import moda_depth, moda_depth_backward
 
     t, kv_heads, groups, e, n, kept = 2**31 // (8 * 6 * 64) + 61, 8, 6, 64, 4, 1
     q, out, grad, grad_q = (sparse((1, t, kv_heads * groups, e), 1, seed).transpose(1, 2) for seed in range(4))
@@ -80,8 +80,8 @@ def moda():
     total = operators.backward(grad, q, context, merged, grad_q, entries, sums, 1)
     parts = [end(x, 2, kept).double() for x in (q, out, grad, grad_q, lse)]
     of_entries = end(entries, 3, kept).double().contiguous()
-    exact = add_depth(parts[0], parts[1], parts[4], of_entries)
-    of_q = add_depth_backward(parts[2], parts[0], *exact, parts[3], of_entries, before, 1)
+    exact = moda_depth(parts[0], parts[1], parts[4], of_entries)
+    of_q = moda_depth_backward(parts[2], parts[0], *exact, parts[3], of_entries, before, 1)
     return [end(context, 2, kept), end(merged, 2, kept), end(total, 2, kept), end(sums, 3, kept)], [
         *exact,
         of_q,

@@ -1,4 +1,4 @@
-"""The short convolution in front of a delta attention: causal, by channel, over 4 tokens, followed by SiLU.
+"""What surrounds a delta attention: a short convolution of its inputs, causal and by channel, and its norms.
 
 Shapes: b batch, t tokens, c channels, 3 the tokens before, 4 taps of the kernel; the last is for the token itself.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from depthlm.ops.call import call
 from depthlm.ops.dtypes import upcast
+from depthlm.ops.functions import rms_norm
 
 
 def short_convolution(
@@ -63,3 +64,14 @@ def _sum(padded: Tensor, weight: Tensor, document: Tensor | None) -> Tensor:
 def _reached(document: Tensor, i: int) -> Tensor:
     """Return, by token, whether tap i is in its document, as a mask_bt1."""
     return (document[:, 3:] == document[:, i : document.shape[1] - 3 + i])[..., None]
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return x / sqrt(|x|^2 + eps) over the last dimension, in the dtype of x."""
+    exact = upcast(x)
+    return (exact * ((exact * exact).sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    """Return rms_norm(x) * weight * sigmoid(gate) over the last dimension, in the dtype of x."""
+    return (rms_norm(upcast(x), weight_d, eps) * upcast(gate).sigmoid()).to(x.dtype)

@@ -1,27 +1,39 @@
 """Attention over the sequence and over depth in one softmax: an exact merge of a flash attention and a depth part.
 
-Flash attention returns a context o and the log-sum-exp l of its scores. `moda_depth` computes o' and l' of the softmax
-over both parts. The backward pass of flash attention depends on the softmax only through the output and the
-log-sum-exp. So with o' and l' it returns the gradients of the sequence part. No attention kernel is needed here, and
-any number of queries per key/value head works.
+Flash attention returns a context o and the log-sum-exp l of its scores. With the depth scores s_j = q . k_j / sqrt(e),
+the softmax over both parts has
 
-Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/value heads, g queries per
-key/value head, e head size.
+    l' = log(exp l + sum_j exp s_j);    o' = exp(l - l') o + sum_j exp(s_j - l') v_j.
+
+The backward pass of flash attention depends on the softmax only through the output and the log-sum-exp. So with o' and
+l' it returns the gradients of the sequence part, and any number of queries per key/value head works. All entries are in
+one tensor, and so are the sums of their gradients (`depthlm.ops.moda.bank`).
+
+On a CPU it is 1.9 times as fast as the definition (benchmarks/definitions.py, forward and backward).
+
+Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/value heads, g queries per key/value head,
+e head size, n depth entries, 2 a key and a value, r rows of a head's entries (b, t, k).
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthlm.ops.backend import chosen, using
-from depthlm.ops.call import call
+from depthlm.ops.backend import chosen, operator, using
+from depthlm.ops.call import call, parts
+from depthlm.ops.depth_attention.naive import MAX_HEAD_SIZE
+from depthlm.ops.dtypes import exact_dtype, no_autocast
 from depthlm.ops.flash import Bounds, gpu_flash
 from depthlm.ops.flash import backward as backward_by_document
 from depthlm.ops.flash import forward as forward_by_document
 from depthlm.ops.moda.bank import Bank, Depth
-from depthlm.ops.moda.cpu import moda_depth, moda_depth_backward
 from depthlm.ops.moda.naive import attend_with_scores
+
+# values of the entries that are in fp32 at a time: few enough for a CPU's cache, and enough to occupy a GPU
+CHUNK = 2**18
+GPU_CHUNK = 2**28
 
 
 def merged_attention(
@@ -127,3 +139,100 @@ def _flash_backward(
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the mask as an additive one, since the operator does not take a boolean mask."""
     return None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+
+
+def _triton_forward() -> Callable[..., tuple[Tensor, Tensor]]:
+    from depthlm.ops.moda.triton import moda_depth
+
+    return moda_depth
+
+
+def _triton_backward() -> Callable[..., Tensor]:
+    from depthlm.ops.moda.triton import moda_depth_backward
+
+    return moda_depth_backward
+
+
+def _unsupported(q_bhte: Tensor, *_: object) -> str | None:
+    e = q_bhte.shape[3]
+    return f"head size {e} is above {MAX_HEAD_SIZE}" if e > MAX_HEAD_SIZE else None
+
+
+@operator("moda", triton=_triton_forward, unsupported=_unsupported)
+def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o' as context_bhte in the dtype of q, and l' as lse_bht, contiguous, in fp32 or better. No autograd.
+
+    out_bhte, lse_bht: o and l.
+    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
+    """
+    dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5
+    (q_rge, out_rge, lse_rg1), keys_nre, values_nre = _rows(entries_n2btke, q_bhte, out_bhte, lse_bht[..., None])
+    context_rge, merged_rg1 = q_rge.new_empty(q_rge.shape), lse_rg1.new_empty(lse_rg1.shape)
+    with no_autocast(q_bhte):
+        for part in _parts(keys_nre):
+            q, out, lse = (x[part].to(dtype) for x in (q_rge, out_rge, lse_rg1))
+            key_rne, value_rne = (x[:, part].transpose(0, 1).to(dtype) for x in (keys_nre, values_nre))
+            score_rgn = torch.baddbmm(lse, q, key_rne.mT, beta=0, alpha=scale)
+            merged = torch.logaddexp(lse, score_rgn.logsumexp(-1, keepdim=True))
+            p_rgn = score_rgn.sub_(merged).exp_()
+            context_rge[part] = torch.baddbmm(out * (lse - merged).exp_(), p_rgn, value_rne)
+            merged_rg1[part] = merged
+    # a flash backward pass on a GPU requires a contiguous log-sum-exp
+    return _heads(context_rge, q_bhte), _heads(merged_rg1, q_bhte)[..., 0].contiguous()
+
+
+@operator("moda", triton=_triton_backward, unsupported=_unsupported)
+def moda_depth_backward(
+    grad_bhte: Tensor,
+    q_bhte: Tensor,
+    context_bhte: Tensor,
+    lse_bht: Tensor,
+    grad_q_bhte: Tensor,
+    entries_n2btke: Tensor,
+    sums_n2btke: Tensor,
+    fresh: int = 0,
+) -> Tensor:
+    """Return the gradient of q, in its dtype, and add those of the entries to the sums, in place.
+
+    context_bhte, lse_bht: o' and l' of `moda_depth`. grad_q_bhte: the gradient of q from the sequence part.
+    fresh: the number of the first entries whose sums are undefined, and are replaced.
+    Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
+    """
+    dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5
+    queries = grad_bhte, q_bhte, context_bhte, lse_bht[..., None], grad_q_bhte
+    tensors, *entries_nre = _rows(entries_n2btke, *queries)
+    sums_nre = sums_n2btke.flatten(2, 4).unbind(1)
+    total_rge = tensors[1].new_empty(tensors[1].shape)
+    with no_autocast(q_bhte):
+        for part in _parts(entries_nre[0]):
+            grad, q, context, lse, grad_q = (x[part].to(dtype) for x in tensors)
+            key_rne, value_rne = (x[:, part].transpose(0, 1).to(dtype) for x in entries_nre)
+            delta = (grad * context).sum(-1, keepdim=True)
+            p_rgn = torch.baddbmm(lse, q, key_rne.mT, beta=-1, alpha=scale).exp_()
+            grad_score_rgn = torch.baddbmm(delta, grad, value_rne.mT, beta=-1).mul_(p_rgn).mul_(scale)
+            total_rge[part] = torch.baddbmm(grad_q, grad_score_rgn, key_rne)
+            for weights_rgn, x_rge, sums in zip((grad_score_rgn, p_rgn), (q, grad), sums_nre, strict=True):
+                products_nre = (weights_rgn.mT @ x_rge).transpose(0, 1)
+                sums[:fresh, part] = products_nre[:fresh]
+                sums[fresh:, part] += products_nre[fresh:]
+    return _heads(total_rge, q_bhte)
+
+
+def _rows(entries_n2btke: Tensor, *queries_bhte: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return x_rge of queries, and k_nre and v_nre of entries."""
+    groups = queries_bhte[0].shape[1] // entries_n2btke.shape[4]
+    rows_rge = [x.transpose(1, 2).unflatten(2, (-1, groups)).flatten(0, 2) for x in queries_bhte]
+    keys_nre, values_nre = entries_n2btke.flatten(2, 4).unbind(1)
+    return rows_rge, keys_nre, values_nre
+
+
+def _heads(x_rge: Tensor, like_bhte: Tensor) -> Tensor:
+    """Return x_bhte of rows."""
+    b, h, t, _ = like_bhte.shape
+    return x_rge.view(b, t, h, -1).transpose(1, 2)
+
+
+def _parts(entries_nre: Tensor) -> Iterator[slice]:
+    """Yield the rows that are worked on at a time."""
+    n, r, e = entries_nre.shape
+    return parts(r, max(1, (CHUNK if entries_nre.is_cpu else GPU_CHUNK) // (e * n)), entries_nre)

@@ -27,7 +27,7 @@ GROUP, TILE = 8, 1024
 
 
 def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke: Tensor) -> tuple[Tensor, Tensor]:
-    """Run `depthlm.ops.moda.cpu.moda_depth` in Triton."""
+    """Run `depthlm.ops.moda.merge.moda_depth` in Triton."""
     _check(q_bhte, entries_n2btke, out=(out_bhte, q_bhte.shape), lse=(lse_bht, q_bhte.shape[:3]))
     return forward(q_bhte, out_bhte, lse_bht, entries_n2btke)
 
@@ -42,7 +42,7 @@ def moda_depth_backward(
     sums_n2btke: Tensor,
     fresh: int = 0,
 ) -> Tensor:
-    """Run `depthlm.ops.moda.cpu.moda_depth_backward` in Triton."""
+    """Run `depthlm.ops.moda.merge.moda_depth_backward` in Triton."""
     alike = {"grad": grad_bhte, "context": context_bhte, "grad_q": grad_q_bhte}
     shapes = {name: (x, q_bhte.shape) for name, x in alike.items()}
     shapes |= {"lse": (lse_bht, q_bhte.shape[:3]), "sums": (sums_n2btke, entries_n2btke.shape)}

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from depthlm.ops.kimi_delta.chunked import CHUNK, chunked
-from depthlm.ops.kimi_delta.convolution import short_convolution
-from depthlm.ops.kimi_delta.norms import gated_rms_norm, l2_norm
+from depthlm.ops.kimi_delta.convolution import gated_rms_norm, l2_norm, short_convolution
 
 from ..inputs import normal
 from .inputs import inputs

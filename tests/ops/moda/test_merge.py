@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.ops.moda import cpu as moda_depth
+from depthlm.ops.moda import merge
 from depthlm.ops.moda import merge as depth_merge
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import attend_with_flash, merged_attention
@@ -105,7 +105,7 @@ def test_result_is_the_same_without_flash_attention(monkeypatch: pytest.MonkeyPa
 def test_the_depth_part_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     inputs = tensors(4, 2, 7, 7, 3)
     expected = call(attend_with_scores, inputs)
-    monkeypatch.setattr(moda_depth, "CHUNK", chunk)
+    monkeypatch.setattr(merge, "CHUNK", chunk)
     output = call(attend_with_flash, inputs)
     torch.testing.assert_close(output, expected)
     grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (output, expected)]

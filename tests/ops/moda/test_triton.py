@@ -10,8 +10,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import using
 from depthlm.ops.moda.bank import depth_of
-from depthlm.ops.moda.cpu import moda_depth, moda_depth_backward
-from depthlm.ops.moda.merge import merged_attention
+from depthlm.ops.moda.merge import merged_attention, moda_depth, moda_depth_backward
 
 from ..compiling import compile_kernels
 
