@@ -4,6 +4,8 @@
 Shapes: b batch, t tokens, h heads, e head size.
 """
 
+from typing import TypeVar
+
 import torch
 
 # a model must be importable, and exportable, without Triton
@@ -12,6 +14,8 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise ImportError("fused kernels need the package triton") from error
+
+T = TypeVar("T")
 
 
 def check_heads(operator: str, heads: int, num_kv_heads: int) -> None:
@@ -36,7 +40,18 @@ def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return (*tensors, *tensors[-1:] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
 
 
+def constants(settings: type[T], *values: object) -> T:
+    """Return a NamedTuple of values that are constants in the code of a kernel."""
+    return settings(*map(tl.constexpr, values))
+
+
 @triton.jit
-def load_fp32(ptr, at, inside):
+def load_fp32(ptr, at, mask):
     """Load values as fp32, with 0 outside of the mask."""
-    return tl.load(ptr + at, inside, other=0.0).to(tl.float32)
+    return tl.load(ptr + at, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_as(ptr, at, value, mask):
+    """Store values in the dtype of the tensor."""
+    tl.store(ptr + at, value.to(ptr.dtype.element_ty), mask)

@@ -14,17 +14,38 @@ from triton import compile, language
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+def typed(kind, place):
+    if isinstance(kind, str):
+        return kind
+    if isinstance(kind, list):
+        return tuple(typed(part, (*place, i)) for i, part in enumerate(kind))
+    if "constant" in kind:
+        # a dtype is given by its name
+        value = kind["constant"]
+        places[place] = getattr(language, value) if isinstance(value, str) else value
+        return "constexpr"
+    struct = getattr(module, kind["struct"])
+    return struct(*(typed(kind["fields"][key], (*place, i)) for i, key in enumerate(struct._fields)))
+
 for module, name, types, constants, warps, architecture in json.load(sys.stdin):
-    kernel = getattr(importlib.import_module(module), name)
-    types = {key: tuple(kind) if isinstance(kind, list) else kind for key, kind in types.items()}
-    # a dtype among the constants is given by its name
-    constants = {key: getattr(language, value) if key == "NARROW" else value for key, value in constants.items()}
-    signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
-    places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    module, places = importlib.import_module(module), {}
+    kernel = getattr(module, name)
+    types |= {key: {"constant": value} for key, value in constants.items()}
+    signature = {key: typed(types[key], (i,)) for i, key in enumerate(kernel.arg_names)}
     compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", architecture, 32),
                        options={"num_warps": warps})
     assert compiled.asm["cubin"], (name, architecture)
 """
+
+
+def struct(name: str, **fields: Any) -> dict[str, Any]:
+    """Return the type of an argument that is a NamedTuple of the kernel's module, from the types of its fields."""
+    return {"struct": name, "fields": fields}
+
+
+def settings_of(**values: Any) -> dict[str, Any]:
+    """Return the type of the NamedTuple `Settings`, whose fields are constants."""
+    return struct("Settings", **{key: {"constant": value} for key, value in values.items()})
 
 
 def compile_kernels(module: str, kernels: list[tuple[str, dict[str, Any], dict[str, Any]]], warps: int = 4) -> None:

@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
 """`depth_value_mix` in Triton. Sources are passed by pointer; each is read once forward and once backward.
 
-A program processes BR rows. A row is one key/value head at one position.
+A program processes several rows. A row is one key/value head at one position.
 
 Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n sources and
 the layer itself, r rows (b, t, k).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,17 @@ from torch import Tensor
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import common_dtype
-from depthlm.ops.triton_common import check_heads, empty_heads, load_fp32, padded, rows_of_heads, tl, triton
+from depthlm.ops.triton_common import (
+    check_heads,
+    constants,
+    empty_heads,
+    load_fp32,
+    padded,
+    rows_of_heads,
+    store_as,
+    tl,
+    triton,
+)
 
 # values of one tensor that a program has in registers
 TILE = 2048
@@ -38,7 +49,7 @@ def forward(q_bhte: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[T
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     mix = torch.empty_like(value[0], dtype=common_dtype(values))
     lse = torch.empty(mix.shape[:3], dtype=torch.float32, device=mix.device)
-    _launch(_forward, q_bhte, [padded(key), padded(value), mix, lse], key)
+    _launch(_forward, q_bhte, [Entries(padded(key), padded(value)), mix, lse], key)
     return mix.transpose(1, 2), lse
 
 
@@ -51,7 +62,7 @@ def backward(
     key, value = ([rows_of_heads(x) for x in xs] for xs in (keys, values))
     grad_q = torch.empty_like(rows_of_heads(q_bhte))
     grads = [[torch.empty_like(x) for x in xs] for xs in (key, value)]
-    tensors = [grad, mix, lse, padded(key), padded(value), grad_q, *map(padded, grads)]
+    tensors = [Entries(padded(key), padded(value)), mix, lse, grad, grad_q, Entries(*map(padded, grads))]
     _launch(_backward, q_bhte, tensors, key)
     grad_keys, grad_values = ([x.transpose(1, 2) for x in xs] for xs in grads)
     return grad_q.transpose(1, 2), grad_keys, grad_values
@@ -85,74 +96,93 @@ def _differentiate(ctx, grad, _):
 forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
+class Entries(NamedTuple):
+    """Pointers to the keys and the values of all sources, x_btke."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+
+class Settings(NamedTuple):
+    """The constants of both kernels. scale: from the sum of a head's queries to the factor of its scores.
+
+    groups: queries per key/value head. head_size, padded_size: of a head, and of its tile, a power of 2. rows: of a
+    program.
+    """
+
+    scale: tl.constexpr
+    groups: tl.constexpr
+    head_size: tl.constexpr
+    padded_size: tl.constexpr
+    rows: tl.constexpr
+
+
 def _launch(kernel, q_bhte, tensors, keys_btke):
     (b, h, t, e), num_kv_heads = q_bhte.shape, keys_btke[0].shape[2]
-    groups, rows, ep = h // num_kv_heads, b * t * num_kv_heads, triton.next_power_of_2(e)
-    block = max(1, TILE // ep)
+    groups, rows, padded_size = h // num_kv_heads, b * t * num_kv_heads, triton.next_power_of_2(e)
+    settings = constants(Settings, e**-0.5 / groups, groups, e, padded_size, max(1, TILE // padded_size))
     with torch.cuda.device_of(q_bhte):
-        kernel[(triton.cdiv(rows, block),)](
-            rows_of_heads(q_bhte), *tensors, rows, len(keys_btke),
-            SCALE=e**-0.5 / groups, G=groups, E=e, EP=ep, BR=block, num_warps=4,
-        )  # fmt: skip
+        grid = (triton.cdiv(rows, settings.rows.value),)
+        kernel[grid](rows_of_heads(q_bhte), *tensors, rows, len(keys_btke), settings, num_warps=4)
 
 
 @triton.jit
-def _places(rows, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr):
+def _places(rows, settings):
     """Return the rows of a program and their mask, and the offsets of their elements and their mask."""
-    r, e = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, EP)
-    return r, r < rows, (r * E)[:, None] + e[None, :], (r < rows)[:, None] & (e < E)[None, :]
+    r = tl.program_id(0).to(tl.int64) * settings.rows + tl.arange(0, settings.rows)
+    e = tl.arange(0, settings.padded_size)
+    mask = (r < rows)[:, None] & (e < settings.head_size)[None, :]
+    return r, r < rows, (r * settings.head_size)[:, None] + e[None, :], mask
 
 
 @triton.jit
-def _mean_query(q_ptr, r, at, inside, SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr):
+def _query_offset(r, g, settings):
+    """Return the distance of query g of a head from the row of its key."""
+    return (r * ((settings.groups - 1) * settings.head_size) + g * settings.head_size)[:, None]
+
+
+@triton.jit
+def _mean_query(q_ptr, r, at, mask, settings):
     """Return qbar / sqrt(e)."""
-    total = load_fp32(q_ptr, at + (r * ((G - 1) * E))[:, None], inside)
-    for g in tl.static_range(1, G):
-        total += load_fp32(q_ptr, at + (r * ((G - 1) * E) + g * E)[:, None], inside)
-    return total * SCALE
+    total = load_fp32(q_ptr, at + _query_offset(r, 0, settings), mask)
+    for g in tl.static_range(1, settings.groups):
+        total += load_fp32(q_ptr, at + _query_offset(r, g, settings), mask)
+    return total * settings.scale
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _forward(
-    q_ptr, key_ptrs, value_ptrs, mix_ptr, lse_ptr, rows, n,
-    SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    r, inside_r, at, inside = _places(rows, E, EP, BR)
-    query = _mean_query(q_ptr, r, at, inside, SCALE, G, E)
-    top, total = tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
-    mix = tl.zeros([BR, EP], tl.float32)
-    for j in tl.static_range(len(key_ptrs)):
+def _forward(q_ptr, entries, mix_ptr, lse_ptr, rows, n, settings):
+    r, row_mask, at, mask = _places(rows, settings)
+    query = _mean_query(q_ptr, r, at, mask, settings)
+    top, total = tl.full(r.shape, float("-inf"), tl.float32), tl.zeros(r.shape, tl.float32)
+    mix = tl.zeros(at.shape, tl.float32)
+    for j in tl.static_range(len(entries.k)):
         if j < n:
-            key, value = load_fp32(key_ptrs[j], at, inside), load_fp32(value_ptrs[j], at, inside)
+            key, value = load_fp32(entries.k[j], at, mask), load_fp32(entries.v[j], at, mask)
             score = tl.sum(query * key, axis=1)
             new_top = tl.maximum(top, score)
             old, weight = tl.exp(top - new_top), tl.exp(score - new_top)
             total = total * old + weight
             mix = mix * old[:, None] + weight[:, None] * value
             top = new_top
-    tl.store(mix_ptr + at, (mix / total[:, None]).to(mix_ptr.dtype.element_ty), inside)
-    tl.store(lse_ptr + r, top + tl.log(total), inside_r)
+    store_as(mix_ptr, at, mix / total[:, None], mask)
+    tl.store(lse_ptr + r, top + tl.log(total), row_mask)
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
-def _backward(
-    q_ptr, grad_ptr, mix_ptr, lse_ptr, key_ptrs, value_ptrs, grad_q_ptr, grad_key_ptrs, grad_value_ptrs, rows, n,
-    SCALE: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    r, inside_r, at, inside = _places(rows, E, EP, BR)
-    query, grad = _mean_query(q_ptr, r, at, inside, SCALE, G, E), load_fp32(grad_ptr, at, inside)
-    delta = tl.sum(grad * load_fp32(mix_ptr, at, inside), axis=1)
-    lse = load_fp32(lse_ptr, r, inside_r)
-    grad_query = tl.zeros([BR, EP], tl.float32)
-    for j in tl.static_range(len(key_ptrs)):
+def _backward(q_ptr, entries, mix_ptr, lse_ptr, grad_ptr, grad_q_ptr, grads, rows, n, settings):
+    r, row_mask, at, mask = _places(rows, settings)
+    query, grad = _mean_query(q_ptr, r, at, mask, settings), load_fp32(grad_ptr, at, mask)
+    delta = tl.sum(grad * load_fp32(mix_ptr, at, mask), axis=1)
+    lse = load_fp32(lse_ptr, r, row_mask)
+    grad_query = tl.zeros(at.shape, tl.float32)
+    for j in tl.static_range(len(entries.k)):
         if j < n:
-            key, value = load_fp32(key_ptrs[j], at, inside), load_fp32(value_ptrs[j], at, inside)
+            key, value = load_fp32(entries.k[j], at, mask), load_fp32(entries.v[j], at, mask)
             alpha = tl.exp(tl.sum(query * key, axis=1) - lse)
             grad_score = alpha * (tl.sum(grad * value, axis=1) - delta)
             grad_query += grad_score[:, None] * key
-            grad_key, grad_value = grad_score[:, None] * query, alpha[:, None] * grad
-            tl.store(grad_key_ptrs[j] + at, grad_key.to(grad_key_ptrs[j].dtype.element_ty), inside)
-            tl.store(grad_value_ptrs[j] + at, grad_value.to(grad_value_ptrs[j].dtype.element_ty), inside)
-    grad_query = (grad_query * SCALE).to(grad_q_ptr.dtype.element_ty)
-    for g in tl.static_range(G):
-        tl.store(grad_q_ptr + at + (r * ((G - 1) * E) + g * E)[:, None], grad_query, inside)
+            store_as(grads.k[j], at, grad_score[:, None] * query, mask)
+            store_as(grads.v[j], at, alpha[:, None] * grad, mask)
+    for g in tl.static_range(settings.groups):
+        store_as(grad_q_ptr, at + _query_offset(r, g, settings), grad_query * settings.scale, mask)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """`moda_depth` in Triton. Each entry is read once forward and once backward, by one launch for all entries.
 
-A program processes BR rows, each with all queries of a key/value head at a position, and loops over the entries. It
-uses fp32 vector operations and no matrix products, so any number of queries per head works. The queries of a head are
+A program processes several rows, each with all queries of a key/value head at a position, and loops over the entries.
+It uses fp32 vector operations and no matrix products, so any number of queries per head works. The queries of a head are
 the first axis of a tile, so that a thread has all of them for its part of an entry: the entry needs no exchange
 between threads, and neither does the sum of its gradient over the queries.
 
@@ -11,14 +11,23 @@ Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/v
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
-from depthlm.ops.triton_common import check_heads, empty_heads, load_fp32, rows_of_heads, tl, triton
+from depthlm.ops.triton_common import (
+    check_heads,
+    constants,
+    empty_heads,
+    load_fp32,
+    rows_of_heads,
+    store_as,
+    tl,
+    triton,
+)
 
 LOG2E = tl.constexpr(math.log2(math.e))
 # queries of a head that a program processes at once, and values of a key that it has in registers: 8 per thread are one
@@ -96,56 +105,70 @@ def _(grad_bhte, q_bhte, context_bhte, lse_bht, grad_q_bhte, entries_n2btke, sum
     return empty_heads(q_bhte)
 
 
+class Settings(NamedTuple):
+    """The constants of both kernels. scale: of a score. groups: queries per key/value head.
+
+    group_tile: queries of a head that are processed at once, a power of 2. head_size, padded_size: of a head, and of
+    its tile, a power of 2. rows: of a program.
+    """
+
+    scale: tl.constexpr
+    num_kv_heads: tl.constexpr
+    groups: tl.constexpr
+    group_tile: tl.constexpr
+    head_size: tl.constexpr
+    padded_size: tl.constexpr
+    rows: tl.constexpr
+
+
 def _launch(kernel, q_bthe, tensors, entries_n2btke, *numbers):
     (b, t, h, e), (n, *_, num_kv_heads, _) = q_bthe.shape, entries_n2btke.shape
-    groups, rows = h // num_kv_heads, b * t * num_kv_heads
-    tiles = tile_sizes(e, groups, kernel is _backward)
+    settings, rows = settings_of(e, num_kv_heads, h // num_kv_heads, kernel is _backward), b * t * num_kv_heads
     with torch.cuda.device_of(q_bthe):
-        kernel[(triton.cdiv(rows, tiles["BR"]),)](
-            q_bthe, *tensors, rows, t, n, *numbers, SCALE=e**-0.5, K=num_kv_heads, G=groups, E=e, **tiles, num_warps=4
-        )
+        grid = (triton.cdiv(rows, settings.rows.value),)
+        kernel[grid](q_bthe, *tensors, rows, t, n, *numbers, settings, num_warps=4)
 
 
-def tile_sizes(e: int, groups: int, backward: bool) -> dict[str, int]:
-    """Return the constants of a kernel that determine the shapes of its tiles."""
-    gb, ep = min(GROUP, triton.next_power_of_2(groups)), triton.next_power_of_2(e)
-    return {"GB": gb, "EP": ep, "BR": max(1, (TILE // 2 if backward and gb > 4 else TILE) // ep)}
+def settings_of(e: int, num_kv_heads: int, groups: int, backward: bool) -> Settings:
+    """Return the constants of a kernel."""
+    group_tile, padded_size = min(GROUP, triton.next_power_of_2(groups)), triton.next_power_of_2(e)
+    tile = TILE // 2 if backward and group_tile > 4 else TILE
+    sizes = num_kv_heads, groups, group_tile, e, padded_size, max(1, tile // padded_size)
+    return constants(Settings, e**-0.5, *sizes)
 
 
 @triton.jit
-def _places(rows, tokens, first, K: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-            BR: tl.constexpr):  # fmt: skip
-    """Return offsets and masks of GB queries [GB, BR, EP], their log-sum-exp [GB, BR] and entries [1, BR, EP]."""
-    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    g, e = first + tl.arange(0, GB), tl.arange(0, EP)
-    inside_1re = (r < rows)[None, :, None] & (e < E)[None, None, :]
-    position, head = r // K, (r % K)[None, :] * G + g[:, None]
-    at_gr = (position // tokens * (K * G))[None, :] * tokens + head * tokens + (position % tokens)[None, :]
-    at_gre = (g * E)[:, None, None] + (r * (G * E))[None, :, None] + e[None, None, :]
-    at_1re = (r * E)[None, :, None] + e[None, None, :]
-    inside_gr = (g < G)[:, None] & (r < rows)[None, :]
-    return at_gre, inside_gr[:, :, None] & (e < E)[None, None, :], at_gr, inside_gr, at_1re, inside_1re
+def _places(rows, tokens, first, settings):
+    """Return offsets and masks of a group of queries [g, r, e], their log-sum-exp [g, r] and entries [1, r, e]."""
+    r = tl.program_id(0).to(tl.int64) * settings.rows + tl.arange(0, settings.rows)
+    g, e = first + tl.arange(0, settings.group_tile), tl.arange(0, settings.padded_size)
+    mask_1re = (r < rows)[None, :, None] & (e < settings.head_size)[None, None, :]
+    position = r // settings.num_kv_heads
+    head = (r % settings.num_kv_heads)[None, :] * settings.groups + g[:, None]
+    start_r = position // tokens * (settings.num_kv_heads * settings.groups)
+    at_gr = start_r[None, :] * tokens + head * tokens + (position % tokens)[None, :]
+    at_1re = (r * settings.head_size)[None, :, None] + e[None, None, :]
+    at_gre = (g * settings.head_size)[:, None, None] + (r * (settings.groups * settings.head_size))[None, :, None]
+    mask_gr = (g < settings.groups)[:, None] & (r < rows)[None, :]
+    mask_gre = mask_gr[:, :, None] & (e < settings.head_size)[None, None, :]
+    return at_gre + e[None, None, :], mask_gre, at_gr, mask_gr, at_1re, mask_1re
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n"])
-def _forward(
-    q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows, tokens, n,
-    SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    BR: tl.constexpr,
-):  # fmt: skip
+def _forward(q_ptr, out_ptr, lse_ptr, entries_ptr, context_ptr, merged_ptr, rows, tokens, n, settings):
     # values of all keys of an entry
-    plane = rows.to(tl.int64) * E
-    for first in range(0, G, GB):
-        at_q, inside_q, at_lse, inside_lse, at, inside = _places(rows, tokens, first, K, G, GB, E, EP, BR)
+    plane = rows.to(tl.int64) * settings.head_size
+    for first in range(0, settings.groups, settings.group_tile):
+        at_q, mask_q, at_lse, mask_lse, at, mask = _places(rows, tokens, first, settings)
         # scores are in units of log 2, since a GPU computes powers of 2
-        q = load_fp32(q_ptr, at_q, inside_q) * (SCALE * LOG2E)
-        context = load_fp32(out_ptr, at_q, inside_q)
+        q = load_fp32(q_ptr, at_q, mask_q) * (settings.scale * LOG2E)
+        context = load_fp32(out_ptr, at_q, mask_q)
         # the sequence part counts as one entry with score l and value o
-        top = load_fp32(lse_ptr, at_lse, inside_lse) * LOG2E
-        total = tl.full([GB, BR], 1.0, tl.float32)
+        top = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
+        total = tl.full(top.shape, 1.0, tl.float32)
         for j in tl.range(n, num_stages=3):
             entry_ptr = entries_ptr + j * 2 * plane
-            key, value = load_fp32(entry_ptr, at, inside), load_fp32(entry_ptr + plane, at, inside)
+            key, value = load_fp32(entry_ptr, at, mask), load_fp32(entry_ptr + plane, at, mask)
             score = tl.sum(q * key, axis=2)
             # of the two factors one is 1
             rises, factor = score > top, tl.exp2(-tl.abs(score - top))
@@ -153,40 +176,35 @@ def _forward(
             total = total * old + weight
             context = context * old[:, :, None] + weight[:, :, None] * value
             top = tl.maximum(top, score)
-        context = (context / total[:, :, None]).to(context_ptr.dtype.element_ty)
-        tl.store(context_ptr + at_q, context, inside_q)
-        tl.store(merged_ptr + at_lse, (top + tl.log2(total)) / LOG2E, inside_lse)
+        store_as(context_ptr, at_q, context / total[:, :, None], mask_q)
+        tl.store(merged_ptr + at_lse, (top + tl.log2(total)) / LOG2E, mask_lse)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "n", "fresh"])
 def _backward(
-    q_ptr, grad_ptr, context_ptr, grad_q_ptr, lse_ptr, entries_ptr, total_ptr, sums_ptr, rows, tokens, n, fresh,
-    SCALE: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GB: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    BR: tl.constexpr,
-):  # fmt: skip
-    plane = rows.to(tl.int64) * E
-    for first in range(0, G, GB):
-        at_q, inside_q, at_lse, inside_lse, at, inside = _places(rows, tokens, first, K, G, GB, E, EP, BR)
-        q, grad = load_fp32(q_ptr, at_q, inside_q) * SCALE, load_fp32(grad_ptr, at_q, inside_q)
-        delta = tl.sum(grad * load_fp32(context_ptr, at_q, inside_q), axis=2)
-        lse = load_fp32(lse_ptr, at_lse, inside_lse) * LOG2E
-        grad_q = load_fp32(grad_q_ptr, at_q, inside_q)
+    q_ptr, grad_ptr, context_ptr, grad_q_ptr, lse_ptr, entries_ptr, out_ptr, sums_ptr, rows, tokens, n, fresh, settings
+):
+    plane = rows.to(tl.int64) * settings.head_size
+    for first in range(0, settings.groups, settings.group_tile):
+        at_q, mask_q, at_lse, mask_lse, at, mask = _places(rows, tokens, first, settings)
+        q, grad = load_fp32(q_ptr, at_q, mask_q) * settings.scale, load_fp32(grad_ptr, at_q, mask_q)
+        delta = tl.sum(grad * load_fp32(context_ptr, at_q, mask_q), axis=2)
+        lse = load_fp32(lse_ptr, at_lse, mask_lse) * LOG2E
+        grad_q = load_fp32(grad_q_ptr, at_q, mask_q)
         for j in tl.range(n, num_stages=3):
             key_at = at + j * 2 * plane
             value_at = key_at + plane
-            key, value = load_fp32(entries_ptr, key_at, inside), load_fp32(entries_ptr, value_at, inside)
+            key, value = load_fp32(entries_ptr, key_at, mask), load_fp32(entries_ptr, value_at, mask)
             p = tl.exp2(tl.sum(q * key, axis=2) * LOG2E - lse)
             grad_score = p * (tl.sum(grad * value, axis=2) - delta)
-            grad_q += (grad_score * SCALE)[:, :, None] * key
+            grad_q += (grad_score * settings.scale)[:, :, None] * key
             # q includes the scale; in the padding of a group, q and grad are 0
             grad_key = tl.sum(grad_score[:, :, None] * q, axis=0)[None, :, :]
             grad_value = tl.sum(p[:, :, None] * grad, axis=0)[None, :, :]
-            summed = inside & ((j >= fresh) | (first > 0))
-            grad_key += load_fp32(sums_ptr, key_at, summed)
-            grad_value += load_fp32(sums_ptr, value_at, summed)
-            tl.store(sums_ptr + key_at, grad_key.to(sums_ptr.dtype.element_ty), inside)
-            tl.store(sums_ptr + value_at, grad_value.to(sums_ptr.dtype.element_ty), inside)
-        tl.store(total_ptr + at_q, grad_q.to(total_ptr.dtype.element_ty), inside_q)
+            summed = mask & ((j >= fresh) | (first > 0))
+            store_as(sums_ptr, key_at, grad_key + load_fp32(sums_ptr, key_at, summed), mask)
+            store_as(sums_ptr, value_at, grad_value + load_fp32(sums_ptr, value_at, summed), mask)
+        store_as(out_ptr, at_q, grad_q, mask_q)
         # the next queries read the sums, maybe in other threads
-        if first + GB < G:
+        if first + settings.group_tile < settings.groups:
             tl.debug_barrier()

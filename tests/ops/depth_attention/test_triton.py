@@ -11,7 +11,7 @@ from torch import Tensor
 from depthlm.ops.backend import using
 from depthlm.ops.depth_attention.naive import depth_value_mix
 
-from ..compiling import compile_kernels
+from ..compiling import compile_kernels, settings_of, struct
 
 triton_ops = pytest.importorskip("depthlm.ops.depth_attention.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,11 +128,11 @@ def test_unsupported_arguments_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    entries, low = ["*bf16"] * 4, "*bf16"
-    types = {f"{name}_ptr": low for name in ("q", "mix", "grad", "grad_q")} | {"lse_ptr": "*fp32"}
-    types |= {f"{name}_ptrs": entries for name in ("key", "value", "grad_key", "grad_value")}
-    types |= {"rows": "i32", "n": "i32"}
-    for e, ep, groups in ((64, 64, 1), (80, 128, 5), (128, 128, 4), (256, 256, 8)):
-        values = {"SCALE": e**-0.5 / groups, "G": groups, "E": e, "EP": ep, "BR": triton_ops.TILE // ep}
-        kernels = [(name, types, values) for name in ("_forward", "_backward")]
+    entries = struct("Entries", k=["*bf16"] * 4, v=["*bf16"] * 4)
+    types = {f"{name}_ptr": "*bf16" for name in ("q", "mix", "grad", "grad_q")} | {"lse_ptr": "*fp32"}
+    types |= {"entries": entries, "grads": entries, "rows": "i32", "n": "i32"}
+    for e, padded, groups in ((64, 64, 1), (80, 128, 5), (128, 128, 4), (256, 256, 8)):
+        constants = {"groups": groups, "head_size": e, "padded_size": padded, "rows": triton_ops.TILE // padded}
+        types["settings"] = settings_of(scale=e**-0.5 / groups, **constants)
+        kernels = [(name, dict(types), {}) for name in ("_forward", "_backward")]
         compile_kernels("depthlm.ops.depth_attention.triton", kernels)

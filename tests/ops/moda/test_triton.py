@@ -12,7 +12,7 @@ from depthlm.ops.backend import using
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention, moda_depth, moda_depth_backward
 
-from ..compiling import compile_kernels
+from ..compiling import compile_kernels, settings_of
 
 triton_ops = pytest.importorskip("depthlm.ops.moda.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,13 +164,14 @@ def test_unsupported_arguments_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    names = ("q", "out", "entries", "context", "grad", "grad_q", "total", "sums")
+    names = ("q", "out", "entries", "context", "grad", "grad_q", "sums")
     types: dict[str, Any] = {f"{name}_ptr": "*bf16" for name in names}
     types |= {f"{name}_ptr": "*fp32" for name in ("lse", "merged")}
     types |= dict.fromkeys(("rows", "tokens", "n", "fresh"), "i32")
     kernels = []
     for e, groups in ((64, 4), (128, 3), (256, 16)):
         for name in ("_forward", "_backward"):
-            tiles = triton_ops.tile_sizes(e, groups, name == "_backward")
-            kernels.append((name, types, {"SCALE": e**-0.5, "K": 4, "G": groups, "E": e, **tiles}))
+            values = triton_ops.settings_of(e, 4, groups, name == "_backward")._asdict()
+            constants = settings_of(**{key: value.value for key, value in values.items()})
+            kernels.append((name, types | {"settings": constants}, {}))
     compile_kernels("depthlm.ops.moda.triton", kernels)
