@@ -2,8 +2,8 @@
 """`moda_depth` in Triton. Each entry is read once forward and once backward, by one launch for all entries.
 
 A program processes several rows, each with all queries of a key/value head at a position, and loops over the entries.
-It uses fp32 vector operations and no matrix products, so any number of queries per head works. The queries of a head are
-the first axis of a tile, so that a thread has all of them for its part of an entry: the entry needs no exchange
+It uses fp32 vector operations and no matrix products, so any number of queries per head works. The queries of a head
+are the first axis of a tile, so that a thread has all of them for its part of an entry: the entry needs no exchange
 between threads, and neither does the sum of its gradient over the queries.
 
 Shapes: b batch, t tokens, h query heads, k key/value heads, g queries per key/value head, e head size, n depth entries,
