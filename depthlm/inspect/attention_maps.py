@@ -26,7 +26,8 @@ class AttentionMaps(FigureOverDepth):
         if place in self.maps:
             return
         heads, t, _ = figure.values.shape
-        self.heads, shown = spread(heads, HEADS), min(t, TOKENS)
+        self.heads = spread(heads, HEADS)
+        shown = min(t, TOKENS)
         values = figure.values[self.heads, :shown].float().cpu().numpy()
         self.maps[place] = np.concatenate([values[..., :shown], values[..., t:]], axis=-1)
 

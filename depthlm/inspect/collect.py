@@ -36,7 +36,8 @@ class Collector(Observer):
     """Collects the figures of all connections and attentions, by the mechanism's module and the figure's name."""
 
     def __init__(self, model: Decoder, token_names: Sequence[str] = ()) -> None:
-        self.depth, self.token_names = model.loops * model.size.num_layers, token_names
+        self.depth = model.loops * model.size.num_layers
+        self.token_names = token_names
         self.attending = attending([layer.attention for layer in model.layers], model.loops)
         self.figures: dict[tuple[str, str], FigureOverDepth] = {}
 

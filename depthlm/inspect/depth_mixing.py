@@ -50,7 +50,9 @@ class Mixing(Observer):
     """Collects the outputs of a forward pass, and at its end the matrix of its tokens."""
 
     def __init__(self, model: Decoder) -> None:
-        self.model, self.means, self.differentiates_weights = model, Means(), False
+        self.model = model
+        self.means = Means()
+        self.differentiates_weights = False
 
     def open(self, embedding_btd: Tensor) -> None:
         self.outputs = [embedding_btd]

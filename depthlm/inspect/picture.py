@@ -58,9 +58,13 @@ class FigureOverDepth:
     """
 
     def __init__(self, mechanism: str, figure: Figure, depth: int, token_names: Sequence[str]) -> None:
-        self.name, self.figure = f"{mechanism}_{figure.name}", figure
-        self.depth, self.token_names = depth, token_names
-        self.title, self.means, self.maps = f"{mechanism}: {figure.about}", Means(), dict[Place, Array]()
+        self.name = f"{mechanism}_{figure.name}"
+        self.figure = figure
+        self.depth = depth
+        self.token_names = token_names
+        self.title = f"{mechanism}: {figure.about}"
+        self.means = Means()
+        self.maps = dict[Place, Array]()
 
     def add(self, figure: Figure, place: Place, tokens: int) -> None:
         """Add the values of one place in a forward pass over `tokens` tokens."""

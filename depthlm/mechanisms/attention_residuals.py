@@ -66,7 +66,8 @@ class AttentionResiduals(Connection):
         )
         self.block_size = block_size or default_block_size(spec)
         # eps is None if the keys are not normalized
-        self.mixing, self.eps = mixing, backbone.norm_eps if key_norm else None
+        self.mixing = mixing
+        self.eps = backbone.norm_eps if key_norm else None
         self.num_sources = 1 + -(-spec.sublayer // self.block_size)
         self.begins_block = spec.sublayer % self.block_size == 0
         self.cost = read_cost(size, self.num_sources, scored=mixing != "scalars")

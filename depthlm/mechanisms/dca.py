@@ -88,7 +88,10 @@ class DeepCrossAttention(Connection):
         )
         if last_k is None and not own_embedding:
             raise ValueError("own_embedding=false: needs last_k")
-        self.version, self.last_k, self.own_embedding, self.gate = version, last_k, own_embedding, gate
+        self.version = version
+        self.last_k = last_k
+        self.own_embedding = own_embedding
+        self.gate = gate
         if spec.kind == "mlp":
             return
         self.num_inputs = 3 if separate_qkv and spec.kind == "attention" else 1

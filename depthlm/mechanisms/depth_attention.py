@@ -58,7 +58,9 @@ class DepthAttention(SelfAttention):
             one_of(("value", "key", "key_value"), mixes=mixes),
         )
         self.stride = stride or max(1, spec.num_layers // 2)
-        self.anchored, self.mixing, self.objects = sources == "anchored", mixing, mixes.split("_")
+        self.anchored = sources == "anchored"
+        self.mixing = mixing
+        self.objects = mixes.split("_")
 
     def source_layers(self, layer: int) -> range:
         """Return the layers of the same loop that a layer reads, ascending."""

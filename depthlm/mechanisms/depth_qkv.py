@@ -46,10 +46,12 @@ class DepthQKV(Connection):
         d = size.hidden_size
         if d % size.num_heads:
             raise ValueError(f"size.num_heads={size.num_heads}: must divide size.hidden_size={d} for heads over depth")
-        self.head_size, num_sources = d // size.num_heads, spec.sublayer + 1
+        self.head_size = d // size.num_heads
+        num_sources = spec.sublayer + 1
         kv_width = size.num_kv_heads * self.head_size
         self.q_proj = Linear(d, d, bias=False)
-        self.k_proj, self.v_proj = (Linear(d, kv_width, bias=False) for _ in "kv")
+        self.k_proj = Linear(d, kv_width, bias=False)
+        self.v_proj = Linear(d, kv_width, bias=False)
         # the newest output, the query and h, and the keys and values written and read
         self.cost = Cost(4.0 * d * num_sources, 3.0 * d + 2.0 * kv_width * (num_sources + 1))
 

@@ -67,7 +67,9 @@ class HyperConnections(Connection):
     ):
         super().__init__(spec, size, backbone)
         check(at_least(1, num_streams=num_streams), boolean(dynamic=dynamic), one_of(COLLAPSES, collapse=collapse))
-        self.num_streams, self.dynamic, self.eps = num_streams, dynamic, backbone.norm_eps
+        self.num_streams = num_streams
+        self.dynamic = dynamic
+        self.eps = backbone.norm_eps
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
             self.collapse = Collapse(n, collapse)

@@ -43,7 +43,9 @@ class Laurel(Connection):
     ):
         super().__init__(spec, size, backbone)
         check(one_of(("rw", "lr", "pa"), variant=variant), at_least(1, rank=rank, last_k=last_k))
-        self.variant, self.last_k, d = variant, last_k, size.hidden_size
+        self.variant = variant
+        self.last_k = last_k
+        d = size.hidden_size
         if spec.kind == "final":
             return
         if variant == "rw":

@@ -62,7 +62,9 @@ class ManifoldHyperConnections(Connection):
     ):
         super().__init__(spec, size, backbone)
         check(at_least(1, num_streams=num_streams, iterations=iterations), one_of(COLLAPSES, collapse=collapse))
-        self.num_streams, self.iterations, self.eps = num_streams, iterations, backbone.norm_eps
+        self.num_streams = num_streams
+        self.iterations = iterations
+        self.eps = backbone.norm_eps
         n, d = num_streams, size.hidden_size
         if spec.kind == "final":
             self.collapse = Collapse(n, collapse)

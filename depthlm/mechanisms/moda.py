@@ -62,19 +62,23 @@ class Moda(SelfAttention):
             boolean(depth_kv=depth_kv, ffn_kv=ffn_kv, attn_kv=attn_kv, last_layer_kv=last_layer_kv),
             at_least(1, slots=slots, optional=True),
         )
-        self.depth_kv, self.slots = depth_kv, slots
+        self.depth_kv = depth_kv
+        self.slots = slots
         self.is_read_later = spec.layer < spec.num_layers - 1 or spec.loops > 1
         projects = self.is_read_later or last_layer_kv
-        self.ffn_kv, self.attn_kv = ffn_kv and projects, attn_kv and projects
+        self.ffn_kv = ffn_kv and projects
+        self.attn_kv = attn_kv and projects
         # the sublayers of a layer that add an entry, in their order. Every layer adds all of them, but the last one in
         # the last loop adds none: open_depth, keep, figures, num_entries and held_values count on it
         self.entry_kinds = ("attention",) * (depth_kv or attn_kv) + ("mlp",) * ffn_kv
-        widths, bias = (self.key_size, self.head_size), backbone.attention_bias and not self.is_latent
-        shapes = [(size.hidden_size, self.num_kv_heads * width, bias) for width in widths]
+        d, bias = size.hidden_size, backbone.attention_bias and not self.is_latent
+        key_width, value_width = self.num_kv_heads * self.key_size, self.num_kv_heads * self.head_size
         if self.attn_kv:
-            self.attn_k_proj, self.attn_v_proj = (Linear(*shape) for shape in shapes)
+            self.attn_k_proj = Linear(d, key_width, bias)
+            self.attn_v_proj = Linear(d, value_width, bias)
         if self.ffn_kv:
-            self.ffn_k_proj, self.ffn_v_proj = (Linear(*shape) for shape in shapes)
+            self.ffn_k_proj = Linear(d, key_width, bias)
+            self.ffn_v_proj = Linear(d, value_width, bias)
 
     def project(self, q_in: Tensor, k_in: Tensor, v_in: Tensor, rope: Rope | None) -> tuple[Tensor, ...]:
         projected = super().project(q_in, k_in, v_in, rope)

@@ -39,9 +39,12 @@ class MRLA(Connection):
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__(spec, size, backbone)
-        self.num_sources, d, e = spec.sublayer, size.hidden_size, size.head_size
+        self.num_sources = spec.sublayer
+        d = size.hidden_size
+        e = size.head_size
         if self.num_sources:
-            self.q_proj, self.k_proj = (Linear(d, e, bias=False) for _ in "qk")
+            self.q_proj = Linear(d, e, bias=False)
+            self.k_proj = Linear(d, e, bias=False)
             self.c = nn.Parameter(torch.empty(d))
             # the newest output and h, and the keys and values written and read
             values = 2.0 * d + (d + e) * (self.num_sources + 1)

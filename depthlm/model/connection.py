@@ -64,7 +64,8 @@ class Connection(nn.Module):
 
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
-        self.spec, self.size = spec, size
+        self.spec = spec
+        self.size = size
         self.is_linked = False
 
     def link(self, connections: "Sequence[Connection]") -> None:

@@ -67,7 +67,9 @@ class Decoder(nn.Module):
         loops: int = 1,
     ):
         super().__init__()
-        self.size, self.backbone, self.loops = size, backbone, loops
+        self.size = size
+        self.backbone = backbone
+        self.loops = loops
         self.activation_checkpointing: bool | int | str = False
         self.is_compiled = False
         self.kernels = "auto"

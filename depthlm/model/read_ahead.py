@@ -33,7 +33,10 @@ class ReadAhead:
         extend: Callable[[Any, Sequence[Tensor]], Tensor],
         num_fixed: int,
     ):
-        self.reader, self.begin, self.extend, self.num_fixed = reader, begin, extend, num_fixed
+        self.reader = reader
+        self.begin = begin
+        self.extend = extend
+        self.num_fixed = num_fixed
         self.readers = [reader]
 
     def link(self, connections: Sequence[Any]) -> None:

@@ -17,7 +17,8 @@ class DocumentMask:
 
     def __init__(self, begin_bt: Tensor, start: int):
         """begin_bt: the sequence index at which the document of each new token begins. start: cached tokens."""
-        self.begin_bt, self.start = begin_bt, start
+        self.begin_bt = begin_bt
+        self.start = start
 
     @cached_property
     def mask_b1ts(self) -> Tensor:

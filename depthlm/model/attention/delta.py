@@ -41,13 +41,21 @@ class DeltaAttention(nn.Module):
     def __init__(self, size: Size, backbone: Backbone):
         super().__init__()
         d, e, c = size.hidden_size, size.head_size, size.num_heads * size.head_size
-        self.num_heads, self.head_size = size.num_heads, e
-        self.q_proj, self.k_proj, self.v_proj = (Linear(d, c, bias=False) for _ in range(3))
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConvolution(c) for _ in range(3))
-        self.f_a_proj, self.f_b_proj = Linear(d, e, bias=False), Linear(e, c, bias=False)
-        self.A_log, self.dt_bias = nn.Parameter(torch.empty(size.num_heads)), nn.Parameter(torch.empty(c))
+        self.num_heads = size.num_heads
+        self.head_size = e
+        self.q_proj = Linear(d, c, bias=False)
+        self.k_proj = Linear(d, c, bias=False)
+        self.v_proj = Linear(d, c, bias=False)
+        self.q_conv1d = ShortConvolution(c)
+        self.k_conv1d = ShortConvolution(c)
+        self.v_conv1d = ShortConvolution(c)
+        self.f_a_proj = Linear(d, e, bias=False)
+        self.f_b_proj = Linear(e, c, bias=False)
+        self.A_log = nn.Parameter(torch.empty(size.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(c))
         self.b_proj = Linear(d, size.num_heads, bias=False)
-        self.g_a_proj, self.g_b_proj = Linear(d, e, bias=False), Linear(e, c, bias=False)
+        self.g_a_proj = Linear(d, e, bias=False)
+        self.g_b_proj = Linear(e, c, bias=False)
         self.o_norm = GatedNorm(e, backbone.norm_eps)
         self.o_proj = Linear(c, d, bias=False)
 
@@ -140,7 +148,8 @@ class GatedNorm(nn.Module):
 
     def __init__(self, width: int, eps: float):
         super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.ones(width))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_bthe: Tensor, gate_bthe: Tensor) -> Tensor:
         return gated_rms_norm(x_bthe, gate_bthe, self.weight, self.eps)

@@ -47,14 +47,19 @@ class SelfAttention(nn.Module):
     def __init__(self, spec: SublayerSpec, size: Size, backbone: Backbone):
         super().__init__()
         self.spec = spec
-        self.num_heads, self.num_kv_heads, self.head_size = size.num_heads, size.num_kv_heads, size.head_size
-        self.key_size, self.qk_norm = size.head_size, backbone.qk_norm
-        self.is_latent, self.separate_inputs = spec.mixer == "latent", False
+        self.num_heads = size.num_heads
+        self.num_kv_heads = size.num_kv_heads
+        self.head_size = size.head_size
+        self.key_size = size.head_size
+        self.qk_norm = backbone.qk_norm
+        self.is_latent = spec.mixer == "latent"
+        self.separate_inputs = False
         self.latent_size = size.width_of_latent() if self.is_latent else 0
         q_width, kv_width = size.num_heads * size.head_size, size.num_kv_heads * size.head_size
         bias = backbone.attention_bias and not self.is_latent
         if self.is_latent:
-            self.num_kv_heads, self.key_size = size.num_heads, size.head_size + size.width_of_shared_key()
+            self.num_kv_heads = size.num_heads
+            self.key_size = size.head_size + size.width_of_shared_key()
             self.qk_norm = "none"
             add_projections(self, size, backbone)
         else:

@@ -55,7 +55,8 @@ class Router(nn.Module):
 
     def __init__(self, size: Size, backbone: Backbone):
         super().__init__()
-        self.top_k, self.backbone = size.experts_per_token, backbone
+        self.top_k = size.experts_per_token
+        self.backbone = backbone
         self.weight = nn.Parameter(torch.empty(size.num_experts, size.hidden_size))
         self.register_buffer("bias_e", torch.zeros(size.num_experts) if backbone.router_bias_rate else None)
 

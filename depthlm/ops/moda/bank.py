@@ -41,7 +41,9 @@ class GradientSums:
         task = current_pass()
         if self.sums_n2btke is None or task != self.task:
             # a second backward pass through the same graph begins with new sums
-            self.task, self.sums_n2btke, self.written = task, torch.empty_like(entries_n2btke), set()
+            self.task = task
+            self.sums_n2btke = torch.empty_like(entries_n2btke)
+            self.written = set()
         new = [j for j in range(start, end) if j not in self.written]
         self.written.update(new)
         if new and new[-1] - start >= len(new):
@@ -59,7 +61,8 @@ class GradientSums:
             key, value = self.sums_n2btke[index].transpose(2, 3)
             found = key, value
         if last:
-            self.sums_n2btke, self.written = None, set()
+            self.sums_n2btke = None
+            self.written = set()
         return found
 
 
@@ -109,7 +112,10 @@ class Depth(Sequence[Pair]):
     """
 
     def __init__(self, bank: Bank, pairs: tuple[Pair, ...] = (), end: int = 0, token: Tensor | None = None):
-        self.bank, self.pairs, self.end, self.token = bank, pairs, end, token
+        self.bank = bank
+        self.pairs = pairs
+        self.end = end
+        self.token = token
 
     @property
     def start(self) -> int:
