@@ -73,7 +73,7 @@ class AttentionResiduals(Connection):
         self.cost = read_cost(size, self.num_sources, scored=mixing != "scalars")
         if query == "static" and mixing == "softmax":
             # the running sum still changes, so it cannot be read ahead
-            self.ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
+            self.read_ahead = ReadAhead(self, begin, self.extend, self.num_sources - (not self.begins_block))
         if mixing == "scalars":
             self.scores = nn.Parameter(torch.empty(self.num_sources))
             return
@@ -93,8 +93,8 @@ class AttentionResiduals(Connection):
         return State((embedding_btd,))
 
     def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, tuple[Partial, ...]]:
-        if weights is None and self.ahead is not None:
-            h_btd, ahead = self.ahead.read(state.blocks, state.ahead)
+        if weights is None and self.read_ahead is not None:
+            h_btd, ahead = self.read_ahead.read(state.blocks, state.ahead)
             return (h_btd,), ahead
         alpha = self.weights(state) if weights is None else weights
         return (weighted_sum(alpha, state.blocks),), ()

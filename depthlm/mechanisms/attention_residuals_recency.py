@@ -53,7 +53,7 @@ class AttentionResidualsRecency(Connection):
         self.num_sources = 2 + snapshots
         self.cost = read_cost(size, self.num_sources)
         # the running sum still changes, so it cannot be read ahead
-        self.ahead = ReadAhead(self, begin, self.extend, num_fixed=self.num_sources - 1)
+        self.read_ahead = ReadAhead(self, begin, self.extend, num_fixed=self.num_sources - 1)
         self.query = nn.Parameter(torch.empty(size.hidden_size))
         self.key_norm = nn.Parameter(torch.empty(size.hidden_size))
         self.recency = nn.Parameter(torch.empty(1))
@@ -75,8 +75,8 @@ class AttentionResidualsRecency(Connection):
     def read(self, state: State, weights: Tensor | None = None) -> tuple[Inputs, tuple[Partial, ...]]:
         if weights is not None:
             return (weighted_sum(weights, state.sources),), ()
-        assert self.ahead is not None
-        h_btd, ahead = self.ahead.read(state.sources, state.ahead)
+        assert self.read_ahead is not None
+        h_btd, ahead = self.read_ahead.read(state.sources, state.ahead)
         return (h_btd,), ahead
 
     def weights(self, state: State) -> Tensor:

@@ -9,9 +9,10 @@ before block t, where a block is one layer and its output is attention + MLP wit
 
 In DeepCrossAttention (section 3.2), q, k and v are three such reads, each with its own b and w.
 
-    G --+-> g_q, g_k, g_v -> attention --+--(+)-> MLP input -> MLP -(+)-> output of block t, appended to G
-        |       `--------------------------- ^                       ^
-        |                                `----------------------------'
+    G -> g_q, g_k, g_v -> attention -+-(+)-> MLP input -> MLP -(+)-> output of block t, appended to G
+          |                          |  ^                       ^
+          `--------------------------+--'                       |
+                                     `--------------------------'
 
 Shapes: s reads, n sources, b batch, t tokens, d hidden size.
 """
@@ -107,7 +108,7 @@ class DeepCrossAttention(Connection):
         # block, so a pass cannot serve later blocks
         self.is_fused = version == 1 or (version == 3 and gate == "relu_of_sum")
         if self.is_fused and last_k is None:
-            self.ahead = ReadAhead(self, self.begin, self.extend, num_fixed=n)
+            self.read_ahead = ReadAhead(self, self.begin, self.extend, num_fixed=n)
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         tensor.fill_(1.0 if name == "b" else 0.0)
@@ -122,14 +123,14 @@ class DeepCrossAttention(Connection):
             return (state.mlp_input,), None
         ahead: tuple[Partial, ...] = ()
         if weights is not None:
-            inputs = tuple(weigh(beta_nbtd, state.blocks) for beta_nbtd in weights)
-        elif self.ahead is not None:
-            g_sbtd, ahead = self.ahead.read(state.blocks, state.ahead)
+            inputs = tuple(gated_sum(beta_nbtd, state.blocks) for beta_nbtd in weights)
+        elif self.read_ahead is not None:
+            g_sbtd, ahead = self.read_ahead.read(state.blocks, state.ahead)
             inputs = g_sbtd.unbind()
         elif self.is_fused:
-            inputs = self.sum_up([self], slice(None), state.blocks).unbind()
+            inputs = self.read_fused([self], slice(None), state.blocks).unbind()
         else:
-            inputs = tuple(self.combine(state, i) for i in range(self.num_inputs))
+            inputs = tuple(self.read_unfused(state, i) for i in range(self.num_inputs))
         return inputs, Carry(inputs[0], ahead)
 
     def weights(self, state: State) -> list[Tensor] | None:
@@ -137,7 +138,7 @@ class DeepCrossAttention(Connection):
         if self.spec.kind == "mlp" or self.version < 3:
             return None
         betas = []
-        # the same gates as in `combine` and in the operator
+        # the same gates as in `read_unfused` and in the operator
         for i, b_nd in enumerate(self.b):
             b, score = b_nd[:, None, None], self.scores(state, i)[..., None]
             betas.append((b + score).relu() if self.gate == "relu_of_sum" else b + score.relu())
@@ -147,20 +148,20 @@ class DeepCrossAttention(Connection):
         """Return w_j . G_j of v3 for all sources of the i-th input, [n, b, t]."""
         return source_scores(self.w[i].expand(len(state.blocks), -1), state.blocks, eps=None)
 
-    def combine(self, state: State, i: int) -> Tensor:
+    def read_unfused(self, state: State, i: int) -> Tensor:
         """Return g_btd, the i-th input, of v2 and of v3 with the printed gate, which have no operator of their own."""
         g = weighted_sum(self.b[i], state.blocks)
         return g if self.version == 2 else g + weighted_sum(self.scores(state, i).relu(), state.blocks)
 
     def begin(self, readers: "Sequence[DeepCrossAttention]", sources: Sequence[Tensor]) -> list[Partial]:
-        g_sbtd = self.sum_up(readers, slice(0, len(sources)), sources)
+        g_sbtd = self.read_fused(readers, slice(0, len(sources)), sources)
         return [(g,) for g in g_sbtd.split([c.num_inputs for c in readers])]
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
         (g_sbtd,) = partial
-        return self.sum_up([self], slice(-len(recent), None), recent, g_sbtd)
+        return self.read_fused([self], slice(-len(recent), None), recent, g_sbtd)
 
-    def sum_up(
+    def read_fused(
         self,
         readers: "Sequence[DeepCrossAttention]",
         part: slice,
@@ -209,6 +210,6 @@ class DeepCrossAttention(Connection):
         return drawn
 
 
-def weigh(beta_nbtd: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+def gated_sum(beta_nbtd: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """Return sum_j beta_j * G_j."""
     return sum((beta * x for beta, x in zip(beta_nbtd, blocks, strict=True)), torch.zeros_like(blocks[0]))

@@ -58,7 +58,7 @@ class DenseFormer(Connection):
             self.a = nn.Parameter(torch.empty(n))
             self.cost = Cost(2.0 * size.hidden_size * n, float(size.hidden_size * (n + 1)))
             # with a dilation, the sources of an average do not begin with those of the one before
-            self.ahead = ReadAhead(self, self.begin, self.extend, n) if dilation == 1 else None
+            self.read_ahead = ReadAhead(self, self.begin, self.extend, n) if dilation == 1 else None
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator, std: float) -> None:
         # the others are zero: Y_i = X_i, so initially the decoder equals vanilla
@@ -81,8 +81,8 @@ class DenseFormer(Connection):
 
     def average(self, sources: Sequence[Tensor], ahead: tuple[Partial, ...]) -> tuple[Tensor, tuple[Partial, ...]]:
         """Return Y_i, and the sums that are made ahead for the later averages of the phase."""
-        if self.ahead is not None:
-            return self.ahead.read(sources, ahead)
+        if self.read_ahead is not None:
+            return self.read_ahead.read(sources, ahead)
         return weighted_reads(self.a[None], sources).squeeze(0), ()
 
     def begin(self, averages: "Sequence[DenseFormer]", sources: Sequence[Tensor]) -> list[Partial]:

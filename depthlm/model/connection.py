@@ -50,7 +50,7 @@ class Connection(nn.Module):
     `depthlm.model.parameters`).
 
     num_inputs: the number of inputs of `read`: 1, or 3 for q, k and v of an attention, each with its own norm.
-    ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
+    read_ahead: reads several sublayers at once (see `depthlm.model.read_ahead`); None: each reads alone.
     colour: of the mechanism in all figures, as "#RRGGBB"; "": one that follows from its name.
     is_compiled: whether torch.compile may compile `read` and `write` together with the sublayers beside them. They must
         then be short, without registered operators, and the same for all layers, on a state of constant length.
@@ -58,7 +58,7 @@ class Connection(nn.Module):
 
     num_inputs = 1
     cost = Cost()
-    ahead: ReadAhead | None = None
+    read_ahead: ReadAhead | None = None
     colour = ""
     is_compiled = False
 
@@ -74,8 +74,8 @@ class Connection(nn.Module):
         The decoder passes all of its connections after it has created them. `Decoder.read_alone` passes only one.
         """
         self.is_linked = len(connections) > 1
-        if self.ahead is not None:
-            self.ahead.link(connections)
+        if self.read_ahead is not None:
+            self.read_ahead.link(connections)
 
     def open(self, embedding_btd: Tensor) -> State:
         """Return the state before the first sublayer. By default it is that of the residual connection."""

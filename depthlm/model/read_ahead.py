@@ -41,7 +41,7 @@ class ReadAhead:
 
     def link(self, connections: Sequence[Any]) -> None:
         """Find the phase of this reader. Phases are runs of consecutive readers, from the first reader on."""
-        readers = [c for c in connections if c.ahead is not None]
+        readers = [c for c in connections if c.read_ahead is not None]
         # a reader with inputs for q, k and v makes three reads
         length = max(1, READS // readers[0].num_inputs)
         start = readers.index(self.reader) // length * length
@@ -52,7 +52,7 @@ class ReadAhead:
 
         ahead: the partial results of this reader and of the later ones; the first reader of a phase ignores it.
         """
-        first = self.readers[0].ahead
+        first = self.readers[0].read_ahead
         if first is self:
             ahead = tuple(self.begin(self.readers, sources[: self.num_fixed]))
         partial, *later = ahead

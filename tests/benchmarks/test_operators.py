@@ -65,9 +65,11 @@ def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name: str, mode
     decoder = depthlm.build_model(depthlm.compose(["size=1.5b", f"model={model}"], here=False), "meta")
     middle = (x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2)
     # a phase of one sublayer belongs to a sublayer without reads
-    first = next(x for x in middle if x.ahead is not None and x.ahead.readers[0] is x and len(x.ahead.readers) > 1)
-    reads = sum(getattr(x, "num_inputs", 1) for x in first.ahead.readers)
-    sources = first.ahead.num_fixed
+    first = next(
+        x for x in middle if x.read_ahead is not None and x.read_ahead.readers[0] is x and len(x.read_ahead.readers) > 1
+    )
+    reads = sum(getattr(x, "num_inputs", 1) for x in first.read_ahead.readers)
+    sources = first.read_ahead.num_fixed
     case = CASES[name](shape_of("1.5b", 1, 1)._replace(d=4), make())
     assert (len(case.run()[0]), len(case.inputs) - PARAMETERS[name]) == (reads, sources)
 
