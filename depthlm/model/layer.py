@@ -45,8 +45,6 @@ class Observer:
 
 
 UNOBSERVED = Observer()
-
-
 Connections = tuple[Connection, Connection]
 
 
@@ -100,8 +98,8 @@ class Layer(nn.Module):
         if isinstance(self.attention, SelfAttention):
             observer.attend(connections[0].spec, self.attention, projected, depth, past)
         context, depth = self.attention.attend(projected, depth, past)
-        state, projected, routing = after_attention(connections, state, carry, context, rope)
-        return state, self.attention.after_mlp(projected, depth), routing
+        state, entry, routing = after_attention(connections, state, carry, context, rope)
+        return state, self.attention.after_mlp(entry, depth), routing
 
     def before_attention(
         self, connection: Connection, state: State, rope: Rope | None, observer: Observer = UNOBSERVED
@@ -131,9 +129,9 @@ class Layer(nn.Module):
         state = for_attention.write(state, output_btd, carry)
         observer.read(for_mlp, state)
         inputs, carry = for_mlp.read(state)
-        output_btd, projected, routing = self.transform(inputs, rope)
+        output_btd, entry, routing = self.transform(inputs, rope)
         observer.write(for_mlp.spec, output_btd)
-        return for_mlp.write(state, output_btd, carry), projected, routing
+        return for_mlp.write(state, output_btd, carry), entry, routing
 
     def project(self, inputs: Inputs, rope: Rope | None) -> tuple[Tensor, ...]:
         """Return the result of `SelfAttention.project` for the inputs of a connection."""
@@ -152,8 +150,8 @@ class Layer(nn.Module):
         if self.pre_norm:
             inputs = _normed(self.mlp_norm, inputs)
         output_btd, routing = self.mlp(inputs[0]) if isinstance(self.mlp, Mixture) else (self.mlp(inputs[0]), None)
-        projected = self.attention.project_mlp(inputs[0], rope)
-        return (output_btd if self.pre_norm else self.mlp_norm(output_btd)), projected, routing
+        entry = self.attention.project_mlp(inputs[0], rope)
+        return (output_btd if self.pre_norm else self.mlp_norm(output_btd)), entry, routing
 
 
 def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:

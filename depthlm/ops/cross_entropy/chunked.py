@@ -10,13 +10,13 @@ On a GPU, Triton kernels read logits in 16 bits and write their gradient over th
 Shapes: r rows (tokens of all sequences), d hidden size, v vocabulary.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.call import call, operator_name, parts
+from depthlm.ops.call import call, operator_name, parts, present
 from depthlm.ops.cross_entropy.naive import cross_entropy as naive
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.functions import linear
@@ -43,8 +43,8 @@ def linear_cross_entropy(
     whole, product = (WHOLE, PRODUCT) if hidden_rd.is_cpu else (GPU_WHOLE, GPU_PRODUCT)
     if len(hidden_rd) * len(weight_vd) <= whole:
         return cross_entropy(linear(hidden_rd, weight_vd, bias_v), targets_r, fused)
-    rows = max(1, product // len(weight_vd))
-    return chunked(hidden_rd, weight_vd, bias_v, targets_r, rows, compute_dtype(hidden_rd), fused)
+    step, parameters = max(1, product // len(weight_vd)), present(weight_vd, bias_v)
+    return chunked(hidden_rd, parameters, targets_r, step, compute_dtype(hidden_rd), fused)
 
 
 def cross_entropy(logits_rv: Tensor, targets_r: Tensor, fused: bool = False) -> tuple[Tensor, Tensor]:
@@ -59,6 +59,15 @@ def chunk_rows(logits_rv: Tensor) -> int:
     return max(1, (CHUNK if logits_rv.is_cpu else GPU_CHUNK) // logits_rv.shape[1])
 
 
+class Rows(NamedTuple):
+    """The numbers of each row that the gradient of its logits depends on."""
+
+    targets: Tensor
+    logsumexp: Tensor
+    grad_nll: Tensor
+    grad_logsumexp: Tensor
+
+
 class CrossEntropy(torch.autograd.Function):
     """Saves the logits and one number per row, and computes the softmax of one chunk of rows at a time."""
 
@@ -71,10 +80,10 @@ class CrossEntropy(torch.autograd.Function):
         return nll_r, logsumexp_r
 
     @staticmethod
-    def backward(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor, None, None]:
-        logits_rv, targets_r, logsumexp_r = ctx.saved_tensors
+    def backward(ctx: Any, *grads_r: Tensor) -> tuple[Tensor, None, None]:
+        logits_rv, *saved_r = ctx.saved_tensors
         grad_rv = torch.empty_like(logits_rv, memory_format=torch.contiguous_format)
-        differentiate(logits_rv, targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r, grad_rv, ctx.fused)
+        differentiate(logits_rv, Rows(*saved_r, *grads_r), grad_rv, ctx.fused)
         return grad_rv, None, None
 
 
@@ -90,24 +99,16 @@ def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_
     return None
 
 
-def differentiate(
-    logits_rv: Tensor,
-    targets_r: Tensor,
-    logsumexp_r: Tensor,
-    grad_nll_r: Tensor,
-    grad_logsumexp_r: Tensor,
-    to_rv: Tensor,
-    fused: bool,
-) -> None:
+def differentiate(logits_rv: Tensor, rows: Rows, to_rv: Tensor, fused: bool) -> None:
     """Write the gradient of the logits to to_rv, which may be the logits themselves."""
     if fused:
         from depthlm.ops.cross_entropy.triton import differentiate as fused_differentiate
 
-        return fused_differentiate(logits_rv, targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r, to_rv)
-    index_r1, scale_r = targets_r.clamp(min=0)[:, None], grad_nll_r + grad_logsumexp_r
+        return fused_differentiate(logits_rv, list(rows), to_rv)
+    index_r1, scale_r = rows.targets.clamp(min=0)[:, None], rows.grad_nll + rows.grad_logsumexp
     for part in parts(len(logits_rv), chunk_rows(logits_rv), logits_rv):
-        softmax = (logits_rv[part] - logsumexp_r[part, None]).exp_()
-        to_rv[part] = softmax.mul_(scale_r[part, None]).scatter_add_(1, index_r1[part], -grad_nll_r[part, None])
+        softmax = (logits_rv[part] - rows.logsumexp[part, None]).exp_()
+        to_rv[part] = softmax.mul_(scale_r[part, None]).scatter_add_(1, index_r1[part], -rows.grad_nll[part, None])
     return None
 
 
@@ -118,60 +119,41 @@ def _empty_rows(like_rd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def forward(
-    hidden_rd: Tensor,
-    weight_vd: Tensor,
-    bias_v: Tensor | None,
-    targets_r: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    fused: bool,
+    hidden_rd: Tensor, parameters: list[Tensor], targets_r: Tensor, step: int, dtype: torch.dtype, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return nll_r and logsumexp_r, with the logits of `rows` rows at a time. dtype: of the logits."""
-    weight, bias = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
+    """Return nll_r and logsumexp_r, with the logits of `step` rows at a time.
+
+    parameters: weight_vd, and bias_v if there is one. dtype: of the logits.
+    """
+    casts = [x.to(dtype) for x in parameters]
     nll_r, logsumexp_r = _empty_rows(hidden_rd, dtype), _empty_rows(hidden_rd, dtype)
     with no_autocast(hidden_rd):
-        for part in parts(len(hidden_rd), rows, hidden_rd):
-            logits = F.linear(hidden_rd[part].to(dtype), weight, bias)
+        for part in parts(len(hidden_rd), step, hidden_rd):
+            logits = F.linear(hidden_rd[part].to(dtype), *casts)
             losses(logits, targets_r[part], nll_r[part], logsumexp_r[part], fused)
     return nll_r, logsumexp_r
 
 
 def backward(
-    grad_nll_r: Tensor,
-    grad_logsumexp_r: Tensor,
-    hidden_rd: Tensor,
-    weight_vd: Tensor,
-    bias_v: Tensor | None,
-    targets_r: Tensor,
-    logsumexp_r: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias (empty without one). Weight and bias are summed in fp32."""
-    weight, bias = weight_vd.to(dtype), None if bias_v is None else bias_v.to(dtype)
-    exact = torch.promote_types(dtype, torch.float32)
+    hidden_rd: Tensor, parameters: list[Tensor], rows_r: list[Tensor], step: int, dtype: torch.dtype, fused: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of hidden_rd and of the parameters, which are summed in fp32. rows_r: those of `Rows`."""
+    casts, exact = [x.to(dtype) for x in parameters], torch.promote_types(dtype, torch.float32)
     grad_hidden = torch.empty_like(hidden_rd, memory_format=torch.contiguous_format)
-    grad_weight = torch.zeros_like(weight_vd, dtype=exact, memory_format=torch.contiguous_format)
-    grad_bias = weight_vd.new_zeros(0 if bias_v is None else len(bias_v), dtype=exact)
+    sums = [torch.zeros_like(x, dtype=exact, memory_format=torch.contiguous_format) for x in parameters]
     with no_autocast(hidden_rd):
-        for part in parts(len(hidden_rd), rows, hidden_rd):
+        for part in parts(len(hidden_rd), step, hidden_rd):
             hidden = hidden_rd[part].to(dtype)
-            grad = F.linear(hidden, weight, bias)
-            grads = grad_nll_r[part], grad_logsumexp_r[part]
-            differentiate(grad, targets_r[part], logsumexp_r[part], *grads, grad, fused)
-            grad_hidden[part] = grad @ weight
+            grad = F.linear(hidden, *casts)
+            differentiate(grad, Rows(*(x[part] for x in rows_r)), grad, fused)
+            grad_hidden[part] = grad @ casts[0]
             if dtype == exact:
-                grad_weight.addmm_(grad.mT, hidden)
+                sums[0].addmm_(grad.mT, hidden)
             else:
-                grad_weight += grad.mT @ hidden
-            if bias_v is not None:
-                grad_bias += grad.sum(0, dtype=exact)
-    return (
-        grad_hidden,
-        grad_weight.to(weight_vd.dtype),
-        grad_bias.to(weight_vd.dtype if bias_v is None else bias_v.dtype),
-    )
+                sums[0] += grad.mT @ hidden
+            if len(sums) > 1:
+                sums[1] += grad.sum(0, dtype=exact)
+    return grad_hidden, [total.to(x.dtype) for total, x in zip(sums, parameters, strict=True)]
 
 
 # registered operators, so that the compiled head has no graph break
@@ -182,40 +164,24 @@ chunked_backward = torch.library.custom_op(
 
 
 @chunked.register_fake
-def _(
-    hidden_rd: Tensor,
-    weight_vd: Tensor,
-    bias_v: Tensor | None,
-    targets_r: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    fused: bool,
-) -> tuple[Tensor, Tensor]:
+def _(hidden_rd: Tensor, parameters: Any, targets_r: Tensor, step: int, dtype: torch.dtype, fused: bool) -> Any:
     return _empty_rows(hidden_rd, dtype), _empty_rows(hidden_rd, dtype)
 
 
 @chunked_backward.register_fake
-def _(
-    grad_nll_r: Tensor,
-    grad_logsumexp_r: Tensor,
-    hidden_rd: Tensor,
-    weight_vd: Tensor,
-    bias_v: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_bias = weight_vd.new_empty(0) if bias_v is None else bias_v.new_empty(bias_v.shape)
-    return hidden_rd.new_empty(hidden_rd.shape), weight_vd.new_empty(weight_vd.shape), grad_bias
+def _(hidden_rd: Tensor, parameters: Any, *_: Any) -> Any:
+    return hidden_rd.new_empty(hidden_rd.shape), [x.new_empty(x.shape) for x in parameters]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.rows, ctx.dtype, ctx.fused = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    hidden, parameters, targets, *ctx.settings = inputs
+    ctx.save_for_backward(hidden, targets, output[1], *parameters)
 
 
-def _differentiate(ctx: Any, grad_nll_r: Tensor, grad_logsumexp_r: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    hidden, weight, bias = chunked_backward(grad_nll_r, grad_logsumexp_r, *tensors, ctx.rows, ctx.dtype, ctx.fused)
-    return hidden, weight, None if tensors[2] is None else bias, None, None, None, None
+def _differentiate(ctx: Any, *grads_r: Tensor) -> tuple[Any, ...]:
+    hidden, targets, logsumexp, *parameters = ctx.saved_tensors
+    rows_r = [targets, logsumexp, *grads_r]
+    return *chunked_backward(hidden, parameters, rows_r, *ctx.settings), None, None, None, None
 
 
 chunked.register_autograd(_differentiate, setup_context=_setup_context)

@@ -1,108 +1,96 @@
 # mypy: allow-untyped-defs
 """The losses of rows of logits and the gradient of the logits in Triton, which read each logit once.
 
-A program of the forward pass processes ROWS rows in tiles of COLUMNS logits, a program of the backward pass one tile.
+A program of the forward pass processes a tile of rows and columns at a time, a program of the backward pass one tile.
 
 Shapes: r rows, v vocabulary.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthlm.ops.backend import interpreted
 from depthlm.ops.call import operator_name
-from depthlm.ops.triton_common import tl, triton
+from depthlm.ops.cross_entropy.chunked import Rows
+from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton
 
-# logits of a row that a program has in registers
 COLUMNS = 4096
 # a finite number below every logit: the difference of two infinities would not be a number
 LOWEST = tl.constexpr(-1e30)
+
+
+class Tile(NamedTuple):
+    """The constants of both kernels: the rows of a program, and the logits of a row that it has in registers."""
+
+    rows: tl.constexpr
+    columns: tl.constexpr
 
 
 @torch.library.custom_op(operator_name(__name__, "cross_entropy"), mutates_args=("to_nll_r", "to_logsumexp_r"))
 def losses(logits_rv: Tensor, targets_r: Tensor, to_nll_r: Tensor, to_logsumexp_r: Tensor) -> None:
     """Write nll_r and logsumexp_r in fp32. The nll of a target of -100 is undefined."""
     logits_rv = logits_rv.contiguous()
-    (r, v), rows = logits_rv.shape, _rows(logits_rv)
+    (r, v), tile = logits_rv.shape, _tile(logits_rv)
+    grid = (triton.cdiv(r, tile.rows.value),)
     with torch.cuda.device_of(logits_rv):
-        _losses[(triton.cdiv(r, rows),)](
-            logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, ROWS=rows, COLUMNS=COLUMNS, num_warps=8
-        )
+        _losses[grid](logits_rv, targets_r.contiguous(), to_nll_r, to_logsumexp_r, r, v, tile, num_warps=8)
 
 
 @torch.library.custom_op(operator_name(__name__, "cross_entropy_backward"), mutates_args=("to_rv",))
-def differentiate(
-    logits_rv: Tensor,
-    targets_r: Tensor,
-    logsumexp_r: Tensor,
-    grad_nll_r: Tensor,
-    grad_logsumexp_r: Tensor,
-    to_rv: Tensor,
-) -> None:
-    """Write the gradient of the logits to to_rv, which is contiguous and may be the logits themselves."""
+def differentiate(logits_rv: Tensor, rows: list[Tensor], to_rv: Tensor) -> None:
+    """Write the gradient of the logits to to_rv, which is contiguous and may be the logits themselves.
+
+    rows: those of `Rows`.
+    """
     logits_rv = logits_rv.contiguous()
-    (r, v), rows = logits_rv.shape, _rows(logits_rv)
-    rows_of_numbers = (x.contiguous() for x in (targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r))
+    (r, v), tile = logits_rv.shape, _tile(logits_rv)
+    numbers = Rows(*(x.contiguous() for x in rows))
+    grid = (triton.cdiv(r, tile.rows.value), triton.cdiv(v, COLUMNS))
     with torch.cuda.device_of(logits_rv):
-        _differentiate[(triton.cdiv(r, rows), triton.cdiv(v, COLUMNS))](
-            logits_rv, *rows_of_numbers, to_rv, r, v, ROWS=rows, COLUMNS=COLUMNS, num_warps=8
-        )
+        _differentiate[grid](logits_rv, numbers, to_rv, r, v, tile, num_warps=8)
 
 
-@losses.register_fake
-def _(logits_rv, targets_r, to_nll_r, to_logsumexp_r):
-    return None
-
-
-@differentiate.register_fake
-def _(logits_rv, targets_r, logsumexp_r, grad_nll_r, grad_logsumexp_r, to_rv):
-    return None
-
-
-def _rows(logits_rv: Tensor) -> int:
-    """Return the rows of a program. The interpreter takes a millisecond per program."""
-    return min(256, triton.next_power_of_2(len(logits_rv))) if interpreted() else 1
+def _tile(logits_rv: Tensor) -> Tile:
+    # a program takes a millisecond in the interpreter
+    rows = min(256, triton.next_power_of_2(len(logits_rv))) if interpreted() else 1
+    return constants(Tile, rows, COLUMNS)
 
 
 @triton.jit
-def _tile(start, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _places(start, rows, width, tile):
     """Return the rows of a program and their mask, and the columns of a tile, its offsets and its mask."""
-    r, c = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), start + tl.arange(0, COLUMNS)
+    r = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    c = start + tl.arange(0, tile.columns)
     return r, r < rows, c, (r * width)[:, None] + c[None, :], (r < rows)[:, None] & (c < width)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _losses(
-    logits_ptr, targets_ptr, nll_ptr, logsumexp_ptr, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    top, total = tl.full([ROWS, COLUMNS], LOWEST, tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, width, COLUMNS):
-        _, _, _, at, inside = _tile(start, rows, width, ROWS, COLUMNS)
-        logit = tl.where(inside, tl.load(logits_ptr + at, inside, other=0.0).to(tl.float32), LOWEST)
+def _losses(logits_ptr, targets_ptr, nll_ptr, logsumexp_ptr, rows, width, tile):
+    top = tl.full([tile.rows, tile.columns], LOWEST, tl.float32)
+    total = tl.zeros(top.shape, tl.float32)
+    for start in range(0, width, tile.columns):
+        _, _, _, at, mask = _places(start, rows, width, tile)
+        logit = tl.where(mask, load_fp32(logits_ptr, at, mask), LOWEST)
         new_top = tl.maximum(top, logit)
         total = total * tl.exp(top - new_top) + tl.exp(logit - new_top)
         top = new_top
-    r, inside_r, _, _, _ = _tile(0, rows, width, ROWS, COLUMNS)
+    r, row_mask, _, _, _ = _places(0, rows, width, tile)
     largest = tl.max(top, axis=1)
     logsumexp = largest + tl.log(tl.sum(total * tl.exp(top - largest[:, None]), axis=1))
-    target = tl.maximum(tl.load(targets_ptr + r, inside_r, other=0), 0)
-    logit = tl.load(logits_ptr + r * width + target, inside_r, other=0.0).to(tl.float32)
-    tl.store(nll_ptr + r, logsumexp - logit, inside_r)
-    tl.store(logsumexp_ptr + r, logsumexp, inside_r)
+    target = tl.maximum(tl.load(targets_ptr + r, row_mask, other=0), 0)
+    tl.store(nll_ptr + r, logsumexp - load_fp32(logits_ptr, r * width + target, row_mask), row_mask)
+    tl.store(logsumexp_ptr + r, logsumexp, row_mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _differentiate(
-    logits_ptr, targets_ptr, logsumexp_ptr, grad_nll_ptr, grad_logsumexp_ptr, to_ptr, rows, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    r, inside_r, c, at, inside = _tile(tl.program_id(1) * COLUMNS, rows, width, ROWS, COLUMNS)
-    target = tl.maximum(tl.load(targets_ptr + r, inside_r, other=0), 0)
-    logsumexp, grad_nll = (
-        tl.load(logsumexp_ptr + r, inside_r, other=0.0),
-        tl.load(grad_nll_ptr + r, inside_r, other=0.0),
-    )
-    scale = grad_nll + tl.load(grad_logsumexp_ptr + r, inside_r, other=0.0)
-    softmax = tl.exp(tl.load(logits_ptr + at, inside, other=0.0).to(tl.float32) - logsumexp[:, None])
+def _differentiate(logits_ptr, numbers, to_ptr, rows, width, tile):
+    r, row_mask, c, at, mask = _places(tl.program_id(1) * tile.columns, rows, width, tile)
+    target = tl.maximum(tl.load(numbers.targets + r, row_mask, other=0), 0)
+    logsumexp = tl.load(numbers.logsumexp + r, row_mask, other=0.0)
+    grad_nll = tl.load(numbers.grad_nll + r, row_mask, other=0.0)
+    scale = grad_nll + tl.load(numbers.grad_logsumexp + r, row_mask, other=0.0)
+    softmax = tl.exp(load_fp32(logits_ptr, at, mask) - logsumexp[:, None])
     grad = softmax * scale[:, None] - tl.where(c[None, :] == target[:, None], grad_nll[:, None], 0.0)
-    tl.store(to_ptr + at, grad.to(to_ptr.dtype.element_ty), inside)
+    store_as(to_ptr, at, grad, mask)

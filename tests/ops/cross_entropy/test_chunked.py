@@ -139,9 +139,9 @@ def test_no_tensor_is_as_large_as_the_logits(chunk_of: Any) -> None:
     hidden, weight, bias = (x.float() for x in inputs())
     for rows in (4, ROWS):
         with Largest() as largest:
-            _, logsumexp = module.forward(hidden, weight, bias, targets(), rows, torch.float32, False)
-            grads = torch.ones(2, ROWS)
-            module.backward(*grads, hidden, weight, bias, targets(), logsumexp, rows, torch.float32, False)
+            _, logsumexp = module.forward(hidden, [weight, bias], targets(), rows, torch.float32, False)
+            rows_r = [targets(), logsumexp, *torch.ones(2, ROWS)]
+            module.backward(hidden, [weight, bias], rows_r, rows, torch.float32, False)
         # the largest tensors are then the weights and a chunk
         assert largest.numel == max(rows * VOCABULARY, weight.numel())
     assert max(4 * VOCABULARY, weight.numel()) < ROWS * VOCABULARY / 3
@@ -156,11 +156,12 @@ def test_small_logits_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_operators_pass_opcheck(bias: bool, kind: torch.dtype) -> None:
-    hidden, weight, b = [*(x.float().requires_grad_() for x in inputs(bias)), None][:3]
-    torch.library.opcheck(module.chunked, (hidden, weight, b, targets(), 5, kind, False))
-    _, logsumexp = module.chunked(hidden, weight, b, targets(), 5, kind, False)
-    tensors = [x if x is None else x.detach() for x in (hidden, weight, b, targets(), logsumexp)]
-    torch.library.opcheck(module.chunked_backward, (*torch.ones(2, ROWS).unbind(), *tensors, 5, kind, False))
+    hidden, *parameters = (x.float().requires_grad_() for x in inputs(bias) if x is not None)
+    torch.library.opcheck(module.chunked, (hidden, parameters, targets(), 5, kind, False))
+    _, logsumexp = module.chunked(hidden, parameters, targets(), 5, kind, False)
+    rows_r = [targets(), logsumexp.detach(), *torch.ones(2, ROWS).unbind()]
+    parameters = [x.detach() for x in parameters]
+    torch.library.opcheck(module.chunked_backward, (hidden.detach(), parameters, rows_r, 5, kind, False))
 
 
 @pytest.mark.parametrize("rows", [5, ROWS])

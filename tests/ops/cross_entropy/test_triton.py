@@ -9,7 +9,7 @@ from torch import Tensor
 from depthlm.ops.cross_entropy import chunked
 from depthlm.ops.cross_entropy.chunked import cross_entropy, linear_cross_entropy
 
-from ..compiling import compile_kernels
+from ..compiling import compile_kernels, struct
 
 triton_ops = pytest.importorskip("depthlm.ops.cross_entropy.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,10 +87,12 @@ def test_the_chunked_loss_of_a_head_equals_the_reference(rows: int, monkeypatch:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    constants = {"ROWS": 1, "COLUMNS": triton_ops.COLUMNS}
-    numbers = dict.fromkeys(["nll_ptr", "logsumexp_ptr", "grad_nll_ptr", "grad_logsumexp_ptr"], "*fp32")
+    tile = struct("Tile", rows={"constant": 1}, columns={"constant": triton_ops.COLUMNS})
+    numbers = dict.fromkeys(["logsumexp", "grad_nll", "grad_logsumexp"], "*fp32")
+    shared = {"targets_ptr": "*i64", "nll_ptr": "*fp32", "logsumexp_ptr": "*fp32", "rows": "i32", "width": "i32"}
+    shared |= {"tile": tile, "numbers": struct("Rows", targets="*i64", **numbers)}
     jobs = []
     for kind in ("*bf16", "*fp16", "*fp32"):
-        types = {"logits_ptr": kind, "to_ptr": kind, "targets_ptr": "*i64", "rows": "i32", "width": "i32", **numbers}
-        jobs += [(name, types, constants) for name in ("_losses", "_differentiate")]
+        types = shared | {"logits_ptr": kind, "to_ptr": kind}
+        jobs += [(name, types, {}) for name in ("_losses", "_differentiate")]
     compile_kernels("depthlm.ops.cross_entropy.triton", jobs, warps=8)
