@@ -6,6 +6,7 @@ Documents that follow one another in memory are the sequences of different lengt
 Shapes: b batch, t tokens, h query heads, k key/value heads, e head size.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,8 @@ class _ByDocument(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
-        q_bhte, k_bkte, v_bkte, out_bhte, lse_bht = ctx.saved_tensors
-        return *backward(grad_bhte, q_bhte, k_bkte, v_bkte, out_bhte, lse_bht, ctx.bounds, ctx.rest), None
+        *saved, lse_bht = ctx.saved_tensors
+        return *backward(grad_bhte, saved, lse_bht, ctx.bounds, ctx.rest), None
 
 
 def forward(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, bounds: Bounds) -> tuple[Tensor, ...]:
@@ -70,12 +71,11 @@ def forward(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, bounds: Bounds) -> t
 
 
 def backward(
-    grad_bhte: Tensor, q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, out_bhte: Tensor, lse_bht: Tensor,
-    bounds: Bounds, rest: list[Tensor],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the gradients of q, k and v."""
-    b, t = q_bhte.shape[0], q_bhte.shape[2]
-    grad, q, k, v, out = (_by_token(x) for x in (grad_bhte, q_bhte, k_bkte, v_bkte, out_bhte))
+    grad_bhte: Tensor, saved: Sequence[Tensor], lse_bht: Tensor, bounds: Bounds, rest: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v. saved: q_bhte, k_bkte, v_bkte and out_bhte."""
+    b, t = grad_bhte.shape[0], grad_bhte.shape[2]
+    grad, q, k, v, out = (_by_token(x) for x in (grad_bhte, *saved))
     lengths = bounds.offsets, bounds.offsets, bounds.longest, bounds.longest
     lse = lse_bht.transpose(0, 1).flatten(1).contiguous()
     grads = aten._flash_attention_backward(grad, q, k, v, out, lse, *lengths, 0.0, True, *rest)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import depthlm
-from depthlm.model.attention import self_attention
+from depthlm.model.attention import context
 from depthlm.model.attention.context import find_documents
 from depthlm.ops import flash
 from depthlm.ops.flash import attend_by_document
@@ -78,7 +78,7 @@ def literal(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     operators = {"_flash_attention_forward": literal_forward, "_flash_attention_backward": literal_backward}
     monkeypatch.setattr(flash, "aten", SimpleNamespace(**{k: recorded(k, v) for k, v in operators.items()}))
-    monkeypatch.setattr(self_attention, "takes_documents", lambda q: True)
+    monkeypatch.setattr(context, "takes_documents", lambda q: True)
     return ran
 
 

@@ -102,7 +102,8 @@ class DepthMerge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_bhte: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, context, merged_bht, bank_n2btke = ctx.saved_tensors
-        grad_q, grad_k, grad_v = _flash_backward(grad_bhte, q, k, v, mask, context, merged_bht, ctx.bounds, ctx.rest)
+        saved = q, k, v, context, merged_bht
+        grad_q, grad_k, grad_v = _flash_backward(grad_bhte, saved, mask, ctx.bounds, ctx.rest)
         entries, (sums, fresh) = bank_n2btke[slice(*ctx.range)], ctx.sums.reserve(bank_n2btke, *ctx.range)
         with using(ctx.kernels):
             grad_q = moda_depth_backward(grad_bhte, q, context, merged_bht, grad_q, entries, sums, fresh)
@@ -119,11 +120,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: Bounds 
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    bounds: Bounds | None, rest: Any,
-) -> Any:  # fmt: skip
+    grad: Tensor, saved: tuple[Tensor, ...], mask: Tensor | None, bounds: Bounds | None, rest: Any
+) -> Any:
+    q, k, v, out, lse = saved
     if bounds is not None:
-        return backward_by_document(grad, q, k, v, out, lse, bounds, rest)
+        return backward_by_document(grad, saved[:-1], lse, bounds, rest)
     causal, aten = mask is None and q.shape[2] == k.shape[2], torch.ops.aten
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
