@@ -1,4 +1,4 @@
-"""The outputs and all gradients of the Triton kernels of depth_value_mix equal those of the PyTorch reference."""
+"""The outputs and all gradients of the Triton kernels of depth_value_mix equal those of the definition."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def results(kernels: str, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 
 def assert_same(inputs: list[Tensor], grad: Tensor, tolerance: float = 1e-5) -> None:
-    found, expected = results("triton", inputs, grad), results("torch", [x.double() for x in inputs], grad)
+    found, expected = results("triton", inputs, grad), results("naive", [x.double() for x in inputs], grad)
     for x, y, like in zip(found, expected, [inputs[-1], *inputs], strict=True):
         assert x.shape == y.shape
         assert x.dtype == like.dtype
@@ -49,7 +49,7 @@ def assert_same(inputs: list[Tensor], grad: Tensor, tolerance: float = 1e-5) -> 
     n=st.integers(1, 7), kv_heads=st.integers(1, 3), groups=st.integers(1, 8), t=st.integers(1, 9),
     e=st.integers(1, 40),
 )  # fmt: skip
-def test_equals_the_reference(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
+def test_equals_the_definition(n: int, kv_heads: int, groups: int, t: int, e: int) -> None:
     assert_same(tensors(n, kv_heads, groups, t, e), normal(2, kv_heads, t, e, seed=99))
 
 
@@ -82,7 +82,7 @@ def test_memory_layouts_of_inputs_and_gradient_do_not_matter() -> None:
 def test_a_source_used_twice_gets_both_gradients() -> None:
     q, key, value, _, _ = tensors(2, 2, 2, 5, 8)
     grads = []
-    for kernels in ("triton", "torch"):
+    for kernels in ("triton", "naive"):
         q, key, value = (x.detach().requires_grad_() for x in (q, key, value))
         with using(kernels):
             mix = depth_value_mix(q, [key, key, value], [key, value, key])
