@@ -26,6 +26,7 @@ from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
 from depthlm.ops.depth_attention.naive import depth_value_mix
 from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
@@ -204,11 +205,11 @@ def cross_reads(shape: Shape, make: Make) -> Case:
     return Case(lambda: (gated_reads(bias, gate, sources),), [bias, gate, *sources], values)
 
 
-def pending_write(shape: Shape, make: Make) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def pending_write(shape: Shape, make: Make) -> tuple[Tensor, Pending]:
     """Return X_btnd, and the output, H_post and H_res of a write."""
     b, t, n, d = shape.batch, shape.length, STREAMS, shape.d
     x_btnd, output_btd = make.normal(b, t, n, d), make.normal(b, t, d)
-    return x_btnd, (output_btd, make.parameter(b, t, n), make.parameter(b, t, n, n, scale=n**-0.5))
+    return x_btnd, Pending(output_btd, make.parameter(b, t, n), make.parameter(b, t, n, n, scale=n**-0.5))
 
 
 def manifold_post_pre(shape: Shape, make: Make) -> Case:
@@ -216,10 +217,10 @@ def manifold_post_pre(shape: Shape, make: Make) -> Case:
     n, d = STREAMS, shape.d
     m = n * (n + 2)
     x_btnd, pending = pending_write(shape, make)
-    phi_mw, alpha, bias_m = make.parameter(m, n * d, scale=(n * d) ** -0.5), make.parameter(3), make.parameter(m)
-    inputs = [x_btnd, *pending, phi_mw, alpha, bias_m]
-    run = lambda: mhc_post_pre(x_btnd, pending, phi_mw, alpha, bias_m, EPS, ITERATIONS)  # noqa: E731
-    return Case(run, inputs, streams_values(n, d))
+    phi_mw, norm_w = make.parameter(m, n * d, scale=(n * d) ** -0.5), make.parameter(n * d)
+    parameters = Parameters(phi_mw, norm_w, make.parameter(3), make.parameter(m))
+    inputs = [x_btnd, *pending, *parameters]
+    return Case(lambda: mhc_post_pre(x_btnd, pending, parameters, EPS, ITERATIONS), inputs, streams_values(n, d))
 
 
 def dynamic_post_pre(shape: Shape, make: Make) -> Case:

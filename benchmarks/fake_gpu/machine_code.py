@@ -92,14 +92,21 @@ def record_launches(launched: Callable[[Specialization, Grid], None]) -> None:
 
 def _mock(x: Any) -> Any:
     """Return an argument as Triton sees it; the address of a tensor is its offset in its storage."""
+    if isinstance(x, tuple | list):
+        parts = map(_mock, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     if not isinstance(x, torch.Tensor):
-        return tuple(map(_mock, x)) if isinstance(x, tuple | list) else x
+        return x
     tensor, address = MockTensor(x.dtype, list(x.shape)), x.storage_offset() * x.element_size()
     tensor.data_ptr = lambda: address
     return tensor
 
 
 def _shown(x: Any) -> str:
+    if isinstance(x, triton.language.constexpr):
+        return _shown(x.value)
+    if hasattr(x, "_fields"):
+        return " ".join(f"{name}={_shown(value)}" for name, value in x._asdict().items())
     if isinstance(x, tuple | list):
         return f"{len(x)} x {_shown(x[0])}" if x else "()"
     if isinstance(x, torch.Tensor):

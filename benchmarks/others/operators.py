@@ -17,6 +17,7 @@ from torch import Tensor
 
 from depthlm.ops.attention_residuals.naive import depth_attend
 from depthlm.ops.backend import using
+from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
 
 EPS, READS, SOURCES, STREAMS, ITERATIONS = 1e-6, 8, 5, 4, 20
@@ -87,10 +88,11 @@ def mhc(make: Callable[..., Tensor], b: int, t: int, d: int) -> Case:
     post, res = make(b, t, n, **exact), make(b, t, n, n, **exact)
     phi = make(sum(widths), n * d, scale=(n * d) ** -0.5)
     alpha, bias = make(3, **exact), make(sum(widths), **exact)
+    norm = torch.ones_like(phi[0])
 
     def ours() -> list[Tensor]:
         with using("triton"):
-            return list(mhc_post_pre(x, (y, post, res), phi, alpha, bias, EPS, ITERATIONS))
+            return list(mhc_post_pre(x, Pending(y, post, res), Parameters(phi, norm, alpha, bias), EPS, ITERATIONS))
 
     def liger() -> list[Tensor]:
         from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction

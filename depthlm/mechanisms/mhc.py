@@ -34,7 +34,7 @@ from depthlm.model.connection import Connection, Inputs
 from depthlm.model.figures import Figure
 from depthlm.model.settings import at_least, check, one_of
 from depthlm.model.shape import Backbone, Size, SublayerSpec
-from depthlm.ops.mhc.cpu import Maps, Pending, mhc_maps
+from depthlm.ops.mhc.cpu import Maps, Parameters, Pending, mhc_maps
 from depthlm.ops.mhc.naive import mhc_post_pre
 
 
@@ -100,21 +100,20 @@ class ManifoldHyperConnections(Connection):
         input_btd, *carry = mhc_post_pre(
             state.streams,
             state.pending,
-            self.phi,
-            self.alpha,
-            self.bias,
+            self.map_parameters(),
             self.eps,
             self.iterations,
             rebuilds(self, state.streams),
-            self.norm,
         )
         return (input_btd,), Carry(*carry)
 
     def weights(self, state: State) -> Maps | None:
         if self.spec.kind == "final":
             return None
-        phi = self.norm * self.phi
-        return mhc_maps(state.written(), phi, self.alpha, self.bias, self.eps, self.iterations)
+        return mhc_maps(state.written(), self.map_parameters(), self.eps, self.iterations)
+
+    def map_parameters(self) -> Parameters:
+        return Parameters(self.phi, self.norm, self.alpha, self.bias)
 
     def write(self, state: State, output_btd: Tensor, carry: Carry) -> State:
         return State(carry.streams, Pending(output_btd, carry.post_btn, carry.res_btij))

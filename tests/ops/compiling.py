@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+import torch
+
 ARCHITECTURES = (80, 90)
 # in a separate process, since triton cannot compile after it was imported for its interpreter
 PROGRAM = """
@@ -24,7 +26,7 @@ def typed(kind, place):
         value = kind["constant"]
         places[place] = getattr(language, value) if isinstance(value, str) else value
         return "constexpr"
-    struct = getattr(module, kind["struct"])
+    struct = getattr(importlib.import_module(kind["module"]) if kind["module"] else module, kind["struct"])
     return struct(*(typed(kind["fields"][key], (*place, i)) for i, key in enumerate(struct._fields)))
 
 for module, name, types, constants, warps, architecture in json.load(sys.stdin):
@@ -38,14 +40,38 @@ for module, name, types, constants, warps, architecture in json.load(sys.stdin):
 """
 
 
-def struct(name: str, **fields: Any) -> dict[str, Any]:
-    """Return the type of an argument that is a NamedTuple of the kernel's module, from the types of its fields."""
-    return {"struct": name, "fields": fields}
+def struct(name: str, module: str | None = None, **fields: Any) -> dict[str, Any]:
+    """Return the type of an argument that is a NamedTuple, from the types of its fields.
+
+    module: where the NamedTuple is; None: in the module of the kernel.
+    """
+    return {"struct": name, "module": module, "fields": fields}
 
 
-def settings_of(**values: Any) -> dict[str, Any]:
+def settings_of(module: str | None = None, **values: Any) -> dict[str, Any]:
     """Return the type of the NamedTuple `Settings`, whose fields are constants."""
-    return struct("Settings", **{key: {"constant": value} for key, value in values.items()})
+    return struct("Settings", module, **{key: {"constant": value} for key, value in values.items()})
+
+
+def types_of_streams(
+    streams: str, output: str, pending: bool, n: int, columns: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the types of the arguments that the kernels of mhc and hyper_connections share."""
+    from depthlm.ops.mhc import triton_streams
+
+    settings = triton_streams.settings_of(torch.empty(1, 1, n, 2560, device="meta"), columns, 1e-5, dtype)._asdict()
+    values = {key: value.value for key, value in settings.items()}
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    sources = [streams, output, "*fp32", "*fp32"] if pending else [streams]
+    return {
+        "sources": sources,
+        "new_ptr": streams,
+        "grads": [streams, streams, "*fp32", "*fp32"],
+        "grad_sources": sources,
+        "positions": "i32",
+        "d": "i32",
+        "settings": settings_of(triton_streams.__name__, **values),
+    }
 
 
 def compile_kernels(module: str, kernels: list[tuple[str, dict[str, Any], dict[str, Any]]], warps: int = 4) -> None:

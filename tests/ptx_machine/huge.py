@@ -98,7 +98,8 @@ def hyper():
     t = 2**31 // (n * d) + 61
     x, output, post, res = (sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n))))
     parameters = [normal(*s, seed=9).to(BF16) for s in ((n + 2, d), (2,), (n,), (n,), (n, n))]
-    read, new, new_post, new_res, *_ = forward(x, output, post, res, *parameters, 1e-5, BF16)
+    w, scale, *static = parameters
+    read, new, new_post, new_res, *_ = forward([x, output, post, res], [w, *static, scale], 1e-5, BF16)
     w, scale, *static = (p.double() for p in parameters)
     parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
     with using("torch"):
@@ -108,18 +109,20 @@ def hyper():
 
 def mhc():
     from depthlm.ops.backend import using
+    from depthlm.ops.mhc.cpu import Parameters, Pending
     from depthlm.ops.mhc.naive import mhc_post_pre
     from depthlm.ops.mhc.triton import forward
 
     n, d, kept = 4, 64, 17
     t = 2**31 // (n * d) + 61
     x, output, post, res = (sparse(s, 1, k) for k, s in enumerate(((1, t, n, d), (1, t, d), (1, t, n), (1, t, n, n))))
-    parameters = [normal(*s, seed=9).to(BF16) for s in ((n * (n + 2), n * d), (3,), (n * (n + 2),))]
+    parameters = [normal(*s, seed=9).to(BF16) for s in ((n * (n + 2), n * d), (n * d,), (3,), (n * (n + 2),))]
     parameters[0] *= 0.1
-    read, new, new_post, new_res, *_ = forward(x, output, post, res, *parameters, 1e-5, 3)
+    phi, norm, alpha, bias = parameters
+    read, new, new_post, new_res, *_ = forward([x, output, post, res], [phi, norm, bias, alpha], 1e-5, 3, BF16)
     parts = [end(y, 1, kept).double() for y in (x, output, post, res)]
     with using("torch"):
-        exact = mhc_post_pre(parts[0], tuple(parts[1:]), *(p.double() for p in parameters), 1e-5, 3)
+        exact = mhc_post_pre(parts[0], Pending(*parts[1:]), Parameters(*(p.double() for p in parameters)), 1e-5, 3)
     return [end(y, 1, kept) for y in (read, new, new_post, new_res)], list(exact)
 
 

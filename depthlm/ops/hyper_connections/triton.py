@@ -1,200 +1,225 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 """`hyper_post_pre` in Triton. The first pass writes and projects the new streams, the second one reads them.
 
-Shapes: b batch, t tokens, n streams, d hidden size.
+The second pass over the columns goes backwards, because the columns that were loaded last are still in the cache.
+
+Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size,
+k columns of the projection of a stream, n + 2, or c, if padded to the 16 that `tl.dot` requires.
 """
 
 import torch
 from torch import Tensor
 
-from depthlm.ops.backend import expect
-from depthlm.ops.call import call, operator_name
-from depthlm.ops.dtypes import common_dtype, compute_dtype
+from depthlm.ops.call import operator_name
+from depthlm.ops.dtypes import compute_dtype
+from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
-from depthlm.ops.hyper_connections.triton_kernels import backward_kernel, forward_kernel
+from depthlm.ops.mhc import triton_streams as streams
 from depthlm.ops.mhc.cpu import Pending
-from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
-from depthlm.ops.mhc.triton_write import check_streams, write_again
-from depthlm.ops.triton_common import tl, triton
-
-# positions per program, which are the rows of its matrix products: tl.dot requires 16
-POSITIONS = 16
+from depthlm.ops.mhc.triton_streams import Tensors
+from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
 
 
 def hyper_post_pre(
-    x_btnd: Tensor,
-    pending: Pending | None,
-    static: tuple[Tensor, Tensor, Tensor],
-    dynamic: tuple[Tensor, Tensor] | None,
-    eps: float,
-    rebuild: bool = False,
+    x_btnd: Tensor, pending: Pending | None, static: Static, dynamic: Dynamic | None, eps: float, rebuild: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `depthlm.ops.hyper_connections.naive.hyper_post_pre` in Triton."""
     if dynamic is None:
         return static_post_pre(x_btnd, pending, static, None, eps, rebuild)
     (n, d), (pre_n, post_n, res_ij), (w_md, scale) = x_btnd.shape[2:], static, dynamic
-    check_streams("hyper_connections", x_btnd, pending)
     shapes = {"static_pre": (pre_n, (n,)), "static_post": (post_n, (n,)), "static_res": (res_ij, (n, n))}
-    expect("hyper_connections", x_btnd, w=(w_md, (n + 2, d)), scale=(scale, (2,)), **shapes)
+    streams.check_streams("hyper_connections", x_btnd, pending, w=(w_md, (n + 2, d)), scale=(scale, (2,)), **shapes)
     settings = eps, compute_dtype(x_btnd)
-    output, post, res = pending or (None, None, None)
-    rebuild = rebuild and pending is not None
-    read, new, new_post, new_res = call(PostPre, x_btnd, output, post, res, *dynamic, *static, settings, rebuild)
-    return read, x_btnd if pending is None else new, new_post, new_res
-
-
-class PostPre(torch.autograd.Function):
-    """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
-
-    @staticmethod
-    def forward(ctx, x, output, post, res, w, scale, static_pre, static_post, static_res, settings, rebuild):
-        parameters = w, scale, static_pre, static_post, static_res
-        read, new, new_post, new_res, *kept = forward(x, output, post, res, *parameters, *settings)
-        start_write(ctx, x, rebuild, write_again)
-        save_streams(ctx, x, output, post, res, *parameters, *kept, None if ctx.rebuilds or output is None else new)
-        ctx.dtype, ctx.shapes = settings[1], (read.shape, new.shape, new_post.shape, new_res.shape)
-        ctx.set_materialize_grads(False)
-        return read, new, new_post, new_res
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, output, post, res, *parameters, pre, projected, rms, new = saved_streams(ctx)
-        if output is None:
-            new = x
-        elif ctx.rebuilds:
-            new, ctx.streams = written(ctx), None
-        grad_read, grad_new, grad_post, grad_res = (
-            rms.new_zeros(shape, dtype=x.dtype if i < 2 else None) if grad is None else grad
-            for i, (grad, shape) in enumerate(zip(grads, ctx.shapes, strict=True))
-        )
-        grad_x, *grad_pending, sums = backward(
-            grad_read, None if output is None else grad_new, grad_post, grad_res,
-            x, output, post, res, new, *parameters, pre, projected, rms, ctx.dtype,
-        )  # fmt: skip
-        if output is None:
-            grad_pending = [None] * 3
-        w, scale, *static = parameters
-        packed = w, *static, scale
-        # one conversion instead of one per parameter
-        parts = sums.to(common_dtype(packed)).split([part.numel() for part in packed])
-        grad_w, *grad_static, grad_scale = (
-            grad.view(part.shape).to(part.dtype) for grad, part in zip(parts, packed, strict=True)
-        )
-        return grad_x, *grad_pending, grad_w, grad_scale, *grad_static, None, None
+    return streams.write_and_read((forward, backward), x_btnd, pending, [w_md, *static, scale], settings, rebuild)
 
 
 @torch.library.custom_op(operator_name(__name__, "hyper_post_pre"), mutates_args=())
-def forward(
-    x: Tensor,
-    output: Tensor | None,
-    post: Tensor | None,
-    res: Tensor | None,
-    w: Tensor,
-    scale: Tensor,
-    static_pre: Tensor,
-    static_post: Tensor,
-    static_res: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return input_btd, X'_btnd (empty without a pending write), post_btn, res_btij and what the backward pass needs.
-
-    The latter is pre_btn, and W x / rms and 1 / rms of each stream. dtype: of the factors of the products.
-    """
-    b, t, _, d = x.shape
-    outputs = _outputs(x, output)
-    x = x.contiguous()
-    pending = [x if part is None else part.contiguous() for part in (output, post, res)]
-    parameters = [part.contiguous() for part in (w, scale, static_pre, static_post, static_res)]
-    with torch.cuda.device_of(x):
-        forward_kernel[(triton.cdiv(b * t, POSITIONS),)](
-            x, *pending, *parameters, *outputs, b * t, d, EPS=eps, **_constants(x, output, dtype), num_warps=4
-        )
+def forward(sources: Tensors, parameters: Tensors, eps: float, dtype: torch.dtype) -> Tensors:
+    """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x / rms and 1 / rms of each stream."""
+    outputs = _outputs(sources, parameters, eps, dtype)
+    streams.launch(_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype))
     return outputs
 
 
 @torch.library.custom_op(operator_name(__name__, "hyper_post_pre_backward"), mutates_args=())
 def backward(
-    grad_read: Tensor,
-    grad_new: Tensor | None,
-    grad_post: Tensor,
-    grad_res: Tensor,
-    x: Tensor,
-    output: Tensor | None,
-    post: Tensor | None,
-    res: Tensor | None,
-    new: Tensor,
-    w: Tensor,
-    scale: Tensor,
-    static_pre: Tensor,
-    static_post: Tensor,
-    static_res: Tensor,
-    pre: Tensor,
-    projected: Tensor,
-    rms: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, and of output, post and res (these three empty without a pending write).
-
-    The last tensor, in fp32, contains the gradients of w, static_pre, static_post, static_res and scale.
-    """
-    b, t, _, d = x.shape
-    x, programs = x.contiguous(), triton.cdiv(b * t, POSITIONS)
-    new = x if output is None else new
-    pending = [x if part is None else part.contiguous() for part in (output, post, res)]
-    grads = [new if grad is None else grad.contiguous() for grad in (grad_read, grad_new, grad_post, grad_res)]
-    out = [x.new_empty(0) if output is None else torch.empty_like(part) for part in pending]
-    grad_x, count = torch.empty_like(x), _numbers(w, scale, static_pre, static_post, static_res)
+    grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors, kept: Tensors, eps: float, dtype: torch.dtype
+) -> Tensors:
+    """Return the gradients of the sources, and those of all parameters in one tensor."""
+    (b, t, _, _), (pre, projected, _), (w, *_, scale) = new.shape, kept, parameters
+    grad_sources = [torch.empty_like(x) for x in sources]
+    count = sum(parameter.numel() for parameter in parameters)
     # aligned rows, so that they are written in pieces of 128 bits
-    partial = rms.new_empty(programs, triton.cdiv(count, 32) * 32)
-    with torch.cuda.device_of(x):
-        backward_kernel[(programs,)](
-            *grads, x, *pending, new, w.contiguous(), scale, pre, projected, rms,
-            grad_x, *out, torch.empty_like(projected), partial, b * t, d, partial.shape[1],
-            **_constants(x, output, dtype), num_warps=4,
-        )  # fmt: skip
-    return grad_x, out[0], out[1], out[2], partial[:, :count].sum(0)
+    width = triton.cdiv(count, 32) * 32
+    partial_sums = pre.new_empty(triton.cdiv(b * t, streams.POSITIONS), width)
+    tensors = new, [w, scale], kept, grads, grad_sources, [torch.empty_like(projected), partial_sums]
+    streams.launch(_backward, sources, *tensors, width, _settings(new, eps, dtype))
+    return [*grad_sources, partial_sums[:, :count].sum(0)]
 
 
 @forward.register_fake
-def _(x, output, post, res, w, scale, static_pre, static_post, static_res, eps, dtype):
-    return _outputs(x, output)
+def _outputs(sources, parameters, eps, dtype):
+    b, t, n, _ = sources[0].shape
+    return streams.empty_outputs(sources, [b, t, n], [b, t, n, n + 2], [b, t, n])
 
 
 @backward.register_fake
-def _(
-    grad_read, grad_new, grad_post, grad_res, x, output, post, res, new,
-    w, scale, static_pre, static_post, static_res, pre, projected, rms, dtype,
-):  # fmt: skip
-    pending = [x.new_empty(0) if part is None else part.new_empty(part.shape) for part in (output, post, res)]
-    return x.new_empty(x.shape), *pending, rms.new_empty(_numbers(w, scale, static_pre, static_post, static_res))
+def _(grads, sources, new, parameters, kept, eps, dtype):
+    count = sum(parameter.numel() for parameter in parameters)
+    return [*map(torch.empty_like, sources), kept[0].new_empty(count)]
 
 
-def _outputs(x, output):
-    b, t, n, d = x.shape
-    exact = {"dtype": torch.float32}
-    return (
-        x.new_empty(b, t, d),
-        x.new_empty(0) if output is None else x.new_empty(b, t, n, d),
-        x.new_empty(b, t, n, **exact),
-        x.new_empty(b, t, n, n, **exact),
-        x.new_empty(b, t, n, **exact),
-        x.new_empty(b, t, n, n + 2, **exact),
-        x.new_empty(b, t, n, **exact),
+def _settings(x, eps, dtype):
+    return streams.settings_of(x, 128 // x.itemsize, eps, dtype)
+
+
+@triton.jit
+def _forward(sources, parameters, outputs, positions, d, settings):
+    PENDING: tl.constexpr = len(sources) > 1
+    n: tl.constexpr = settings.n
+    w_ptr, static_pre_ptr, static_post_ptr, static_res_ptr, scale_ptr = parameters
+    read_ptr, new_ptr, post_ptr, res_ptr, pre_ptr, projected_ptr, rms_ptr = outputs
+    p, mask_p = streams.rows(positions, settings)
+    c = tl.arange(0, 16)
+    if PENDING:
+        maps = streams.load_maps(sources, p, mask_p, settings)
+        projected_y = tl.zeros([settings.positions, 16], tl.float32)
+    projected, squares = streams.zeros([settings.positions, 16], n), streams.zeros(p.shape, n)
+    for start in range(0, d, settings.columns):
+        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, start, d, settings)
+        at_w = column[:, None] + c[None, :] * d
+        w = tl.load(w_ptr + at_w, mask_c[:, None] & (c < n + 2)[None, :], other=0.0).to(settings.dtype)
+        old = streams.load_tiles(sources[0], at_x, mask, d, settings)
+        if PENDING:
+            y = load_fp32(sources[1], at_y, mask)
+            projected_y = tl.dot(y.to(settings.dtype), w, projected_y, input_precision="ieee")
+        sums, sums_of_squares = (), ()
+        for i in tl.static_range(n):
+            sums += (tl.dot(old[i].to(settings.dtype), w, projected[i], input_precision="ieee"),)
+            new = old[i]
+            if PENDING:
+                rounded = streams.mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
+                tl.store(new_ptr + at_x + i * d, rounded, mask)
+                new = rounded.to(tl.float32)
+            sums_of_squares += (squares[i] + tl.sum(new * new, axis=1),)
+        projected, squares = sums, sums_of_squares
+
+    if PENDING:
+        # again, since registers are scarce in the loop, and the projections have another layout
+        maps = streams.load_maps(sources, p, mask_p, settings)
+    for j in tl.static_range(n):
+        rms = tl.rsqrt(squares[j] / d + settings.eps)
+        tl.store(rms_ptr + p * n + j, rms, mask_p)
+        if PENDING:
+            # W x'_i = sum_j res[i, j] W x_j + post[i] W y: the factors of the products are loaded tiles, since Triton
+            # would compute x'_i once more in the layout of a factor, in every warp
+            scaled = streams.mixed_tile(j, projected, projected_y, maps, settings)
+        else:
+            scaled = projected[j]
+        at = ((p * n + j) * (n + 2))[:, None] + c[None, :]
+        tl.store(projected_ptr + at, scaled * rms[:, None], mask_p[:, None] & (c < n + 2)[None, :])
+    # the values that follow were written by other threads
+    tl.debug_barrier()
+    s_pre_res, s_post = tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32)
+    pre = ()
+    for j in tl.static_range(n):
+        m = streams.load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
+        pre += (tl.load(static_pre_ptr + j).to(tl.float32) + s_pre_res * tanh(m[0]),)
+        tl.store(pre_ptr + p * n + j, pre[j], mask_p)
+        post = tl.load(static_post_ptr + j).to(tl.float32) + s_post * tanh(m[1])
+        tl.store(post_ptr + p * n + j, post, mask_p)
+        for i in tl.static_range(n):
+            res = tl.load(static_res_ptr + i * n + j).to(tl.float32) + s_pre_res * tanh(m[2 + i])
+            tl.store(res_ptr + p * n * n + i * n + j, res, mask_p)
+    streams.read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
+
+
+@triton.jit
+def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, width, positions, d, settings):
+    PENDING: tl.constexpr = len(sources) > 1
+    n: tl.constexpr = settings.n
+    w_ptr, scale_ptr = parameters
+    pre_ptr, projected_ptr, rms_ptr = kept
+    grad_read_ptr, grad_new_ptr, grad_post_ptr, grad_res_ptr = grads
+    grad_projected_ptr, partial_ptr = scratch
+    p, mask_p = streams.rows(positions, settings)
+    # the sums over the positions of this program: the gradients of W, then of the static maps and of the scale
+    partial_ptr += tl.program_id(0).to(tl.int64) * width
+    partial_static_ptr = partial_ptr + d * (n + 2)
+    grad_pre = streams.pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
+
+    # the maps, and the projection: the gradient of rms(x) is parallel to x
+    s_pre_res, s_post = tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32)
+    grad_pre_res, grad_post = tl.zeros(p.shape, tl.float32), tl.zeros(p.shape, tl.float32)
+    grad_read_maps = (
+        grad_pre
+        + streams.load_vectors(grad_post_ptr, p, mask_p, n)
+        + streams.load_vectors(grad_res_ptr, p, mask_p, n * n)
     )
+    along, grad_projected = (), ()
+    for j in tl.static_range(n):
+        projected = streams.load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
+        rms = tl.load(rms_ptr + p * n + j, mask_p, other=0.0)
+        along_j = tl.zeros(p.shape, tl.float32)
+        for k in tl.static_range(n + 2):
+            m, grad_map = tanh(projected[k]), grad_read_maps[k * n + j]
+            tl.store(partial_static_ptr + k * n + j, tl.sum(grad_map, axis=0))
+            if k == 1:
+                grad_post += grad_map * m
+                grad_map *= s_post
+            else:
+                grad_pre_res += grad_map * m
+                grad_map *= s_pre_res
+            grad_map *= (1 - m * m) * rms
+            along_j -= grad_map * projected[k]
+            tl.store(grad_projected_ptr + (p * n + j) * (n + 2) + k, grad_map, mask_p)
+            grad_projected += (grad_map,)
+        along += (along_j * rms / d,)
+    tl.store(partial_static_ptr + n * (n + 2), tl.sum(grad_pre_res, axis=0))
+    tl.store(partial_static_ptr + n * (n + 2) + 1, tl.sum(grad_post, axis=0))
+    # the values that follow were written by other threads
+    tl.debug_barrier()
+    c = tl.arange(0, 16)
+    low = ()
+    for j in tl.static_range(n):
+        at = ((p * n + j) * (n + 2))[None, :] + c[:, None]
+        low += (load_fp32(grad_projected_ptr, at, (c < n + 2)[:, None] & mask_p[None, :]).to(settings.dtype),)
+
+    # the streams
+    pre = streams.load_vectors(pre_ptr, p, mask_p, n)
+    if PENDING:
+        maps, grad_maps = streams.load_maps(sources, p, mask_p, settings), streams.zeros(p.shape, n + n * n)
+    last = (d - 1) // settings.columns * settings.columns
+    for back in range(0, d, settings.columns):
+        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, last - back, d, settings)
+        grad_read = load_fp32(grad_read_ptr, at_y, mask)
+        grad_w = tl.zeros([16, settings.columns], tl.float32)
+        w = ()
+        for k in tl.static_range(n + 2):
+            w += (load_fp32(w_ptr + k * d, column, mask_c),)
+        tiles = ()
+        for i in tl.static_range(n):
+            new = tl.load(new_ptr + at_x + i * d, mask, other=0.0)
+            grad_w = tl.dot(low[i], new.to(settings.dtype), grad_w, input_precision="ieee")
+            grad = pre[i][:, None] * grad_read + along[i][:, None] * new.to(tl.float32)
+            if PENDING:
+                grad += load_fp32(grad_new_ptr + at_x, i * d, mask)
+            for k in tl.static_range(n + 2):
+                grad += grad_projected[i * (n + 2) + k][:, None] * w[k][None, :]
+            if PENDING:
+                tiles += (grad,)
+            else:
+                store_as(grad_sources[0] + at_x, i * d, grad, mask)
+        tl.store(partial_ptr + c[:, None] * d + column[None, :], grad_w, (c < n + 2)[:, None] & mask_c[None, :])
+        if PENDING:
+            grad_maps = streams.write_backward(
+                tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings
+            )
+    if PENDING:
+        streams.store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
 
 
-def _numbers(*parameters):
-    return sum(part.numel() for part in parameters)
-
-
-def _constants(x, output, dtype):
-    n, d = x.shape[2:]
-    narrow = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-    return {"N": n, "PENDING": output is not None, "NARROW": narrow, "BP": POSITIONS, "BD": _chunk(n, d, x.itemsize)}
-
-
-def _chunk(n: int, d: int, bytes_per_value: int) -> int:
-    """Return the number of columns per chunk, limited by registers. Up to n = 4 no register is spilled."""
-    most = 64 if n <= 2 else 128 // bytes_per_value if n <= 4 else 16
-    return min(most, max(16, triton.next_power_of_2(d)))
+@triton.jit
+def tanh(x):
+    """Return tanh(x), with an absolute error of about 1e-7."""
+    return 2 * tl.sigmoid(2 * x) - 1

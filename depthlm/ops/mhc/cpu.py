@@ -32,19 +32,19 @@ class Pending(NamedTuple):
     res_btij: Tensor
 
 
+class Parameters(NamedTuple):
+    """The projection, the weight of the norm before it, and the factors and the bias of pre, post and res."""
+
+    phi_mw: Tensor
+    norm_w: Tensor
+    alpha: Tensor
+    bias_m: Tensor
+
+
 def mhc_post_pre(
-    x_btnd: Tensor,
-    pending: Pending | None,
-    phi_mw: Tensor,
-    alpha: Tensor,
-    bias_m: Tensor,
-    eps: float,
-    iterations: int,
-    rebuild: bool = False,
-    norm_w: Tensor | None = None,
+    x_btnd: Tensor, pending: Pending | None, parameters: Parameters, eps: float, iterations: int, rebuild: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    phi = phi_mw if norm_w is None else norm_w * phi_mw
-    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, phi, alpha, bias_m, eps, iterations))
+    return write_and_read(x_btnd, pending, rebuild, lambda x: mhc_maps(x, parameters, eps, iterations))
 
 
 def write_and_read(
@@ -57,12 +57,13 @@ def write_and_read(
     return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
 
 
-def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int) -> Maps:
+def mhc_maps(x_btnd: Tensor, parameters: Parameters, eps: float, iterations: int) -> Maps:
     """Return the maps of the streams (`depthlm.ops.mhc.naive.mhc_maps`)."""
     n = x_btnd.shape[2]
     widths = (n, n, n * n)
+    phi_mw, norm_w, alpha, bias_m = parameters
     alpha_m = torch.cat([a.expand(width) for a, width in zip(alpha, widths, strict=True)])
-    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), phi_mw, eps) + bias_m
+    m_btm = alpha_m * normed_projection(x_btnd.flatten(2), norm_w * phi_mw, eps) + bias_m
     pre, post, res = m_btm.split(widths, dim=-1)
     return Maps(pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations))
 

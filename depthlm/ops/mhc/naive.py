@@ -15,7 +15,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import operator
 from depthlm.ops.dtypes import upcast
-from depthlm.ops.mhc.cpu import Maps, Pending
+from depthlm.ops.mhc.cpu import Maps, Parameters, Pending
 from depthlm.ops.mhc.cpu import mhc_post_pre as cpu
 
 # the maximum number of streams in the registers of a Triton program
@@ -37,30 +37,19 @@ def unsupported(x_btnd: Tensor, *_: object, **__: object) -> str | None:
 
 @operator("mhc", triton=_triton, cpu=cpu, unsupported=unsupported)
 def mhc_post_pre(
-    x_btnd: Tensor,
-    pending: Pending | None,
-    phi_mw: Tensor,
-    alpha: Tensor,
-    bias_m: Tensor,
-    eps: float,
-    iterations: int,
-    rebuild: bool = False,
-    norm_w: Tensor | None = None,
+    x_btnd: Tensor, pending: Pending | None, parameters: Parameters, eps: float, iterations: int, rebuild: bool = False
 ) -> Result:
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
     X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `mhc_maps` of X', and
     input = H_pre X'. The input and X' have the dtype of X. The maps are in fp32 or better.
 
-    phi_mw: the projection. norm_w: the weight of the norm before it; None: phi_mw is multiplied by it already.
-    alpha: [3], for pre, post and res.
     rebuild: whether X' may be computed again for the backward pass instead of kept (`depthlm.ops.mhc.rebuilding`).
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     if pending is not None:
         x_btnd = write_streams(x_btnd, pending)
-    phi = phi_mw if norm_w is None else norm_w * phi_mw
-    pre_btn, post_btn, res_btij = mhc_maps(x_btnd, phi, alpha, bias_m, eps, iterations)
+    pre_btn, post_btn, res_btij = mhc_maps(x_btnd, parameters, eps, iterations)
     return read_streams(pre_btn, x_btnd), x_btnd, post_btn, res_btij
 
 
@@ -75,15 +64,17 @@ def read_streams(pre_btn: Tensor, x_btnd: Tensor) -> Tensor:
     return (pre_btn[..., None] * x_btnd).sum(2)
 
 
-def mhc_maps(x_btnd: Tensor, phi_mw: Tensor, alpha: Tensor, bias_m: Tensor, eps: float, iterations: int) -> Maps:
+def mhc_maps(x_btnd: Tensor, parameters: Parameters, eps: float, iterations: int) -> Maps:
     """Return pre_btn, post_btn and res_btij of the streams.
 
-    m = alpha * (phi vec X / rms(vec X)) + bias; H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post) and
-    H_res = Sinkhorn-Knopp(exp(m_res)).
+    m = alpha * (phi RMSNorm(vec X)) + bias; H_pre = sigmoid(m_pre), H_post = 2 sigmoid(m_post) and
+    H_res = Sinkhorn-Knopp(exp(m_res)). alpha has one number for pre, post and res each.
     """
     n, x_btw = x_btnd.shape[2], upcast(x_btnd).flatten(2)
+    phi_mw, norm_w, alpha, bias_m = parameters
     rms_bt1 = (x_btw.square().mean(-1, keepdim=True) + eps).sqrt()
-    parts, biases = ((x_btw / rms_bt1) @ upcast(phi_mw).mT).split((n, n, n * n), -1), bias_m.split((n, n, n * n))
+    projected_btm = (x_btw / rms_bt1) @ upcast(norm_w * phi_mw).mT
+    parts, biases = projected_btm.split((n, n, n * n), -1), bias_m.split((n, n, n * n))
     pre, post, res = (a * part + bias for a, part, bias in zip(alpha, parts, biases, strict=True))
     return Maps(pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res.unflatten(-1, (n, n)), iterations))
 

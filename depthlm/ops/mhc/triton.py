@@ -1,196 +1,307 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 """`mhc_post_pre` in Triton. The first pass writes and projects the new streams, the second one reads them.
 
-Shapes: b batch, t tokens, n streams, d hidden size, m = n (n + 2).
+The columns of the projection are in two parts: H_res as a matrix padded to a power of two, and 16 columns with H_pre
+from column 0 and H_post from column `padded`. So every product has the 16 columns that `tl.dot` requires.
+
+Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size,
+m = n (n + 2), r columns of H_res, g columns of H_pre and H_post (gates), k iterations.
 """
 
 import torch
 from torch import Tensor
 
-from depthlm.ops.backend import expect
-from depthlm.ops.call import call, operator_name
+from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import compute_dtype, no_autocast
-from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
-from depthlm.ops.mhc.triton_kernels import backward_kernel, forward_kernel
-from depthlm.ops.mhc.triton_write import check_streams, write_again
+from depthlm.ops.mhc import triton_streams as streams
+from depthlm.ops.mhc.cpu import Parameters, Pending
+from depthlm.ops.mhc.triton_streams import Tensors
+from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
 
-try:
-    import triton
-except ImportError as error:
-    raise ImportError("fused kernels need the package triton") from error
-
-# positions per program, which are the rows of its matrix products: tl.dot requires 16
-POSITIONS = 16
+# columns per chunk of 3 or 4 streams
+COLUMNS = 32
 
 
 def mhc_post_pre(
-    x_btnd: Tensor,
-    pending: tuple[Tensor, Tensor, Tensor] | None,
-    phi_mw: Tensor,
-    alpha: Tensor,
-    bias_m: Tensor,
-    eps: float,
-    iterations: int,
-    rebuild: bool = False,
-    norm_w: Tensor | None = None,
+    x_btnd: Tensor, pending: Pending | None, parameters: Parameters, eps: float, iterations: int, rebuild: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `depthlm.ops.mhc.naive.mhc_post_pre` in Triton."""
     n, d = x_btnd.shape[2:]
-    m = n * (n + 2)
-    check_streams("mhc", x_btnd, pending)
-    expect("mhc", x_btnd, phi=(phi_mw, (m, n * d)), alpha=(alpha, (3,)), bias=(bias_m, (m,)))
-    if norm_w is not None:
-        expect("mhc", x_btnd, norm=(norm_w, (n * d,)))
-    settings = eps, iterations
-    output, post, res = pending or (None, None, None)
-    rebuild = rebuild and pending is not None
-    arguments = x_btnd, output, post, res, phi_mw, norm_w, alpha, bias_m, compute_dtype(x_btnd), settings, rebuild
-    read, new, new_post, new_res = call(PostPre, *arguments)
-    return read, x_btnd if pending is None else new, new_post, new_res
-
-
-class PostPre(torch.autograd.Function):
-    """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
-
-    @staticmethod
-    def forward(ctx, x, output, post, res, phi, norm, alpha, bias, dtype, settings, rebuild):
-        # in the dtype of the products, as the backward pass needs it too
-        low = phi.to(dtype) if norm is None else torch.mul(norm, phi, out=phi.new_empty(phi.shape, dtype=dtype))
-        read, new, new_post, new_res, projected, scale = forward(x, output, post, res, low, alpha, bias, *settings)
-        start_write(ctx, x, rebuild, write_again)
-        kept = None if ctx.rebuilds or output is None else new
-        save_streams(ctx, x, output, post, res, low, alpha, bias, projected, scale, phi, norm, kept)
-        ctx.iterations, ctx.shapes = settings[1], (read.shape, new.shape, new_post.shape, new_res.shape)
-        ctx.set_materialize_grads(False)
-        return read, new, new_post, new_res
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, output, post, res, low, alpha, bias, projected, scale, phi, norm, new = saved_streams(ctx)
-        if output is None:
-            new = x
-        elif ctx.rebuilds:
-            new, ctx.streams = written(ctx), None
-        grad_read, grad_new, grad_post, grad_res = (
-            scale.new_zeros(shape, dtype=x.dtype if i < 2 else None) if grad is None else grad
-            for i, (grad, shape) in enumerate(zip(grads, ctx.shapes, strict=True))
-        )
-        grad_x, *grad_pending, grad_phi, sums = backward(
-            grad_read, None if output is None else grad_new, grad_post, grad_res,
-            x, output, post, res, new, low, alpha, bias, projected, scale, ctx.iterations,
-        )  # fmt: skip
-        if output is None:
-            grad_pending = [None] * 3
-        grad_bias, grad_alpha = sums.split((len(bias), len(alpha)))
-        grad_norm, grad_phi = None, grad_phi.to(phi.dtype)
-        if norm is not None:
-            grad_norm, grad_phi = (grad_phi * phi).sum(0), grad_phi * norm
-        weights = grad_phi, grad_norm, grad_alpha.to(alpha.dtype), grad_bias.to(bias.dtype)
-        return grad_x, *grad_pending, *weights, None, None, None
+    m, w = n * (n + 2), n * d
+    phi_mw, norm_w, alpha, bias_m = parameters
+    shapes = {"phi": (phi_mw, (m, w)), "norm": (norm_w, (w,)), "alpha": (alpha, (3,)), "bias": (bias_m, (m,))}
+    streams.check_streams("mhc", x_btnd, pending, **shapes)
+    weights, settings = [phi_mw, norm_w, bias_m, alpha], (eps, iterations, compute_dtype(x_btnd))
+    return streams.write_and_read((forward, backward), x_btnd, pending, weights, settings, rebuild)
 
 
 @torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())
-def forward(
-    x: Tensor,
-    output: Tensor | None,
-    post: Tensor | None,
-    res: Tensor | None,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    eps: float,
-    iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return input_btd, X'_btnd (empty without a pending write), post_btn, res_btij, projected_btm and 1 / rms_bt."""
-    b, t, n, d = x.shape
-    outputs = _outputs(x, output)
-    x = x.contiguous()
-    pending = [x if part is None else part.contiguous() for part in (output, post, res)]
-    with torch.cuda.device_of(x):
-        forward_kernel[(triton.cdiv(b * t, POSITIONS),)](
-            x, *pending, phi.contiguous(), alpha.contiguous(), bias.contiguous(), *outputs, b * t, d, iterations,
-            EPS=eps, N=n, NP=_padded(n), PENDING=output is not None, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
-        )  # fmt: skip
-    return outputs
+def forward(sources: Tensors, parameters: Tensors, eps: float, iterations: int, dtype: torch.dtype) -> Tensors:
+    """Return input_btd, X'_btnd, post_btn, res_btij, projected_btm, 1 / rms_bt, and phi times the norm in a dtype."""
+    phi, norm, bias, alpha = parameters
+    *outputs, low = _outputs(sources, parameters, eps, iterations, dtype)
+    torch.mul(norm, phi, out=low)
+    settings = streams.settings_of(sources[0], COLUMNS, eps, dtype)
+    streams.launch(_forward, sources, [low, bias, alpha], outputs, iterations, settings)
+    return [*outputs, low]
 
 
 @torch.library.custom_op(operator_name(__name__, "mhc_post_pre_backward"), mutates_args=())
 def backward(
-    grad_read: Tensor,
-    grad_new: Tensor | None,
-    grad_post: Tensor,
-    grad_res: Tensor,
-    x: Tensor,
-    output: Tensor | None,
-    post: Tensor | None,
-    res: Tensor | None,
-    new: Tensor,
-    phi: Tensor,
-    alpha: Tensor,
-    bias: Tensor,
-    projected: Tensor,
-    scale: Tensor,
-    iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, output, post, res (these three empty without a pending write) and phi.
-
-    The last tensor, in fp32, contains the gradients of bias and alpha.
-    """
-    b, t, n, d = x.shape
-    pending = output is not None
-    x, programs = x.contiguous(), triton.cdiv(b * t, POSITIONS)
-    new = new if pending else x
-    contiguous_pending = [x if part is None else part.contiguous() for part in (output, post, res)]
-    grads = [new if grad is None else grad.contiguous() for grad in (grad_read, grad_new, grad_post, grad_res)]
-    out = [
-        torch.empty_like(part, memory_format=torch.contiguous_format) if pending else x.new_empty(0)
-        for part in contiguous_pending
-    ]
-    grad_x, grad_projected = torch.empty_like(x), projected.new_empty(projected.shape, dtype=new.dtype)
-    partial = scale.new_empty(programs, len(bias) + len(alpha))
-    sums = scale.new_empty(b * t, iterations, 2, _padded(n))
-    with torch.cuda.device_of(x):
-        backward_kernel[(programs,)](
-            *grads, x, *contiguous_pending, new, phi.contiguous(), alpha.contiguous(), bias.contiguous(), projected,
-            scale, sums, grad_x, *out, grad_projected, partial, b * t, d, iterations,
-            N=n, NP=_padded(n), PENDING=pending, BP=POSITIONS, BD=_chunk(n, d), num_warps=4,
-        )  # fmt: skip
-    with no_autocast(x):
+    grads: Tensors, sources: Tensors, new: Tensor, parameters: Tensors, kept: Tensors,
+    eps: float, iterations: int, dtype: torch.dtype,
+) -> Tensors:  # fmt: skip
+    """Return the gradients of the sources, phi and the norm, and those of bias and alpha in one tensor."""
+    phi, norm, bias, alpha = parameters
+    projected, scale, low = kept
+    b, t, n, d = new.shape
+    settings = streams.settings_of(new, COLUMNS, eps, dtype)
+    grad_sources = [torch.empty_like(x) for x in sources]
+    grad_projected = torch.empty_like(projected, dtype=new.dtype)
+    partial_sums = scale.new_empty(triton.cdiv(b * t, streams.POSITIONS), len(bias) + len(alpha))
+    scratch = [grad_projected, partial_sums, scale.new_empty(b * t, iterations, 2, settings.padded.value)]
+    tensors = new, [low, bias, alpha], [projected, scale], grads, grad_sources, scratch
+    streams.launch(_backward, sources, *tensors, iterations, settings)
+    with no_autocast(new):
         # in the dtype of the streams: a copy of them in 16 bits would move more bytes than the product
-        grad_phi = grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)
-    return grad_x, out[0], out[1], out[2], grad_phi, partial.sum(0)
+        grad_phi = (grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)).to(phi.dtype)
+    return [*grad_sources, grad_phi * norm, (grad_phi * phi).sum(0), partial_sums.sum(0)]
 
 
 @forward.register_fake
-def _(x, output, post, res, phi, alpha, bias, eps, iterations):
-    return _outputs(x, output)
+def _outputs(sources, parameters, eps, iterations, dtype):
+    (b, t, n, _), phi = sources[0].shape, parameters[0]
+    outputs = streams.empty_outputs(sources, [b, t, n * (n + 2)], [b, t])
+    return [*outputs, phi.new_empty(phi.shape, dtype=dtype)]
 
 
 @backward.register_fake
-def _(grad_read, grad_new, grad_post, grad_res, x, output, post, res, new, phi, alpha, bias, projected, scale, _):
-    pending = [x.new_empty(0) if part is None else part.new_empty(part.shape) for part in (output, post, res)]
-    sums = scale.new_empty(len(bias) + len(alpha))
-    return x.new_empty(x.shape), *pending, x.new_empty(phi.shape), sums
+def _(grads, sources, new, parameters, kept, eps, iterations, dtype):
+    phi, norm, bias, alpha = parameters
+    return [*map(torch.empty_like, [*sources, phi, norm]), kept[1].new_empty(len(bias) + len(alpha))]
 
 
-def _outputs(x, output):
-    b, t, n, d = x.shape
-    exact = {"dtype": torch.float32}
-    return (
-        x.new_empty(b, t, d),
-        x.new_empty(0) if output is None else x.new_empty(b, t, n, d),
-        x.new_empty(b, t, n, **exact),
-        x.new_empty(b, t, n, n, **exact),
-        x.new_empty(b, t, n * (n + 2), **exact),
-        x.new_empty(b, t, **exact),
-    )
+@triton.jit
+def _forward(sources, parameters, outputs, iterations, positions, d, settings):
+    PENDING: tl.constexpr = len(sources) > 1
+    n: tl.constexpr = settings.n
+    phi_ptr, bias_ptr, alpha_ptr = parameters
+    read_ptr, new_ptr, post_ptr, res_ptr, projected_ptr, scale_ptr = outputs
+    p, mask_p = streams.rows(positions, settings)
+    r, mask_r, g, mask_g = _columns(settings)
+    if PENDING:
+        maps = streams.load_maps(sources, p, mask_p, settings)
+    projected_r = tl.zeros([settings.positions, r.shape[0]], tl.float32)
+    projected_g = tl.zeros([settings.positions, 16], tl.float32)
+    squares = tl.zeros(p.shape, tl.float32)
+    for start in range(0, d, settings.columns):
+        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, start, d, settings)
+        if PENDING:
+            y = load_fp32(sources[1], at_y, mask)
+            old = streams.load_tiles(sources[0], at_x, mask, d, settings)
+        for i in tl.static_range(n):
+            if PENDING:
+                new = streams.mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
+                tl.store(new_ptr + at_x + i * d, new, mask)
+            else:
+                new = tl.load(sources[0] + at_x + i * d, mask, other=0.0)
+            squares += tl.sum(new.to(tl.float32) * new.to(tl.float32), axis=1)
+            phi = phi_ptr + i * d + column[:, None]
+            phi_r = tl.load(phi + (r * (d * n))[None, :], mask_c[:, None] & mask_r[None, :], other=0.0)
+            phi_g = tl.load(phi + (g * (d * n))[None, :], mask_c[:, None] & mask_g[None, :], other=0.0)
+            projected_r = tl.dot(new.to(settings.dtype), phi_r, projected_r, input_precision="ieee")
+            projected_g = tl.dot(new.to(settings.dtype), phi_g, projected_g, input_precision="ieee")
+    scale = tl.rsqrt(squares / (d * n) + settings.eps)
+    tl.store(scale_ptr + p, scale, mask_p)
+    projected_r, projected_g = projected_r * scale[:, None], projected_g * scale[:, None]
+    _store_columns(projected_ptr, p, mask_p, projected_r, projected_g, settings)
+
+    logits, gates = _logits_and_gates(projected_r, projected_g, bias_ptr, alpha_ptr, settings)
+    valid, at_ij = _cells(settings)
+    res = _sinkhorn(logits, None, mask_p, iterations, settings)
+    tl.store(res_ptr + (p * n * n)[:, None, None] + at_ij, res, mask_p[:, None, None] & valid)
+    post_column, mask_post = _post_columns(settings)
+    _store(post_ptr, p * n, mask_p, post_column, mask_post, 2 * gates)
+    pre = _pre(gates, settings)
+    # the values that follow were written by other threads
+    tl.debug_barrier()
+    streams.read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
 
 
-def _padded(n: int) -> int:
-    return max(4, triton.next_power_of_2(n))
+@triton.jit
+def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, iterations, positions, d, settings):
+    PENDING: tl.constexpr = len(sources) > 1
+    n: tl.constexpr = settings.n
+    phi_ptr, bias_ptr, alpha_ptr = parameters
+    projected_ptr, scale_ptr = kept
+    grad_read_ptr, grad_new_ptr, grad_post_ptr, grad_res_ptr = grads
+    grad_projected_ptr, partial_ptr, sums_ptr = scratch
+    p, mask_p = streams.rows(positions, settings)
+    r, mask_r, g, mask_g = _columns(settings)
+    grad_pre = streams.pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
+
+    # the maps
+    projected_r = _load(projected_ptr, p * (n * (n + 2)), mask_p, r, mask_r)
+    projected_g = _load(projected_ptr, p * (n * (n + 2)), mask_p, g, mask_g)
+    logits, gates = _logits_and_gates(projected_r, projected_g, bias_ptr, alpha_ptr, settings)
+    post_column, mask_post = _post_columns(settings)
+    grad_gates = 2 * _load(grad_post_ptr, p * n, mask_p, post_column, mask_post)
+    for i in tl.static_range(n):
+        grad_gates = tl.where(tl.arange(0, 16)[None, :] == i, grad_pre[i][:, None], grad_gates)
+    grad_g = grad_gates * gates * (1 - gates)
+    grad_r = _sinkhorn_backward(logits, grad_res_ptr, sums_ptr, p, mask_p, iterations, settings)
+    grad_r = tl.reshape(grad_r, projected_r.shape)
+    # the sums over the positions of this program: the gradients of the bias, then of alpha
+    partial_ptr += tl.program_id(0) * (n * (n + 2) + 3)
+    tl.store(partial_ptr + r, tl.sum(grad_r, axis=0), mask_r)
+    tl.store(partial_ptr + g, tl.sum(grad_g, axis=0), mask_g)
+    grad_alpha_g = tl.sum(grad_g * projected_g, axis=0)
+    partial_ptr += n * (n + 2)
+    tl.store(partial_ptr, tl.sum(tl.where(mask_post, 0.0, grad_alpha_g), axis=0))
+    tl.store(partial_ptr + 1, tl.sum(tl.where(mask_post, grad_alpha_g, 0.0), axis=0))
+    tl.store(partial_ptr + 2, tl.sum(tl.sum(grad_r * projected_r, axis=1), axis=0))
+
+    # the projection: the gradient of rms(X') is parallel to X'
+    scale = tl.load(scale_ptr + p, mask_p, other=0.0)
+    grad_r *= tl.load(alpha_ptr + 2).to(tl.float32)
+    grad_g *= load_fp32(alpha_ptr, g // n, mask_g)[None, :]
+    along = tl.sum(grad_r * projected_r, axis=1) + tl.sum(grad_g * projected_g, axis=1)
+    along = -along * scale * scale / (d * n)
+    grad_r, grad_g = grad_r * scale[:, None], grad_g * scale[:, None]
+    _store_columns(grad_projected_ptr, p, mask_p, grad_r, grad_g, settings)
+    low_r, low_g = grad_r.to(settings.dtype), grad_g.to(settings.dtype)
+    pre = _pre(gates, settings)
+
+    # the streams
+    if PENDING:
+        maps, grad_maps = streams.load_maps(sources, p, mask_p, settings), streams.zeros(p.shape, n + n * n)
+    for start in range(0, d, settings.columns):
+        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, start, d, settings)
+        grad_read = load_fp32(grad_read_ptr, at_y, mask)
+        tiles = ()
+        for i in tl.static_range(n):
+            grad = pre[i][:, None] * grad_read + along[:, None] * load_fp32(new_ptr + at_x, i * d, mask)
+            if PENDING:
+                grad += load_fp32(grad_new_ptr + at_x, i * d, mask)
+            phi = phi_ptr + i * d + column[None, :]
+            phi_r = tl.load(phi + (r * (d * n))[:, None], mask_r[:, None] & mask_c[None, :], other=0.0)
+            phi_g = tl.load(phi + (g * (d * n))[:, None], mask_g[:, None] & mask_c[None, :], other=0.0)
+            grad = tl.dot(low_r, phi_r, grad, input_precision="ieee")
+            grad = tl.dot(low_g, phi_g, grad, input_precision="ieee")
+            if PENDING:
+                tiles += (grad,)
+            else:
+                store_as(grad_sources[0] + at_x, i * d, grad, mask)
+        if PENDING:
+            grad_maps = streams.write_backward(
+                tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings
+            )
+    if PENDING:
+        streams.store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
 
 
-def _chunk(n: int, d: int) -> int:
-    """Return the number of columns per chunk, limited by registers. Up to n = 4 no register is spilled."""
-    most = 64 if n <= 2 else 32 if n <= 4 else 16
-    return min(most, max(16, triton.next_power_of_2(d)))
+@triton.jit
+def _columns(settings):
+    """Return the index among the m and the mask of the columns of H_res, then those of H_pre and H_post."""
+    n: tl.constexpr = settings.n
+    of_res, of_gates = tl.arange(0, settings.padded * settings.padded), tl.arange(0, 16)
+    i, j = of_res // settings.padded, of_res % settings.padded
+    half, stream = of_gates // settings.padded, of_gates % settings.padded
+    return i * n + j + 2 * n, (i < n) & (j < n), half * n + stream, (half < 2) & (stream < n)
+
+
+@triton.jit
+def _post_columns(settings):
+    """Return the stream and the mask of the columns of H_post among those of H_pre and H_post."""
+    stream = tl.arange(0, 16) - settings.padded
+    return stream, (stream >= 0) & (stream < settings.n)
+
+
+@triton.jit
+def _cells(settings):
+    """Return the mask of the cells [i, j] that are not padding, and their index among n * n."""
+    i, j = tl.arange(0, settings.padded)[None, :, None], tl.arange(0, settings.padded)[None, None, :]
+    return (i < settings.n) & (j < settings.n), i * settings.n + j
+
+
+@triton.jit
+def _load(ptr, at_rows, mask_rows, at_columns, mask_columns):
+    """Load a matrix, from the offsets of its rows and of its columns."""
+    return tl.load(ptr + at_rows[:, None] + at_columns[None, :], mask_rows[:, None] & mask_columns[None, :], other=0.0)
+
+
+@triton.jit
+def _store(ptr, at_rows, mask_rows, at_columns, mask_columns, values):
+    """Store a matrix, at the offsets of its rows and of its columns."""
+    store_as(ptr, at_rows[:, None] + at_columns[None, :], values, mask_rows[:, None] & mask_columns[None, :])
+
+
+@triton.jit
+def _store_columns(ptr, p, mask_p, values_r, values_g, settings):
+    """Store both parts of a matrix [p, m]."""
+    r, mask_r, g, mask_g = _columns(settings)
+    at_p = p * (settings.n * (settings.n + 2))
+    _store(ptr, at_p, mask_p, r, mask_r, values_r)
+    _store(ptr, at_p, mask_p, g, mask_g, values_g)
+
+
+@triton.jit
+def _logits_and_gates(projected_r, projected_g, bias_ptr, alpha_ptr, settings):
+    """Return the logits of H_res, [p, i, j], and the sigmoid of the logits of H_pre and H_post."""
+    r, mask_r, g, mask_g = _columns(settings)
+    alpha_g = load_fp32(alpha_ptr, g // settings.n, mask_g)
+    logits_g = alpha_g[None, :] * projected_g + load_fp32(bias_ptr, g, mask_g)[None, :]
+    logits_r = tl.load(alpha_ptr + 2).to(tl.float32) * projected_r + load_fp32(bias_ptr, r, mask_r)[None, :]
+    return tl.reshape(logits_r, (settings.positions, settings.padded, settings.padded)), tl.sigmoid(logits_g)
+
+
+@triton.jit
+def _pre(gates, settings):
+    """Return H_pre as vectors."""
+    pre = ()
+    for i in tl.static_range(settings.n):
+        pre += (tl.sum(tl.where(tl.arange(0, 16)[None, :] == i, gates, 0.0), axis=1),)
+    return pre
+
+
+@triton.jit
+def _sinkhorn(logits_pij, sums_ptr, mask_p, iterations, settings):
+    """Scale exp(logits) so that rows and columns sum to 1. Store the sums of all iterations unless sums_ptr is None."""
+    valid, _ = _cells(settings)
+    top = tl.max(tl.where(valid, logits_pij, -1e30), axis=1)
+    below_top = tl.where(valid, logits_pij - top[:, None, :], 0.0)
+    # factors and floor equal those in PyTorch
+    m = tl.where(valid, tl.maximum(tl.exp(below_top), 1e-30), 0.0)
+    for k in range(iterations):
+        for axis in tl.static_range(1, 3):
+            sums = tl.sum(m, axis=axis)
+            # the padding sums to 0
+            sums = tl.where(sums > 0, sums, 1.0)
+            if sums_ptr is not None:
+                tl.store(sums_ptr + (2 * k + axis - 1) * settings.padded, sums, mask_p[:, None])
+            m = m / tl.expand_dims(sums, axis)
+    return m
+
+
+@triton.jit
+def _sinkhorn_backward(logits_pij, grad_ptr, sums_ptr, p, mask_p, iterations, settings):
+    """Return the gradient of the logits.
+
+    The iterations run again and store their sums, a few numbers each, at sums_ptr. The backward pass recovers each
+    iterate as the next iterate times its sums.
+    """
+    start = (p * iterations * (2 * settings.padded))[:, None]
+    sums_ptr += start + tl.arange(0, settings.padded)[None, :]
+    m = _sinkhorn(logits_pij, sums_ptr, mask_p, iterations, settings)
+    # the values that follow were written by other threads
+    tl.debug_barrier()
+    valid, at_ij = _cells(settings)
+    grad = load_fp32(grad_ptr, (p * settings.n * settings.n)[:, None, None] + at_ij, mask_p[:, None, None] & valid)
+    for back in range(iterations):
+        for axis in tl.static_range(2, 0, -1):
+            at = sums_ptr + (2 * (iterations - 1 - back) + axis - 1) * settings.padded
+            sums = tl.expand_dims(tl.load(at, mask_p[:, None], other=1.0), axis)
+            # m = before / s: d before = (d m - sum(d m * m)) / s
+            grad = tl.where(valid, (grad - tl.expand_dims(tl.sum(grad * m, axis=axis), axis)) / sums, 0.0)
+            m = m * sums
+    return grad * m

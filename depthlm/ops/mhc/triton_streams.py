@@ -1,88 +1,285 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
-"""Triton functions of a pending write, X' = H_res X + H_post^T y, shared by `mhc_post_pre` and `hyper_post_pre`.
+"""What `mhc_post_pre` and `hyper_post_pre` share in Triton: a pending write, the next read, and their derivatives.
 
-A matrix per position is a tuple of vectors over positions, row by row.
+A program processes some positions, in chunks of columns of d. Maps, and all numbers per position, are tuples of vectors
+over positions; matrices are in them row by row. The maps of a write are n vectors of H_post, then n^2 of H_res.
+A pointer includes the offset of each position, and what follows is a scalar: offsets of 64 bits take more registers.
 
-Shapes: p positions (batch and tokens), n streams (i new, j old), d hidden size.
+Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size.
 """
 
-from depthlm.ops.triton_common import tl, triton
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthlm.ops.backend import expect
+from depthlm.ops.call import call, operator_name
+from depthlm.ops.dtypes import common_dtype
+from depthlm.ops.mhc.cpu import Pending
+from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
+from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton
+
+# positions per program, which are the rows of its matrix products: tl.dot requires 16
+POSITIONS = 16
+# columns per chunk of a write alone
+WRITE_COLUMNS = 64
+Tensors = list[Tensor]
+
+
+class Settings(NamedTuple):
+    """The constants of a kernel. padded: n, padded to a power of 2. dtype: of the factors of matrix products."""
+
+    n: tl.constexpr
+    padded: tl.constexpr
+    positions: tl.constexpr
+    columns: tl.constexpr
+    eps: tl.constexpr
+    dtype: tl.constexpr
+
+
+def settings_of(x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype) -> Settings:
+    """Return the constants of the kernels. columns: per chunk of 3 or 4 streams.
+
+    Registers limit the columns. Up to n = 4 no register is spilled.
+    """
+    n, d = x_btnd.shape[2:]
+    most = 64 if n <= 2 else columns if n <= 4 else 16
+    columns = min(most, max(16, triton.next_power_of_2(d)))
+    padded = max(4, triton.next_power_of_2(n))
+    return constants(Settings, n, padded, POSITIONS, columns, eps, getattr(tl, str(dtype).removeprefix("torch.")))
+
+
+def check_streams(operator: str, x_btnd: Tensor, pending: Pending | None, **parameters: Any) -> None:
+    """Check the streams, the pending write, and parameters as in `expect`."""
+    b, t, n, d = x_btnd.shape
+    shapes = (b, t, n, d), (b, t, d), (b, t, n), (b, t, n, n)
+    tensors = x_btnd, *(pending or ())
+    named = zip(("x", "output", "post", "res"), zip(tensors, shapes, strict=False), strict=False)
+    expect(operator, x_btnd, **dict(named), **parameters)
+
+
+def write_and_read(
+    operators: tuple[Callable[..., Tensors], Callable[..., Tensors]],
+    x_btnd: Tensor,
+    pending: Pending | None,
+    parameters: Sequence[Tensor],
+    settings: tuple[Any, ...],
+    rebuild: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij.
+
+    operators: two custom operators on contiguous tensors. Their sources are x, and output, post and res of a
+    pending write. The first one, (sources, parameters, *settings), returns input_btd, X'_btnd (empty without a pending
+    write), post_btn, res_btij and what the second one needs. The second one, (grads, sources, new, parameters, kept,
+    *settings), returns the gradients of the sources and the first parameters, and a tensor with those of the others.
+    """
+    sources = [x_btnd, *(pending or ())]
+    arguments = operators, settings, rebuild and pending is not None, len(sources)
+    read_btd, new_btnd, post_btn, res_btij = call(WriteAndRead, *arguments, *sources, *parameters)
+    return read_btd, x_btnd if pending is None else new_btnd, post_btn, res_btij
+
+
+class WriteAndRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, operators, settings, rebuild, count, *tensors):
+        ctx.operator, ctx.settings, ctx.counts = operators[1], settings, (count, len(tensors))
+        sources, parameters = _contiguous(tensors[:count]), _contiguous(tensors[count:])
+        outputs = operators[0](sources, parameters, *settings)
+        start_write(ctx, tensors[0], rebuild, write_again)
+        new = [outputs[1]] if count > 1 and not ctx.rebuilds else []
+        save_streams(ctx, *tensors, *outputs[4:], *new)
+        return tuple(outputs[:4])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        saved = _contiguous(saved_streams(ctx))
+        if ctx.rebuilds:
+            saved.append(written(ctx))
+            ctx.streams = None
+        count, end = ctx.counts
+        new = saved.pop() if count > 1 else saved[0]
+        sources, parameters, kept = saved[:count], saved[count:end], saved[end:]
+        *separate, packed = ctx.operator(_contiguous(grads), sources, new, parameters, kept, *ctx.settings)
+        rest = parameters[len(separate) - count :]
+        # one conversion instead of one per parameter
+        parts = packed.to(common_dtype(rest)).split([parameter.numel() for parameter in rest])
+        return *[None] * 4, *separate, *(part.view_as(y) for part, y in zip(parts, rest, strict=True))
+
+
+def write_again(node: Any) -> Tensor:
+    """Return X' of a node of `depthlm.ops.mhc.rebuilding` whose first saved tensors are X, y, H_post and H_res."""
+    return write_streams(_contiguous(saved_streams(node)[:4]))
+
+
+@torch.library.custom_op(operator_name(__name__, "write_streams"), mutates_args=())
+def write_streams(sources: Tensors) -> Tensor:
+    """Return X'_btnd = H_res X + H_post^T y, with the same bits as `mhc_post_pre` and `hyper_post_pre` in Triton."""
+    x_btnd = sources[0]
+    new_btnd = torch.empty_like(x_btnd)
+    settings = settings_of(x_btnd, WRITE_COLUMNS, 0.0, x_btnd.dtype)
+    launch(_write, sources, new_btnd, settings, chunks=triton.cdiv(x_btnd.shape[-1], settings.columns.value))
+    return new_btnd
+
+
+write_streams.register_fake(lambda sources: torch.empty_like(sources[0]))
+
+
+def empty_outputs(sources: Tensors, *shapes: list[int]) -> Tensors:
+    """Return the outputs of the first operator of `write_and_read`. shapes: of what the second one needs."""
+    x_btnd = sources[0]
+    b, t, n, d = x_btnd.shape
+    outputs = [x_btnd.new_empty(b, t, d), x_btnd.new_empty(x_btnd.shape if len(sources) > 1 else 0)]
+    maps_and_kept = [b, t, n], [b, t, n, n], *shapes
+    return outputs + [x_btnd.new_empty(shape, dtype=torch.float32) for shape in maps_and_kept]
+
+
+def launch(kernel: Any, sources: Tensors, *arguments: Any, chunks: int = 1) -> None:
+    """Launch a kernel of the sources, other tensors and lists of them, sizes and, last, settings."""
+    b, t, _, d = sources[0].shape
+    *others, settings = (tuple(y) if isinstance(y, list) else y for y in arguments)
+    with torch.cuda.device_of(sources[0]):
+        kernel[triton.cdiv(b * t, POSITIONS), chunks](tuple(sources), *others, b * t, d, settings, num_warps=4)
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> Tensors:
+    return [x.contiguous() for x in tensors]
 
 
 @triton.jit
-def vectors(ptr, at_p, inside_p, COUNT: tl.constexpr):
-    """Load COUNT consecutive numbers per position, as COUNT vectors over positions in fp32."""
-    loaded = ()
-    for c in tl.static_range(COUNT):
-        loaded += (tl.load(ptr + at_p + c, inside_p, other=0.0).to(tl.float32),)
-    return loaded
+def rows(positions, settings):
+    """Return the positions of a program, and their mask."""
+    p = tl.program_id(0).to(tl.int64) * settings.positions + tl.arange(0, settings.positions)
+    return p, p < positions
 
 
 @triton.jit
-def store_vectors(ptr, at_p, inside_p, values):
-    """Store a tuple of vectors over positions as consecutive numbers per position."""
-    for c in tl.static_range(len(values)):
-        tl.store(ptr + at_p + c, values[c].to(ptr.dtype.element_ty), inside_p)
+def tile(p, mask_p, start, d, settings):
+    """Return the columns of a chunk, their mask, the offsets of a tile [p, columns] of X and of y, and its mask.
+
+    The offsets are those of the first stream of X.
+    """
+    column = start + tl.arange(0, settings.columns)
+    at_x = (p * settings.n * d)[:, None] + column[None, :]
+    at_y = (p * d)[:, None] + column[None, :]
+    return column, column < d, at_x, at_y, mask_p[:, None] & (column < d)[None, :]
 
 
 @triton.jit
-def zeros(BP: tl.constexpr, COUNT: tl.constexpr):
-    """Return COUNT vectors over positions."""
-    made = ()
-    for _ in tl.static_range(COUNT):
-        made += (tl.zeros([BP], tl.float32),)
-    return made
-
-
-@triton.jit
-def stream_tiles(x_ptr, tile, mask, d, N: tl.constexpr):
-    """Load a tile [p, columns] of each stream in fp32. tile: offsets of the first stream."""
+def load_tiles(x_ptr, at_x, mask, d, settings):
+    """Load a tile of each stream in fp32."""
     tiles = ()
-    for j in tl.static_range(N):
-        tiles += (tl.load(x_ptr + tile + j * d, mask, other=0.0).to(tl.float32),)
+    for j in tl.static_range(settings.n):
+        tiles += (load_fp32(x_ptr + at_x, j * d, mask),)
     return tiles
 
 
 @triton.jit
-def mixed_tile(i: tl.constexpr, old, y, post, res, N: tl.constexpr):
+def load_vectors(ptr, p, mask_p, COUNT: tl.constexpr):
+    """Load COUNT consecutive numbers per position, as COUNT vectors over positions in fp32."""
+    loaded = ()
+    for c in tl.static_range(COUNT):
+        loaded += (load_fp32(ptr + p * COUNT, c, mask_p),)
+    return loaded
+
+
+@triton.jit
+def zeros(shape: tl.constexpr, COUNT: tl.constexpr):
+    """Return COUNT sums of this shape."""
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums += (tl.zeros(shape, tl.float32),)
+    return sums
+
+
+@triton.jit
+def load_maps(sources, p, mask_p, settings):
+    """Load the maps of a write."""
+    _, _, post_ptr, res_ptr = sources
+    return load_vectors(post_ptr, p, mask_p, settings.n) + load_vectors(res_ptr, p, mask_p, settings.n * settings.n)
+
+
+@triton.jit
+def mixed_tile(i: tl.constexpr, old, y, maps, settings):
     """Return the tile of new stream i in fp32."""
-    mixed = post[i][:, None] * y
-    for j in tl.static_range(N):
-        mixed += res[i * N + j][:, None] * old[j]
+    mixed = maps[i][:, None] * y
+    for j in tl.static_range(settings.n):
+        mixed += maps[settings.n + i * settings.n + j][:, None] * old[j]
     return mixed
 
 
 @triton.jit
-def write_backward(
-    grads, grad_post, grad_res, x_ptr, output_ptr, post, res, grad_x_ptr, grad_output_ptr, tile, flat, mask, d,
-    N: tl.constexpr,
-):  # fmt: skip
-    """Store the gradients of the tiles of X and y, and return grad_post and grad_res with the sums of these columns.
-
-    grads: the gradients of the new streams. flat: offsets of y.
-    """
-    y = tl.load(output_ptr + flat, mask, other=0.0).to(tl.float32)
-    grad_output = tl.zeros_like(y)
-    of_post = ()
-    for i in tl.static_range(N):
-        grad_output += post[i][:, None] * grads[i]
-        of_post += (grad_post[i] + tl.sum(grads[i] * y, axis=1),)
-    tl.store(grad_output_ptr + flat, grad_output.to(grad_output_ptr.dtype.element_ty), mask)
-    of_res = ()
-    for j in tl.static_range(N):
-        old = tl.load(x_ptr + tile + j * d, mask, other=0.0).to(tl.float32)
-        grad_old = tl.zeros_like(old)
-        for i in tl.static_range(N):
-            grad_old += res[i * N + j][:, None] * grads[i]
-            of_res += (grad_res[j * N + i] + tl.sum(grads[i] * old, axis=1),)
-        tl.store(grad_x_ptr + tile + j * d, grad_old.to(grad_x_ptr.dtype.element_ty), mask)
-    return of_post, of_res
+def read_streams(read_ptr, x_ptr, pre, p, mask_p, d, settings):
+    """Store H_pre X. The last columns come first, because those that were loaded last are still in the cache."""
+    last = (d - 1) // settings.columns * settings.columns
+    for back in range(0, d, settings.columns):
+        _, _, at_x, at_y, mask = tile(p, mask_p, last - back, d, settings)
+        tiles = load_tiles(x_ptr, at_x, mask, d, settings)
+        read = tl.zeros(mask.shape, tl.float32)
+        for j in tl.static_range(settings.n):
+            read += pre[j][:, None] * tiles[j]
+        store_as(read_ptr, at_y, read, mask)
 
 
 @triton.jit
-def store_transposed(ptr, p, inside_p, grad_res, N: tl.constexpr):
-    """Store the gradient of H_res, a tuple [j, i], as [i, j] of each position."""
-    for i in tl.static_range(N):
-        for j in tl.static_range(N):
-            at = ptr + p * N * N + i * N + j
-            tl.store(at, grad_res[j * N + i].to(ptr.dtype.element_ty), inside_p)
+def pre_gradient(grad_read_ptr, x_ptr, p, mask_p, d, settings):
+    """Return the gradient of H_pre in a read of the streams x."""
+    grad_pre = zeros(p.shape, settings.n)
+    for start in range(0, d, settings.columns):
+        _, _, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
+        grad_read = load_fp32(grad_read_ptr, at_y, mask)
+        sums = ()
+        for j in tl.static_range(settings.n):
+            sums += (grad_pre[j] + tl.sum(grad_read * load_fp32(x_ptr + at_x, j * d, mask), axis=1),)
+        grad_pre = sums
+    return grad_pre
+
+
+@triton.jit
+def write_backward(grads, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings):
+    """Store the gradients of the tiles of X and y, and return grad_maps with the sums over these columns.
+
+    grads: the gradients of the tiles of X'. grad_maps: those of H_post, and of the transposed H_res.
+    """
+    n: tl.constexpr = settings.n
+    x_ptr, output_ptr, _, _ = sources
+    grad_x_ptr, grad_output_ptr, _, _ = grad_sources
+    y = load_fp32(output_ptr, at_y, mask)
+    grad_y = tl.zeros_like(y)
+    sums = ()
+    for i in tl.static_range(n):
+        grad_y += maps[i][:, None] * grads[i]
+        sums += (grad_maps[i] + tl.sum(grads[i] * y, axis=1),)
+    store_as(grad_output_ptr, at_y, grad_y, mask)
+    for j in tl.static_range(n):
+        old = load_fp32(x_ptr + at_x, j * d, mask)
+        grad_old = tl.zeros_like(old)
+        for i in tl.static_range(n):
+            grad_old += maps[n + i * n + j][:, None] * grads[i]
+            sums += (grad_maps[n + j * n + i] + tl.sum(grads[i] * old, axis=1),)
+        store_as(grad_x_ptr + at_x, j * d, grad_old, mask)
+    return sums
+
+
+@triton.jit
+def store_grad_maps(grad_sources, grad_maps, p, mask_p, settings):
+    """Store the gradients of H_post, and of the transposed H_res."""
+    n: tl.constexpr = settings.n
+    _, _, grad_post_ptr, grad_res_ptr = grad_sources
+    for i in tl.static_range(n):
+        store_as(grad_post_ptr + p * n, i, grad_maps[i], mask_p)
+        for j in tl.static_range(n):
+            store_as(grad_res_ptr + p * n * n, i * n + j, grad_maps[n + j * n + i], mask_p)
+
+
+@triton.jit
+def _write(sources, new_ptr, positions, d, settings):
+    x_ptr, output_ptr, _, _ = sources
+    p, mask_p = rows(positions, settings)
+    _, _, at_x, at_y, mask = tile(p, mask_p, tl.program_id(1) * settings.columns, d, settings)
+    maps = load_maps(sources, p, mask_p, settings)
+    y = load_fp32(output_ptr, at_y, mask)
+    old = load_tiles(x_ptr, at_x, mask, d, settings)
+    for i in tl.static_range(settings.n):
+        store_as(new_ptr + at_x, i * d, mixed_tile(i, old, y, maps, settings), mask)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from depthlm.ops.backend import using
 from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.cpu import Pending
 
-from ..compiling import compile_kernels
+from ..compiling import compile_kernels, types_of_streams
 from ..inputs import assert_close, low
 
 triton_ops = pytest.importorskip("depthlm.ops.hyper_connections.triton")
@@ -33,7 +34,7 @@ def arguments(n: int, d: int, t: int, b: int = 2) -> list[Tensor]:
 def outputs_of(inputs: list[Tensor]) -> tuple[Tensor, ...]:
     """inputs: those of `arguments`, without the last three if there is no pending write."""
     x, *static, w, scale = inputs[:6]
-    return hyper_post_pre(x, tuple(inputs[6:]) or None, tuple(static), (w, scale), 1e-5)
+    return hyper_post_pre(x, Pending(*inputs[6:]) if inputs[6:] else None, tuple(static), (w, scale), 1e-5)
 
 
 def results(kernels: str, inputs: list[Tensor], pending: bool = True) -> list[Tensor]:
@@ -50,14 +51,14 @@ def results(kernels: str, inputs: list[Tensor], pending: bool = True) -> list[Te
 @given(n=st.sampled_from([4, 2, 1, 3, 5, 8]), t=st.integers(1, 9), d=st.integers(1, 40), pending=st.booleans())
 def test_outputs_and_gradients_equal_pytorch(n: int, t: int, d: int, pending: bool) -> None:
     single, double = low(arguments(n, d, t), torch.float32)
-    assert_same(results("triton", single, pending), results("torch", double, pending), 1e-5)
+    assert_same(results("triton", single, pending), results("naive", double, pending), 1e-5)
 
 
 @pytest.mark.parametrize(("n", "d"), [(2, 70), (4, 40)])
 def test_several_chunks_and_programs(n: int, d: int) -> None:
     """A chunk has 64 columns of two streams or 32 of four, and a program 16 positions."""
     single, double = low(arguments(n, d, 9), torch.float32)
-    assert_same(results("triton", single), results("torch", double), 1e-5)
+    assert_same(results("triton", single), results("naive", double), 1e-5)
 
 
 @pytest.mark.parametrize("kind", [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16])
@@ -65,14 +66,14 @@ def test_several_chunks_and_programs(n: int, d: int) -> None:
 def test_half_precision_is_close_to_fp64(kind: torch.dtype, pending: bool) -> None:
     half, double = low(arguments(4, 24, 5), kind)
     tolerance = 8 * torch.finfo(kind).eps
-    assert_same(results("triton", half, pending), results("torch", double, pending), tolerance)
+    assert_same(results("triton", half, pending), results("naive", double, pending), tolerance)
 
 
 def test_inputs_may_have_different_dtypes() -> None:
     """As under autocast: streams and maps in fp32, the output of a sublayer in 16 bits."""
     inputs = [x.float() for x in arguments(4, 24, 5)]
     inputs[6] = inputs[6].half()
-    found, expected = results("triton", inputs), results("torch", [x.double() for x in inputs])
+    found, expected = results("triton", inputs), results("naive", [x.double() for x in inputs])
     assert [x.dtype for x in found] == [torch.float32] * 10 + [torch.float16] + [torch.float32] * 2
     assert_same(found[:10], expected[:10], 1e-5)
     assert_same(found, expected, 2e-3)
@@ -83,7 +84,7 @@ def test_parameters_and_maps_may_be_in_fp32_beside_streams_of_16_bits() -> None:
     inputs = [x if position in (0, 6) else x.float() for position, x in enumerate(half)]
     found = results("triton", inputs)
     assert [x.dtype for x in found[4:]] == [x.dtype for x in inputs]
-    assert_same(found, results("torch", double), 8 * torch.finfo(torch.float16).eps)
+    assert_same(found, results("naive", double), 8 * torch.finfo(torch.float16).eps)
     assert_same(found, [x.double() for x in results("torch", inputs)], 4 * torch.finfo(torch.float16).eps)
 
 
@@ -103,7 +104,7 @@ def test_layout_does_not_matter() -> None:
     inputs[0] = inputs[0][:, :, :1].expand(-1, -1, 4, -1)
     inputs[3], inputs[4] = inputs[3].mT, inputs[4].mT.contiguous().mT
     inputs[6] = inputs[6].transpose(0, 1).contiguous().transpose(0, 1)
-    assert_same(results("triton", inputs), results("torch", [x.double() for x in inputs]), 1e-5)
+    assert_same(results("triton", inputs), results("naive", [x.double() for x in inputs]), 1e-5)
     x = inputs[0].clone().requires_grad_()
     with using("triton"):
         read, streams, post, res = outputs_of([x, *inputs[1:6]])
@@ -114,7 +115,7 @@ def test_layout_does_not_matter() -> None:
 def test_unused_outputs_need_no_gradient() -> None:
     inputs = [x.float().requires_grad_() for x in arguments(2, 8, 3)]
     grads = []
-    for kernels in ("triton", "torch"):
+    for kernels in ("triton", "naive"):
         with using(kernels):
             outputs = outputs_of(inputs)
         one_each = [torch.autograd.grad(y.sum(), inputs, retain_graph=True, allow_unused=True) for y in outputs]
@@ -144,13 +145,13 @@ def test_static_maps_run_in_pytorch() -> None:
 @pytest.mark.parametrize("pending", [False, True])
 def test_operators_pass_opcheck(pending: bool) -> None:
     x, *static, w, scale, output, post, res = [x.float() for x in arguments(2, 8, 3, b=1)]
-    written = (output, post, res) if pending else [None] * 3
-    parameters = w, scale, *static
-    inputs = (x, *written, *parameters, 1e-5, torch.float32)
+    sources = [x, output, post, res] if pending else [x]
+    parameters, settings = [w, *static, scale], (1e-5, torch.float32)
+    inputs = (sources, parameters, *settings)
     torch.library.opcheck(triton_ops.forward, inputs)
     read, new, post, res, *kept = triton_ops.forward(*inputs)
-    grads = (torch.ones_like(read), torch.ones_like(new) if pending else None, post, res)
-    torch.library.opcheck(triton_ops.backward, (*grads, x, *written, new, *parameters, *kept, torch.float32))
+    grads = [torch.ones_like(read), torch.ones_like(new), post, res]
+    torch.library.opcheck(triton_ops.backward, (grads, sources, new if pending else x, parameters, kept, *settings))
 
 
 @pytest.mark.parametrize(
@@ -181,22 +182,15 @@ def test_too_many_streams_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    kernels = []
-    for streams, size in (("*fp32", 4), ("*bf16", 2)):
-        names = ("x", "new", "read", "grad_read", "grad_new", "grad_x")
-        of_streams = {f"{name}_ptr": streams for name in names}
-        for narrow in {"*fp32": ("float32", "bfloat16"), "*bf16": ("bfloat16",)}[streams]:
-            of_product = {"float32": "*fp32", "bfloat16": "*bf16"}[narrow]
-            types = of_streams | {f"{name}_ptr": of_product for name in ("output", "grad_output")}
-            for n, pending in ((4, True), (4, False), (2, True)):
-                chunk = triton_ops._chunk(n, 2560, size)
-                values = {"N": n, "PENDING": pending, "NARROW": narrow, "BP": 16, "BD": chunk}
-                kernels += [("forward_kernel", types, values | {"EPS": 1e-5}), ("backward_kernel", types, values)]
-    sizes = dict.fromkeys(("positions", "d", "width"), "i32")
-    exact = (
-        "post_in", "res_in", "w", "scale", "static_pre", "static_post", "static_res", "post", "res", "pre", "projected",
-        "rms", "grad_post", "grad_res", "grad_post_in", "grad_res_in", "grad_projected", "partial",
-    )  # fmt: skip
-    shared = sizes | {f"{name}_ptr": "*fp32" for name in exact}
-    module = "depthlm.ops.hyper_connections.triton_kernels"
-    compile_kernels(module, [(name, shared | types, values) for name, types, values in kernels])
+    kernels, exact = [], "*fp32"
+    for streams, size, output, dtype in (
+        ("*fp32", 4, "*fp32", torch.float32),
+        ("*fp32", 4, "*bf16", torch.bfloat16),
+        ("*bf16", 2, "*bf16", torch.bfloat16),
+    ):
+        for n, pending in ((4, True), (4, False), (2, True)):
+            types = types_of_streams(streams, output, pending, n, 128 // size, dtype)
+            types |= {"outputs": [streams, streams, *[exact] * 5], "kept": [exact] * 3, "scratch": [exact] * 2}
+            kernels.append(("_forward", types | {"parameters": [exact] * 5}, {}))
+            kernels.append(("_backward", types | {"parameters": [exact] * 2, "width": "i32"}, {}))
+    compile_kernels("depthlm.ops.hyper_connections.triton", kernels)

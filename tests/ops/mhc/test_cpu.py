@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthlm.ops.mhc import naive
-from depthlm.ops.mhc.cpu import Pending, mhc_maps, normed_projection, read_streams, sinkhorn, write_streams
+from depthlm.ops.mhc.cpu import Parameters, Pending, mhc_maps, normed_projection, read_streams, sinkhorn, write_streams
 
 from ..inputs import normal
 
@@ -29,11 +29,12 @@ def test_read_and_write_streams(n: int, t: int, d: int) -> None:
 @given(n=st.integers(1, 3), d=st.integers(1, 4), iterations=st.integers(1, 4))
 def test_maps(n: int, d: int, iterations: int) -> None:
     m = n * (n + 2)
-    inputs = normal(2, 3, n, d), normal(m, n * d, seed=1), normal(3, seed=2), normal(m, seed=3)
-    results = [maps(*inputs, 1e-5, iterations) for maps in (mhc_maps, naive.mhc_maps)]
+    x = normal(2, 3, n, d)
+    parameters = Parameters(normal(m, n * d, seed=1), normal(n * d, seed=2), normal(3, seed=3), normal(m, seed=4))
+    results = [maps(x, parameters, 1e-5, iterations) for maps in (mhc_maps, naive.mhc_maps)]
     torch.testing.assert_close(*results)
-    along = [normal(*x.shape, seed=4).detach() for x in results[0]]
-    torch.testing.assert_close(*(torch.autograd.grad(result, inputs, along) for result in results))
+    along = [normal(*x.shape, seed=5).detach() for x in results[0]]
+    torch.testing.assert_close(*(torch.autograd.grad(result, [x, *parameters], along) for result in results))
 
 
 @settings(max_examples=10, deadline=None)

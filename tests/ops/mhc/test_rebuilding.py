@@ -8,6 +8,7 @@ from torch import Tensor
 
 from depthlm.ops.backend import using
 from depthlm.ops.hyper_connections.naive import hyper_post_pre
+from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre, write_streams
 from depthlm.ops.mhc.rebuilding import RUN
 
@@ -23,16 +24,16 @@ def hyper_connections_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> 
     static, pending = (torch.ones(N) / N, torch.ones(N), torch.eye(N)), None
     for _ in range(WRITES + 1):
         read, x, post, res = hyper_post_pre(x, pending, static, (w, torch.full((2,), 0.1)), 1e-5, rebuild)
-        pending = output * read, post, res
+        pending = Pending(output * read, post, res)
     return write_streams(x, pending)
 
 
 def mhc_chain(x: Tensor, weights: list[Tensor], rebuild: bool) -> Tensor:
     phi, output = weights
-    pending = None
+    parameters, pending = Parameters(phi, torch.ones(N * D), torch.ones(3), torch.zeros(N * (N + 2))), None
     for _ in range(WRITES + 1):
-        read, x, post, res = mhc_post_pre(x, pending, phi, torch.ones(3), torch.zeros(N * (N + 2)), 1e-5, 3, rebuild)
-        pending = output * read, post, res
+        read, x, post, res = mhc_post_pre(x, pending, parameters, 1e-5, 3, rebuild)
+        pending = Pending(output * read, post, res)
     return write_streams(x, pending)
 
 
