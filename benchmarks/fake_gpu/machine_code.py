@@ -92,6 +92,8 @@ def record_launches(launched: Callable[[Specialization, Grid], None]) -> None:
 
 def _mock(x: Any) -> Any:
     """Return an argument as Triton sees it; the address of a tensor is its offset in its storage."""
+    if hasattr(x, "_fields"):
+        return type(x)(*map(_mock, x))
     if not isinstance(x, torch.Tensor):
         return tuple(map(_mock, x)) if isinstance(x, tuple | list) else x
     tensor, address = MockTensor(x.dtype, list(x.shape)), x.storage_offset() * x.element_size()
