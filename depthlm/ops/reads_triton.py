@@ -2,7 +2,7 @@
 """What the Triton kernels of reads over depth share: a table of sources, tiles of a source, and scores.
 
 A table contains the address and the dtype of each source, so one compiled kernel supports any number and any mixture
-of 16-bit and fp32 sources. A tile has TILE_ROWS positions and TILE_WIDTH dimensions. A program has one tile of each
+of 16-bit and fp32 sources. A tile has ROWS positions and WIDTH dimensions. A program has one tile of each
 read in registers, so that each tile of a source is loaded once for all reads.
 
 Shapes: s reads, n sources, p positions, d width.
@@ -22,7 +22,7 @@ READS = tl.constexpr(MAX_READS)
 # reads of a tensor-core product, whose sides have at least 16 entries
 DOT_READS = tl.constexpr(16)
 # with 8 warps, a thread has 8 values of a tile: one 128-bit load of a 16-bit source
-TILE_ROWS, TILE_WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
+ROWS, WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
 # half a tile, for programs that need more registers: 4 warps on the same number of values per thread
 HALF_ROWS, FEW_WARPS = tl.constexpr(16), 4
 # positions of a tile of the scores
@@ -56,7 +56,7 @@ def inputs_of(
     """Return the inputs of a group of reads, for a backward pass with the gradients as in `table_of`."""
     xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
     positions = sources[0].numel() // d
-    tiles = row_tiles(positions), triton.cdiv(d, TILE_WIDTH.value)
+    tiles = row_tiles(positions), triton.cdiv(d, WIDTH.value)
     settings = {"D": d, "NARROW": narrow_dtype(xs)}
     return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles)
 
@@ -118,7 +118,7 @@ def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | No
 
 def row_tiles(positions: int) -> int:
     """Return the tiles that cover all positions."""
-    return triton.cdiv(positions, TILE_ROWS.value)
+    return triton.cdiv(positions, ROWS.value)
 
 
 def row_programs(positions: int) -> tuple[int, int]:
@@ -241,8 +241,8 @@ def _scores(
     query_at = (s * n + j) * D if PER_SOURCE else s * D
     products = tl.zeros([SCORE_ROWS, DOT_READS], tl.float32)
     squares = tl.zeros([SCORE_ROWS], tl.float32)
-    for first in range(0, D, TILE_WIDTH):
-        c = first + tl.arange(0, TILE_WIDTH)
+    for first in range(0, D, WIDTH):
+        c = first + tl.arange(0, WIDTH)
         at, mask = tile_at(p, c, positions, D)
         x = load_source(table_ptr, j, at, mask, NARROW)
         query = load_fp32(query_ptr, query_at[:, None] + c[None, :], (s < reads)[:, None] & (c < D)[None, :])

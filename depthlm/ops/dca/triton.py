@@ -12,80 +12,62 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from depthlm.ops import reads_triton as tiles
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
-from depthlm.ops.reads_triton import (
-    COUNTS,
-    DOT_READS,
-    FEW_WARPS,
-    HALF_ROWS,
-    READS,
-    TILE_ROWS,
-    TILE_WIDTH,
-    WARPS,
-    aligned,
-    inputs_of,
-    load_reads,
-    load_source,
-    row_programs,
-    scores,
-    store_grad,
-    store_reads,
-    tile_at,
-)
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
 # sources and reads of a program of the gradients of parameters, which are as many sums in registers
 SOURCES, FEW_READS = tl.constexpr(3), tl.constexpr(3)
 
 
-def gated(bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
+def gated(b_snd: Tensor, w_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
     """Run `gated_reads`. Raises: ValueError for a wrong shape or device, TypeError for a wrong dtype."""
-    shape = (len(bias_snd), len(sources), sources[0].shape[-1])
-    expect("dca", bias_snd, bias=(bias_snd, shape), gate=(gate_snd, shape))
-    return read(KERNELS, [bias_snd, gate_snd], sources, [] if start_spd is None else [start_spd])[0]
+    shape = (len(b_snd), len(sources), sources[0].shape[-1])
+    expect("dca", b_snd, bias=(b_snd, shape), gate=(w_snd, shape))
+    return read(KERNELS, [b_snd, w_snd], sources, [] if start_spd is None else [start_spd])[0]
 
 
 def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     """Return an empty score_nsp."""
-    bias, x = parameters[0], sources[0]
-    return [bias.new_empty(len(sources), len(bias), x.shape[:-1].numel(), dtype=torch.float32)]
+    b, x = parameters[0], sources[0]
+    return [b.new_empty(len(sources), len(b), x.shape[:-1].numel(), dtype=torch.float32)]
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads"), **FORWARD)
 def forward(parameters, sources, start, eps, outputs):
-    bias, w = (aligned(x) for x in parameters)
+    b, w = (tiles.aligned(x) for x in parameters)
     out, score = outputs
-    inputs = inputs_of(sources, len(bias))
-    scores(w, inputs, score)
-    begin = aligned(start[0]) if start else out
+    inputs = tiles.inputs_of(sources, len(b))
+    tiles.scores(w, inputs, score)
+    begin = tiles.aligned(start[0]) if start else out
     with torch.cuda.device_of(out):
         _forward[inputs.tiles](
-            (inputs.table, bias, score), begin, out, *inputs.sizes, len(start), **inputs.settings, num_warps=WARPS
+            (inputs.table, b, score), begin, out, *inputs.sizes, len(start), **inputs.settings, num_warps=tiles.WARPS
         )
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    bias, w, grad, (score,), (partial,) = *(aligned(x) for x in (*parameters, *grads)), outputs, sums
-    inputs, grad_score = inputs_of(sources, len(bias), source_grads, added), torch.empty_like(score)
+    b, w, grad, (score,), (partial,) = *(tiles.aligned(x) for x in (*parameters, *grads)), outputs, sums
+    inputs, grad_score = tiles.inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
     row_tiles, columns = inputs.tiles
-    programs, rows = row_programs(positions)
+    programs, rows = tiles.row_programs(positions)
     blocks = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value)
-    read_ptrs = grad, inputs.table, bias, score, grad_score
+    read_ptrs = grad, inputs.table, b, score, grad_score
     with torch.cuda.device_of(grad):
-        _score_grads[(row_tiles,)](read_ptrs, *inputs.sizes, **inputs.settings, num_warps=WARPS)
-        _source_grads[inputs.tiles](read_ptrs, w, *inputs.sizes, **inputs.settings, num_warps=FEW_WARPS)
+        _score_grads[(row_tiles,)](read_ptrs, *inputs.sizes, **inputs.settings, num_warps=tiles.WARPS)
+        _source_grads[inputs.tiles](read_ptrs, w, *inputs.sizes, **inputs.settings, num_warps=tiles.FEW_WARPS)
         _parameter_grads[(blocks, columns, programs)](
-            read_ptrs, partial, *inputs.sizes, rows, **inputs.settings, num_warps=FEW_WARPS
+            read_ptrs, partial, *inputs.sizes, rows, **inputs.settings, num_warps=tiles.FEW_WARPS
         )
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (reads, n, d), positions = inputs.parameters[0].shape, inputs.sources[0].shape[:-1].numel()
-    partial = inputs.grads[0].new_empty(2, row_programs(positions)[0], reads, n, d, dtype=torch.float32)
+    partial = inputs.grads[0].new_empty(2, tiles.row_programs(positions)[0], reads, n, d, dtype=torch.float32)
     launch_backward(*inputs, [partial])
     of_parameters = zip(partial.sum(1), inputs.parameters, strict=True)
     return [*(x.to(y.dtype) for x, y in of_parameters), *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
@@ -95,8 +77,8 @@ KERNELS = Kernels("dca", 1, allocate, forward, backward)
 
 
 @triton.jit
-def _load_bias(bias_ptr, s, j, n, c, D: tl.constexpr):
-    return tl.load(bias_ptr + (s * n + j) * D + c, c < D, other=0.0).to(tl.float32)[None, :]
+def _load_b(b_ptr, s, j, n, c, D: tl.constexpr):
+    return tl.load(b_ptr + (s * n + j) * D + c, c < D, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -107,46 +89,46 @@ def _load_score(score_ptr, s, j, p, positions, reads):
 @triton.jit
 def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr):
     """Return COUNT tiles of zeros."""
-    tiles = ()
+    zeros = ()
     for _ in tl.static_range(COUNT):
-        tiles += (tl.zeros([ROWS, TILE_WIDTH], tl.float32),)
-    return tiles
+        zeros += (tl.zeros([ROWS, tiles.WIDTH], tl.float32),)
+    return zeros
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=tiles.COUNTS)
 def _forward(read_ptrs, start_ptr, out_ptr, n, positions, reads, started, D: tl.constexpr, NARROW: tl.constexpr):
-    table_ptr, bias_ptr, score_ptr = read_ptrs
-    p = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    c = tl.program_id(1) * TILE_WIDTH + tl.arange(0, TILE_WIDTH)
-    at, mask = tile_at(p, c, positions, D)
-    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
+    table_ptr, b_ptr, score_ptr = read_ptrs
+    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
+    c = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH)
+    at, mask = tiles.tile_at(p, c, positions, D)
+    out = tiles.load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
     for j in range(n):
-        x = load_source(table_ptr, j, at, mask, NARROW)
+        x = tiles.load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
-        for s in tl.static_range(READS):
+        for s in tl.static_range(tiles.READS):
             total = out[s]
             if s < reads:
                 score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
-                total += tl.maximum(_load_bias(bias_ptr, s, j, n, c, D) + score, 0.0) * x
+                total += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * x
             sums += (total,)
         out = sums
-    store_reads(out_ptr, at, out, mask, positions, reads, D)
+    tiles.store_reads(out_ptr, at, out, mask, positions, reads, D)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=tiles.COUNTS)
 def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
-    grad_ptr, table_ptr, bias_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    for first in range(0, D, TILE_WIDTH):
-        c = first + tl.arange(0, TILE_WIDTH)
-        at, mask = tile_at(p, c, positions, D)
-        grad = load_reads(grad_ptr, at, mask, positions, reads, D)
+    grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
+    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
+    for first in range(0, D, tiles.WIDTH):
+        c = first + tl.arange(0, tiles.WIDTH)
+        at, mask = tiles.tile_at(p, c, positions, D)
+        grad = tiles.load_reads(grad_ptr, at, mask, positions, reads, D)
         for j in range(n):
-            x = load_source(table_ptr, j, at, mask, NARROW)
-            for s in tl.static_range(READS):
+            x = tiles.load_source(table_ptr, j, at, mask, NARROW)
+            for s in tl.static_range(tiles.READS):
                 if s < reads:
                     score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
-                    is_open = _load_bias(bias_ptr, s, j, n, c, D) + score > 0.0
+                    is_open = _load_b(b_ptr, s, j, n, c, D) + score > 0.0
                     grad_score = tl.sum(tl.where(is_open, grad[s] * x, 0.0), axis=1)
                     to_ptr = grad_score_ptr + (j * reads + s) * positions + p
                     grad_score += tl.load(to_ptr, (p < positions) & (first > 0), other=0.0)
@@ -155,41 +137,41 @@ def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.con
         tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=tiles.COUNTS)
 def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
-    grad_ptr, table_ptr, bias_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    c, dot_s = tl.program_id(1) * TILE_WIDTH + tl.arange(0, TILE_WIDTH), tl.arange(0, DOT_READS)
-    at, mask = tile_at(p, c, positions, D)
-    grad = load_reads(grad_ptr, at, mask, positions, reads, D)
+    grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
+    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
+    c, dot_s = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH), tl.arange(0, tiles.DOT_READS)
+    at, mask = tiles.tile_at(p, c, positions, D)
+    grad = tiles.load_reads(grad_ptr, at, mask, positions, reads, D)
     for j in range(n):
         grad_score = _load_score(grad_score_ptr, dot_s[None, :], j, p[:, None], positions, reads)
         w_at = ((dot_s * n + j) * D)[:, None] + c[None, :]
         w = load_fp32(w_ptr, w_at, (dot_s < reads)[:, None] & (c < D)[None, :])
         grad_x = tl.dot(grad_score, w, input_precision="tf32x3")
-        for s in tl.static_range(READS):
+        for s in tl.static_range(tiles.READS):
             if s < reads:
                 score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
-                grad_x += tl.maximum(_load_bias(bias_ptr, s, j, n, c, D) + score, 0.0) * grad[s]
-        store_grad(table_ptr, j, at, grad_x, mask, NARROW)
+                grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * grad[s]
+        tiles.store_grad(table_ptr, j, at, grad_x, mask, NARROW)
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=tiles.COUNTS)
 def _parameter_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
-    grad_ptr, table_ptr, bias_ptr, score_ptr, grad_score_ptr = read_ptrs
+    grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     # groups of reads are next to each other, so that a source is loaded from memory for only one of them
     groups = tl.cdiv(reads, FEW_READS)
     first_s, first_j = tl.program_id(0) % groups * FEW_READS, tl.program_id(0) // groups * SOURCES
-    c, dot_s = tl.program_id(1) * TILE_WIDTH + tl.arange(0, TILE_WIDTH), tl.arange(0, DOT_READS)
-    grad_w, grad_bias = _zeros(SOURCES, DOT_READS), _zeros(FEW_READS * SOURCES, HALF_ROWS)
+    c, dot_s = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH), tl.arange(0, tiles.DOT_READS)
+    grad_w, grad_b = _zeros(SOURCES, tiles.DOT_READS), _zeros(FEW_READS * SOURCES, tiles.HALF_ROWS)
     first = tl.program_id(2) * rows
-    for row in range(first, min(first + rows, positions), HALF_ROWS):
-        p = row + tl.arange(0, HALF_ROWS)
-        at, mask = tile_at(p, c, positions, D)
-        xs, sums_w, sums_bias = (), (), ()
+    for row in range(first, min(first + rows, positions), tiles.HALF_ROWS):
+        p = row + tl.arange(0, tiles.HALF_ROWS)
+        at, mask = tiles.tile_at(p, c, positions, D)
+        xs, sums_w, sums_b = (), (), ()
         for k in tl.static_range(SOURCES):
             j = min(first_j + k, n - 1)
-            x, total = load_source(table_ptr, j, at, mask, NARROW), grad_w[k]
+            x, total = tiles.load_source(table_ptr, j, at, mask, NARROW), grad_w[k]
             # the product has room for all reads
             if first_s == 0:
                 grad_score = _load_score(grad_score_ptr, dot_s[:, None], j, p[None, :], positions, reads)
@@ -200,14 +182,14 @@ def _parameter_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.co
             read = first_s + s
             grad = load_fp32(grad_ptr, tl.cast(positions, tl.int64) * (read * D) + at, mask & (read < reads))
             for k in tl.static_range(SOURCES):
-                total = grad_bias[s * SOURCES + k]
+                total = grad_b[s * SOURCES + k]
                 if read < reads:
                     j = min(first_j + k, n - 1)
                     score = _load_score(score_ptr, read, j, p, positions, reads)[:, None]
-                    is_open = _load_bias(bias_ptr, read, j, n, c, D) + score > 0.0
+                    is_open = _load_b(b_ptr, read, j, n, c, D) + score > 0.0
                     total += tl.where(is_open, grad * xs[k], 0.0)
-                sums_bias += (total,)
-        grad_w, grad_bias = sums_w, sums_bias
+                sums_b += (total,)
+        grad_w, grad_b = sums_w, sums_b
     # the partial sums of the biases come first, then those of w
     size = tl.cast(reads * n, tl.int64) * D
     partial_ptr += tl.program_id(2) * size
@@ -216,7 +198,7 @@ def _parameter_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.co
         if j < n:
             for s in tl.static_range(FEW_READS):
                 if first_s + s < reads:
-                    total = tl.sum(grad_bias[s * SOURCES + k], axis=0)
+                    total = tl.sum(grad_b[s * SOURCES + k], axis=0)
                     tl.store(partial_ptr + ((first_s + s) * n + j) * D + c, total, c < D)
             if first_s == 0:
                 to_ptr = partial_ptr + tl.num_programs(2) * size + ((dot_s * n + j) * D)[:, None] + c[None, :]
