@@ -49,6 +49,11 @@ class Inputs(NamedTuple):
     settings: dict[str, Any]
     tiles: tuple[int, int]
 
+    def launch(self, kernel, grid, warps, tensors, *numbers, **settings) -> None:
+        """Launch a kernel with these tensors, the sizes, and then more numbers and settings."""
+        with torch.cuda.device_of(self.table):
+            kernel[grid](*tensors, *self.sizes, *numbers, **self.settings, **settings, num_warps=warps)
+
 
 def inputs_of(
     sources: Sequence[Tensor], reads: int, grads: Sequence[Tensor] = (), added: Sequence[bool] = ()
@@ -109,11 +114,9 @@ def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | No
     """
     n, positions, _ = inputs.sizes
     output_ptrs = raw_nsp, raw_nsp if scale_np is None else scale_np
-    settings = inputs.settings | {"EPS": eps, "PER_SOURCE": scale_np is None}
-    with torch.cuda.device_of(query):
-        _scores[(triton.cdiv(positions, SCORE_ROWS.value), n)](
-            (inputs.table, query), output_ptrs, *inputs.sizes, **settings, num_warps=FEW_WARPS
-        )
+    settings = {"EPS": eps, "PER_SOURCE": scale_np is None}
+    grid = triton.cdiv(positions, SCORE_ROWS.value), n
+    inputs.launch(_scores, grid, FEW_WARPS, [(inputs.table, query), output_ptrs], **settings)
 
 
 def row_tiles(positions: int) -> int:

@@ -45,12 +45,10 @@ def attend(
 
 def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
     """Return empty lse_sp, raw_nsp, the scale_np of raw and weight_nsp."""
-    (*positions, _), n, reads = sources[0].shape, len(sources), len(parameters[0])
-    p = sources[0].shape[:-1].numel()
-    return [
-        sources[0].new_empty(x, dtype=torch.float32)
-        for x in ((reads, *positions), (n, reads, p), (n, p), (n, reads, p))
-    ]
+    (*shape, _), n, reads = sources[0].shape, len(sources), len(parameters[0])
+    positions = sources[0].shape[:-1].numel()
+    shapes = (reads, *shape), (n, reads, positions), (n, positions), (n, reads, positions)
+    return [sources[0].new_empty(x, dtype=torch.float32) for x in shapes]
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend"), **FORWARD)
@@ -60,30 +58,12 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = tiles.inputs_of(sources, len(query))
     tiles.scores(query, inputs, raw, scale, eps)
     start_out, start_lse = [tiles.aligned(x) for x in start] or (out, lse)
-    _, positions, _ = inputs.sizes
-    started = int(bool(start))
+    started, grid = int(bool(start)), (triton.cdiv(inputs.sizes[1], SOFTMAX_ROWS.value),)
+    score_ptrs = raw, scale, *(bias or [raw])
     with torch.cuda.device_of(out):
-        _softmax[(triton.cdiv(positions, SOFTMAX_ROWS.value),)](
-            raw,
-            scale,
-            *(bias or [raw]),
-            start_lse,
-            weight,
-            lse,
-            *inputs.sizes,
-            started,
-            len(bias),
-            num_warps=tiles.FEW_WARPS,
-        )
-        _forward[inputs.tiles](
-            (inputs.table, weight, lse),
-            (start_out, start_lse),
-            out,
-            *inputs.sizes,
-            started,
-            **inputs.settings,
-            num_warps=tiles.WARPS,
-        )
+        _softmax[grid](score_ptrs, start_lse, weight, lse, *inputs.sizes, started, len(bias), num_warps=tiles.FEW_WARPS)
+    tensors = (inputs.table, weight, lse), (start_out, start_lse), out
+    inputs.launch(_forward, inputs.tiles, tiles.WARPS, tensors, started)
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend_backward"), **BACKWARD)
@@ -100,27 +80,14 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     start_out, start_lse = start or (grad, lse)
     grad_start, grad_start_lse = start_grads or (grad, lse)
     programs, rows = tiles.row_programs(positions)
-    blocks, columns = inputs.tiles
-    with torch.cuda.device_of(grad):
-        _score_grads[(blocks,)](
-            (grad, grad_lse, inputs.table, lse, raw, scale, weight),
-            (start_out, start_lse),
-            (product, grad_raw, along, partial_bias, grad_start_lse),
-            *inputs.sizes,
-            started,
-            **inputs.settings,
-            EPS=eps,
-            num_warps=tiles.WARPS,
-        )
-        _source_grads[(columns, programs)](
-            (grad, inputs.table, query, lse, weight, start_lse, grad_raw, along),
-            (partial_query, grad_start),
-            *inputs.sizes,
-            rows,
-            started,
-            **inputs.settings,
-            num_warps=tiles.FEW_WARPS,
-        )
+    row_tiles, columns = inputs.tiles
+    read_ptrs = grad, grad_lse, inputs.table, lse, raw, scale, weight
+    output_ptrs = product, grad_raw, along, partial_bias, grad_start_lse
+    tensors = read_ptrs, (start_out, start_lse), output_ptrs
+    inputs.launch(_score_grads, (row_tiles,), tiles.WARPS, tensors, started, EPS=eps)
+    read_ptrs = grad, inputs.table, query, lse, weight, start_lse, grad_raw, along
+    tensors = read_ptrs, (partial_query, grad_start)
+    inputs.launch(_source_grads, (columns, programs), tiles.FEW_WARPS, tensors, rows, started)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -137,7 +104,7 @@ KERNELS = Kernels("attention_residuals", 2, allocate, forward, backward, saves_s
 
 
 @triton.jit(do_not_specialize=tiles.COUNTS)
-def _softmax(raw_ptr, scale_ptr, bias_ptr, start_lse_ptr, weight_ptr, lse_ptr, n, positions, reads, started, biased):
+def _softmax(score_ptrs, start_lse_ptr, weight_ptr, lse_ptr, n, positions, reads, started, biased):
     p = (tl.program_id(0) * SOFTMAX_ROWS + tl.arange(0, SOFTMAX_ROWS))[None, :]
     s = tl.arange(0, tiles.READS)[:, None]
     mask = (p < positions) & (s < reads)
@@ -145,19 +112,20 @@ def _softmax(raw_ptr, scale_ptr, bias_ptr, start_lse_ptr, weight_ptr, lse_ptr, n
     # without a start, its share is zero
     total = tl.zeros([tiles.READS, SOFTMAX_ROWS], tl.float32) + tl.where(started != 0, 1.0, 0.0)
     for j in range(n):
-        score = _score(raw_ptr, scale_ptr, bias_ptr, s, j, p, positions, reads, biased)
+        score = _score(score_ptrs, s, j, p, positions, reads, biased)
         higher = tl.maximum(top, score)
         total = total * tl.exp(top - higher) + tl.exp(score - higher)
         top = higher
     lse = top + tl.log(total)
     tl.store(lse_ptr + s * positions + p, lse, mask)
     for j in range(n):
-        score = _score(raw_ptr, scale_ptr, bias_ptr, s, j, p, positions, reads, biased)
+        score = _score(score_ptrs, s, j, p, positions, reads, biased)
         tl.store(weight_ptr + (j * reads + s) * positions + p, tl.exp(score - lse), mask)
 
 
 @triton.jit
-def _score(raw_ptr, scale_ptr, bias_ptr, s, j, p, positions, reads, biased):
+def _score(score_ptrs, s, j, p, positions, reads, biased):
+    raw_ptr, scale_ptr, bias_ptr = score_ptrs
     scale = tl.load(scale_ptr + j * positions + p, p < positions, other=0.0)
     bias = tl.load(bias_ptr + j, biased != 0, other=0.0).to(tl.float32)
     return tl.load(raw_ptr + (j * reads + s) * positions + p, (p < positions) & (s < reads), other=0.0) * scale + bias

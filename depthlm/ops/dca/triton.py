@@ -42,27 +42,22 @@ def forward(parameters, sources, start, eps, outputs):
     inputs = tiles.inputs_of(sources, len(b))
     tiles.scores(w, inputs, score)
     begin = tiles.aligned(start[0]) if start else out
-    with torch.cuda.device_of(out):
-        _forward[inputs.tiles](
-            (inputs.table, b, score), begin, out, *inputs.sizes, len(start), **inputs.settings, num_warps=tiles.WARPS
-        )
+    inputs.launch(_forward, inputs.tiles, tiles.WARPS, [(inputs.table, b, score), begin, out], len(start))
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    b, w, grad, (score,), (partial,) = *(tiles.aligned(x) for x in (*parameters, *grads)), outputs, sums
+    b, w, grad = (tiles.aligned(x) for x in (*parameters, *grads))
+    (score,), (partial,) = outputs, sums
     inputs, grad_score = tiles.inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
     row_tiles, columns = inputs.tiles
     programs, rows = tiles.row_programs(positions)
     blocks = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value)
     read_ptrs = grad, inputs.table, b, score, grad_score
-    with torch.cuda.device_of(grad):
-        _score_grads[(row_tiles,)](read_ptrs, *inputs.sizes, **inputs.settings, num_warps=tiles.WARPS)
-        _source_grads[inputs.tiles](read_ptrs, w, *inputs.sizes, **inputs.settings, num_warps=tiles.FEW_WARPS)
-        _parameter_grads[(blocks, columns, programs)](
-            read_ptrs, partial, *inputs.sizes, rows, **inputs.settings, num_warps=tiles.FEW_WARPS
-        )
+    inputs.launch(_score_grads, (row_tiles,), tiles.WARPS, [read_ptrs])
+    inputs.launch(_source_grads, inputs.tiles, tiles.FEW_WARPS, [read_ptrs, w])
+    inputs.launch(_parameter_grads, (blocks, columns, programs), tiles.FEW_WARPS, [read_ptrs, partial], rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:

@@ -32,35 +32,18 @@ def forward(parameters, sources, start, eps, outputs):
     (weights,), (out,) = parameters, outputs
     inputs = tiles.inputs_of(sources, len(weights))
     begin = tiles.aligned(start[0]) if start else out
-    with torch.cuda.device_of(out):
-        _forward[inputs.tiles](
-            inputs.table,
-            weights.contiguous(),
-            begin,
-            out,
-            *inputs.sizes,
-            len(start),
-            **inputs.settings,
-            num_warps=tiles.WARPS,
-        )
+    tensors = inputs.table, weights.contiguous(), begin, out
+    inputs.launch(_forward, inputs.tiles, tiles.WARPS, tensors, len(start))
 
 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), **BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    (weights,), (partial,), grad = parameters, sums, tiles.aligned(grads[0])
+    (weights,), (partial,) = parameters, sums
     inputs = tiles.inputs_of(sources, len(weights), source_grads, added)
     steps, programs = _programs(sources[0].numel())
-    with torch.cuda.device_of(grad):
-        _backward[(triton.cdiv(len(sources), SOURCES.value), programs)](
-            grad,
-            inputs.table,
-            weights.contiguous(),
-            partial,
-            *inputs.sizes,
-            steps,
-            **inputs.settings,
-            num_warps=BACKWARD_WARPS,
-        )
+    grid = triton.cdiv(len(sources), SOURCES.value), programs
+    tensors = tiles.aligned(grads[0]), inputs.table, weights.contiguous(), partial
+    inputs.launch(_backward, grid, BACKWARD_WARPS, tensors, steps)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
