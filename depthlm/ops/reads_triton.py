@@ -113,10 +113,10 @@ def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | No
     query: [s, d], or [s, n, d] with a query for each source, for which there is no scale.
     """
     n, positions, _ = inputs.sizes
-    output_ptrs = raw_nsp, raw_nsp if scale_np is None else scale_np
+    tensor_ptrs = inputs.table, query, raw_nsp, raw_nsp if scale_np is None else scale_np
     settings = {"EPS": eps, "PER_SOURCE": scale_np is None}
     grid = triton.cdiv(positions, SCORE_ROWS.value), n
-    inputs.launch(_scores, grid, FEW_WARPS, [(inputs.table, query), output_ptrs], **settings)
+    inputs.launch(_scores, grid, FEW_WARPS, [tensor_ptrs], **settings)
 
 
 def row_tiles(positions: int) -> int:
@@ -227,18 +227,9 @@ def store_reads(ptr, at, tiles, mask, positions, reads, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=COUNTS)
 def _scores(
-    read_ptrs,
-    output_ptrs,
-    n,
-    positions,
-    reads,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    EPS: tl.constexpr,
-    PER_SOURCE: tl.constexpr,
+    tensor_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, EPS: tl.constexpr, PER_SOURCE: tl.constexpr
 ):
-    table_ptr, query_ptr = read_ptrs
-    raw_ptr, scale_ptr = output_ptrs
+    table_ptr, query_ptr, raw_ptr, scale_ptr = tensor_ptrs
     j = tl.program_id(1)
     p, s = tl.program_id(0) * SCORE_ROWS + tl.arange(0, SCORE_ROWS), tl.arange(0, DOT_READS)
     query_at = (s * n + j) * D if PER_SOURCE else s * D

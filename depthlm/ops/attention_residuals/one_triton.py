@@ -51,21 +51,13 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
 @torch.library.custom_op(operator_name(__name__, "depth_attend_one"), **FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     query, *bias = (aligned(x) for x in parameters)
-    xs, positions = [aligned(x) for x in sources], outputs[1].numel()
-    starts = tuple(aligned(x) for x in start) or tuple(outputs)
-    flags = int(bool(start)), len(bias)
+    xs, starts = [aligned(x) for x in sources], [aligned(x) for x in start] or outputs
+    tensor_ptrs = query, *(bias or [query]), *starts, *outputs
+    positions, flags = outputs[1].numel(), (int(bool(start)), len(bias))
     settings, warps = _settings(xs, eps)
+    grid = (triton.cdiv(positions, ROWS),)
     with torch.cuda.device_of(query):
-        _forward[(triton.cdiv(positions, ROWS),)](
-            *addresses(xs),
-            (query, *(bias or [query]), *starts, *outputs),
-            len(xs),
-            positions,
-            ROWS,
-            *flags,
-            settings,
-            num_warps=warps,
-        )
+        _forward[grid](*addresses(xs), tensor_ptrs, len(xs), positions, ROWS, *flags, settings, num_warps=warps)
 
 
 @torch.library.custom_op(operator_name(__name__, "depth_attend_one_backward"), **BACKWARD)
@@ -78,20 +70,11 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     read_ptrs = grad, *(grad_lse or [lse]), out, lse, query, *(bias or [query]), start_lse
     sum_ptrs = partial_query, partial_bias, *(start_grads or (out, lse))
     programs, rows = _programs(positions)
-    flags = int(bool(start)), len(bias), len(grad_lse)
+    numbers = len(xs), positions, rows, int(bool(start)), len(bias), len(grad_lse)
     settings, warps = _settings(xs, eps)
+    table = addresses(xs, source_grads, added)
     with torch.cuda.device_of(query):
-        _backward[(programs,)](
-            *addresses(xs, source_grads, added),
-            read_ptrs,
-            sum_ptrs,
-            len(xs),
-            positions,
-            rows,
-            *flags,
-            settings,
-            num_warps=warps,
-        )
+        _backward[(programs,)](*table, read_ptrs, sum_ptrs, *numbers, settings, num_warps=warps)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -159,19 +142,7 @@ def _forward(x_ptrs, grad_ptrs, wide, added, tensor_ptrs, n, positions, rows, st
 
 @triton.jit(do_not_specialize=COUNTS)
 def _backward(
-    x_ptrs,
-    grad_ptrs,
-    wide,
-    added,
-    read_ptrs,
-    sum_ptrs,
-    n,
-    positions,
-    rows,
-    started,
-    biased,
-    given_lse,
-    SETTINGS,
+    x_ptrs, grad_ptrs, wide, added, read_ptrs, sum_ptrs, n, positions, rows, started, biased, given_lse, SETTINGS
 ):
     grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, query_ptr, bias_ptr, start_lse_ptr = read_ptrs
     partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr = sum_ptrs

@@ -81,13 +81,12 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     grad_start, grad_start_lse = start_grads or (grad, lse)
     programs, rows = tiles.row_programs(positions)
     row_tiles, columns = inputs.tiles
-    read_ptrs = grad, grad_lse, inputs.table, lse, raw, scale, weight
+    read_ptrs = grad, grad_lse, inputs.table, lse, raw, scale, weight, start_out, start_lse
     output_ptrs = product, grad_raw, along, partial_bias, grad_start_lse
-    tensors = read_ptrs, (start_out, start_lse), output_ptrs
-    inputs.launch(_score_grads, (row_tiles,), tiles.WARPS, tensors, started, EPS=eps)
+    inputs.launch(_score_grads, (row_tiles,), tiles.WARPS, [read_ptrs, output_ptrs], started, EPS=eps)
     read_ptrs = grad, inputs.table, query, lse, weight, start_lse, grad_raw, along
-    tensors = read_ptrs, (partial_query, grad_start)
-    inputs.launch(_source_grads, (columns, programs), tiles.FEW_WARPS, tensors, rows, started)
+    output_ptrs = partial_query, grad_start
+    inputs.launch(_source_grads, (columns, programs), tiles.FEW_WARPS, [read_ptrs, output_ptrs], rows, started)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -172,19 +171,9 @@ def _add(to_ptr, products, mask, first):
 
 @triton.jit(do_not_specialize=tiles.COUNTS)
 def _score_grads(
-    read_ptrs,
-    start_ptrs,
-    output_ptrs,
-    n,
-    positions,
-    reads,
-    started,
-    D: tl.constexpr,
-    NARROW: tl.constexpr,
-    EPS: tl.constexpr,
+    read_ptrs, output_ptrs, n, positions, reads, started, D: tl.constexpr, NARROW: tl.constexpr, EPS: tl.constexpr
 ):
-    grad_ptr, grad_lse_ptr, table_ptr, lse_ptr, raw_ptr, scale_ptr, weight_ptr = read_ptrs
-    start_ptr, start_lse_ptr = start_ptrs
+    grad_ptr, grad_lse_ptr, table_ptr, lse_ptr, raw_ptr, scale_ptr, weight_ptr, start_ptr, start_lse_ptr = read_ptrs
     product_ptr, grad_raw_ptr, along_ptr, partial_bias_ptr, grad_start_lse_ptr = output_ptrs
     p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
     # a loop of its own, since a start beside the gradients of all reads would not fit into registers
