@@ -2,45 +2,68 @@
 """What the Triton kernels of reads over depth share: a table of sources, tiles of a source, and scores.
 
 A table contains the address and the dtype of each source, so one compiled kernel supports any number and any mixture
-of 16-bit and fp32 sources. A tile has TILE_ROWS positions and TILE_WIDTH dimensions. A program has one tile of each
+of 16-bit and fp32 sources. A tile has ROWS positions and WIDTH dimensions. A program has one tile of each
 read in registers, so that each tile of a source is loaded once for all reads.
 
-Shapes: s reads, n sources, p positions, d width. A tile: R positions, C dimensions.
+Shapes: s reads, n sources, p positions, d width.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from depthlm.ops.backend import expect
-from depthlm.ops.dtypes import common_dtype
-from depthlm.ops.triton_common import tl, triton
+from depthlm.ops.reads import MAX_READS
+from depthlm.ops.triton_common import load_fp32, tl, triton
 
 # reads of a launch: the code of a kernel is unrolled over them, and those that a launch lacks are skipped
-MAX_READS = 8
+READS = tl.constexpr(MAX_READS)
 # reads of a tensor-core product, whose sides have at least 16 entries
-DOT_READS = 16
+DOT_READS = tl.constexpr(16)
 # with 8 warps, a thread has 8 values of a tile: one 128-bit load of a 16-bit source
-TILE_ROWS, TILE_WIDTH, WARPS = 32, 64, 8
+ROWS, WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
 # half a tile, for programs that need more registers: 4 warps on the same number of values per thread
-HALF_ROWS, FEW_WARPS = 16, 4
-# positions and dimensions of a tile of the scores
-SCORE_ROWS, SCORE_WIDTH = 64, 64
+HALF_ROWS, FEW_WARPS = tl.constexpr(16), 4
+# positions of a tile of the scores
+SCORE_ROWS = tl.constexpr(64)
 # sources whose addresses are arguments of one launch
 ADDRESSES = 16
 # programs over positions of a backward pass, each with its own partial sums
 PROGRAMS = 64
-NARROW = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+NARROW_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # arguments that vary from read to read
 COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "given_lse", "first", "wide", "added"]
 
 
-def one_narrow_dtype(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sources in fp32 if they mix fp16 and bf16, else unchanged. The result is fp32 in both cases."""
-    mixed = {torch.float16, torch.bfloat16} <= {x.dtype for x in sources}
-    return [x.float() if mixed else x for x in sources]
+class Inputs(NamedTuple):
+    """What the kernels of a group of reads get of its sources. It must live until the last launch.
+
+    sources: aligned, as the table has only their addresses. sizes: n, positions, reads. settings: constants of the
+    kernels. tiles: the grid of a program per tile.
+    """
+
+    sources: list[Tensor]
+    table: Tensor
+    sizes: tuple[int, int, int]
+    settings: dict[str, Any]
+    tiles: tuple[int, int]
+
+    def launch(self, kernel, grid, warps, tensors, *numbers, **settings) -> None:
+        """Launch a kernel with these tensors, the sizes, and then more numbers and settings."""
+        with torch.cuda.device_of(self.table):
+            kernel[grid](*tensors, *self.sizes, *numbers, **self.settings, **settings, num_warps=warps)
+
+
+def inputs_of(
+    sources: Sequence[Tensor], reads: int, grads: Sequence[Tensor] = (), added: Sequence[bool] = ()
+) -> Inputs:
+    """Return the inputs of a group of reads, for a backward pass with the gradients as in `table_of`."""
+    xs, d = [aligned(x) for x in sources], sources[0].shape[-1]
+    positions = sources[0].numel() // d
+    tiles = row_tiles(positions), triton.cdiv(d, WIDTH.value)
+    settings = {"D": d, "NARROW": narrow_dtype(xs)}
+    return Inputs(xs, table_of(xs, grads, added), (len(xs), positions, reads), settings, tiles)
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -81,61 +104,30 @@ def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def narrow_dtype(sources: Sequence[Tensor]) -> Any:
     """Return Triton's name of the dtype of the 16-bit sources."""
-    return NARROW.get(next((x.dtype for x in sources if x.dtype in NARROW), torch.bfloat16))
+    return NARROW_TYPES.get(next((x.dtype for x in sources if x.dtype in NARROW_TYPES), torch.bfloat16))
 
 
-def scores(
-    query: Tensor, table: Tensor, sources: Sequence[Tensor], reads: int, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the products raw_nsp of sources and queries, and the scale_np of a source: 1 / rms(x), or 1 without eps.
+def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | None = None, eps: float | None = None):
+    """Write the products raw_nsp of sources and queries, and the scale_np of a source: 1 / rms(x), or 1 without eps.
 
-    query: [s, d], or [s, n, d] with a query for each source, for which no scale is computed.
+    query: [s, d], or [s, n, d] with a query for each source, for which there is no scale.
     """
-    d, n = sources[0].shape[-1], len(sources)
-    positions = sources[0].numel() // d
-    raw = table.new_empty(n, reads, positions, dtype=torch.float32)
-    scale = raw if query.ndim == 3 else table.new_empty(n, positions, dtype=torch.float32)
-    settings = {"PER_SOURCE": query.ndim == 3, "EPS": eps or 0.0, "NORMED": eps is not None}
-    with torch.cuda.device_of(table):
-        _scores[(triton.cdiv(positions, SCORE_ROWS), n)](
-            table, query, raw, scale, n, positions, reads, D=d, R=SCORE_ROWS, C=SCORE_WIDTH, S=DOT_READS,
-            NARROW=narrow_dtype(sources), **settings, num_warps=FEW_WARPS,
-        )  # fmt: skip
-    return raw, scale
+    n, positions, _ = inputs.sizes
+    tensor_ptrs = inputs.table, query, raw_nsp, raw_nsp if scale_np is None else scale_np
+    settings = {"EPS": eps, "PER_SOURCE": scale_np is None}
+    grid = triton.cdiv(positions, SCORE_ROWS.value), n
+    inputs.launch(_scores, grid, FEW_WARPS, [tensor_ptrs], **settings)
+
+
+def row_tiles(positions: int) -> int:
+    """Return the tiles that cover all positions."""
+    return triton.cdiv(positions, ROWS.value)
 
 
 def row_programs(positions: int) -> tuple[int, int]:
     """Return the programs over positions of a backward pass, and the positions of each, a multiple of HALF_ROWS."""
-    rows = HALF_ROWS * triton.cdiv(triton.cdiv(positions, PROGRAMS), HALF_ROWS)
+    rows = HALF_ROWS.value * triton.cdiv(triton.cdiv(positions, PROGRAMS), HALF_ROWS.value)
     return triton.cdiv(positions, rows), rows
-
-
-def in_groups(reads: int) -> list[slice]:
-    """Return the groups of at most MAX_READS reads."""
-    return [slice(i, i + MAX_READS) for i in range(0, reads, MAX_READS)]
-
-
-def of_group(x: Tensor, group: slice) -> Tensor:
-    """Slice the reads of one group. With a single group, return x itself, so that autograd copies no gradient."""
-    return x if len(x) <= group.stop - group.start else x[group]
-
-
-def joined(outputs: list[Tensor]) -> Tensor:
-    """Return the outputs of the groups of reads as one tensor."""
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def check_reads(operator: str, parameter: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None) -> None:
-    """Check that the sources have one shape, and that the start has it for each read of a parameter."""
-    shape = sources[0].shape
-    expect(operator, parameter, **{f"source {j}": (x, shape) for j, x in enumerate(sources)})
-    if start_spd is not None:
-        expect(operator, parameter, start=(start_spd, (len(parameter), *shape)))
-
-
-def widest(sources: Sequence[Tensor], start: Tensor | None) -> torch.dtype:
-    """Return the dtype of a result."""
-    return common_dtype([*sources, *([] if start is None else [start])])
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -158,7 +150,7 @@ def address(ptrs, j):
 
 
 @triton.jit
-def _typed(address, NARROW: tl.constexpr):
+def pointers(address, NARROW: tl.constexpr):
     """Return an address as a pointer of each dtype."""
     # the compiler learns here that it may load 128 bits at once
     narrow_ptr = tl.multiple_of(tl.cast(address, tl.pointer_type(NARROW)), 16)
@@ -166,94 +158,95 @@ def _typed(address, NARROW: tl.constexpr):
 
 
 @triton.jit
-def load_at(address, wide, at, inside, NARROW: tl.constexpr):
+def load_typed(ptrs, wide, at, mask):
     """Load a tile of a source as fp32, with 0 outside of the mask. wide: whether the source is fp32."""
-    narrow_ptr, wide_ptr = _typed(address, NARROW)
-    narrow = tl.load(narrow_ptr + at, inside & (wide == 0), other=0.0).to(tl.float32)
-    return narrow + tl.load(wide_ptr + at, inside & (wide != 0), other=0.0)
+    narrow_ptr, wide_ptr = ptrs
+    narrow = tl.load(narrow_ptr + at, mask & (wide == 0), other=0.0).to(tl.float32)
+    return narrow + tl.load(wide_ptr + at, mask & (wide != 0), other=0.0)
 
 
 @triton.jit
-def store_at(address, wide, added, at, grad, inside, NARROW: tl.constexpr):
+def store_typed(ptrs, wide, added, at, grad, mask, NARROW: tl.constexpr):
     """Store a tile of the gradient of a source, or add it to what is stored there."""
-    narrow_ptr, wide_ptr = _typed(address, NARROW)
-    of_narrow, of_wide = inside & (wide == 0), inside & (wide != 0)
-    grad += tl.load(narrow_ptr + at, of_narrow & (added != 0), other=0.0).to(tl.float32)
-    grad += tl.load(wide_ptr + at, of_wide & (added != 0), other=0.0)
-    tl.store(narrow_ptr + at, grad.to(NARROW), of_narrow)
-    tl.store(wide_ptr + at, grad, of_wide)
+    narrow_ptr, wide_ptr = ptrs
+    narrow_mask, wide_mask = mask & (wide == 0), mask & (wide != 0)
+    grad += tl.load(narrow_ptr + at, narrow_mask & (added != 0), other=0.0).to(tl.float32)
+    grad += tl.load(wide_ptr + at, wide_mask & (added != 0), other=0.0)
+    tl.store(narrow_ptr + at, grad.to(NARROW), narrow_mask)
+    tl.store(wide_ptr + at, grad, wide_mask)
 
 
 @triton.jit
-def load_source(table_ptr, j, at, inside, NARROW: tl.constexpr):
+def load_source(table_ptr, j, at, mask, NARROW: tl.constexpr):
     """Load a tile of source j of a table."""
     row_ptr = table_ptr + j * 3
-    return load_at(tl.load(row_ptr), tl.load(row_ptr + 2) & 1, at, inside, NARROW)
+    return load_typed(pointers(tl.load(row_ptr), NARROW), tl.load(row_ptr + 2) & 1, at, mask)
 
 
 @triton.jit
-def store_grad(table_ptr, j, at, grad, inside, NARROW: tl.constexpr):
+def store_grad(table_ptr, j, at, grad, mask, NARROW: tl.constexpr):
     """Store a tile of the gradient of source j of a table."""
     row_ptr = table_ptr + j * 3
     flags = tl.load(row_ptr + 2)
-    store_at(tl.load(row_ptr + 1), flags & 1, flags & 2, at, grad, inside, NARROW)
+    store_typed(pointers(tl.load(row_ptr + 1), NARROW), flags & 1, flags & 2, at, grad, mask, NARROW)
 
 
 @triton.jit
-def zeros_of_reads(S: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Return a tile of zeros for each read."""
-    tiles = ()
-    for _ in tl.static_range(S):
-        tiles += (tl.zeros([R, C], tl.float32),)
-    return tiles
+def tile_at(p, c, positions, D: tl.constexpr):
+    """Return the offsets of a tile of positions and dimensions in a tensor x_pd, and its mask."""
+    mask = (p < positions)[:, None] & (c < D)[None, :]
+    return tl.cast(p, tl.int64)[:, None] * D + c[None, :], mask
 
 
 @triton.jit
-def load_reads(ptr, at, inside, positions, reads, D: tl.constexpr, S: tl.constexpr):
+def load_row(ptr, s, p, positions, reads):
+    """Load the values of read s from a tensor x_sp as fp32."""
+    return tl.load(ptr + s * positions + p, (p < positions) & (s < reads), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_reads(ptr, at, mask, positions, reads, D: tl.constexpr):
     """Load a tile of each read from a tensor x_spd as fp32."""
     tiles = ()
-    for s in tl.static_range(S):
+    for s in tl.static_range(READS):
         tile = tl.zeros(at.shape, tl.float32)
         if s < reads:
-            tile = tl.load(ptr + tl.cast(positions, tl.int64) * (s * D) + at, inside, other=0.0).to(tl.float32)
+            tile = tl.load(ptr + tl.cast(positions, tl.int64) * (s * D) + at, mask, other=0.0).to(tl.float32)
         tiles += (tile,)
     return tiles
 
 
 @triton.jit
-def store_reads(ptr, at, tiles, inside, positions, reads, D: tl.constexpr, S: tl.constexpr):
+def store_reads(ptr, at, tiles, mask, positions, reads, D: tl.constexpr):
     """Store a tile of each read into a tensor x_spd."""
-    for s in tl.static_range(S):
+    for s in tl.static_range(READS):
         if s < reads:
             out = tiles[s].to(ptr.dtype.element_ty)
-            tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, inside)
+            tl.store(ptr + tl.cast(positions, tl.int64) * (s * D) + at, out, mask)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _scores(
-    table_ptr, query_ptr, raw_ptr, scale_ptr, n, positions, reads, D: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, S: tl.constexpr, NARROW: tl.constexpr, PER_SOURCE: tl.constexpr, EPS: tl.constexpr,
-    NORMED: tl.constexpr,
-):  # fmt: skip
+    tensor_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr, EPS: tl.constexpr, PER_SOURCE: tl.constexpr
+):
+    table_ptr, query_ptr, raw_ptr, scale_ptr = tensor_ptrs
     j = tl.program_id(1)
-    p = tl.program_id(0) * R + tl.arange(0, R)
-    s = tl.arange(0, S)
+    p, s = tl.program_id(0) * SCORE_ROWS + tl.arange(0, SCORE_ROWS), tl.arange(0, DOT_READS)
     query_at = (s * n + j) * D if PER_SOURCE else s * D
-    products = tl.zeros([R, S], tl.float32)
-    squares = tl.zeros([R], tl.float32)
-    for first in range(0, D, C):
-        c = first + tl.arange(0, C)
-        x = load_source(
-            table_ptr, j, tl.cast(p, tl.int64)[:, None] * D + c[None, :],
-            (p < positions)[:, None] & (c < D)[None, :], NARROW,
-        )  # fmt: skip
-        inside = (s < reads)[:, None] & (c < D)[None, :]
-        query = tl.load(query_ptr + query_at[:, None] + c[None, :], inside, other=0.0).to(tl.float32)
+    products = tl.zeros([SCORE_ROWS, DOT_READS], tl.float32)
+    squares = tl.zeros([SCORE_ROWS], tl.float32)
+    for first in range(0, D, WIDTH):
+        c = first + tl.arange(0, WIDTH)
+        at, mask = tile_at(p, c, positions, D)
+        x = load_source(table_ptr, j, at, mask, NARROW)
+        query = load_fp32(query_ptr, query_at[:, None] + c[None, :], (s < reads)[:, None] & (c < D)[None, :])
         products = tl.dot(x, tl.trans(query), products, input_precision="tf32x3")
-        if NORMED:
+        if EPS is not None:
             squares += tl.sum(x * x, axis=1)
     at = ((j * reads + s) * positions)[None, :] + p[:, None]
     tl.store(raw_ptr + at, products, (p < positions)[:, None] & (s < reads)[None, :])
     if not PER_SOURCE:
-        scale = tl.rsqrt(squares / D + EPS) if NORMED else tl.full([R], 1.0, tl.float32)
+        scale = tl.full([SCORE_ROWS], 1.0, tl.float32)
+        if EPS is not None:
+            scale = tl.rsqrt(squares / D + EPS)
         tl.store(scale_ptr + j * positions + p, scale, p < positions)

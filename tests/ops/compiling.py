@@ -39,6 +39,31 @@ for module, name, types, constants, warps, architecture in json.load(sys.stdin):
     assert compiled.asm["cubin"], (name, architecture)
 """
 
+# compiles every launch of the program that follows, for the given architecture
+LAUNCHES = """
+import sys
+from types import SimpleNamespace
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+answers = {"current_target": GPUTarget("cuda", int(sys.argv[1]), 32), "current_device": 0, "current_stream": 0}
+answers["active_torch_device"] = torch.device("cpu")
+driver.set_active(SimpleNamespace(**{f"get_{name}": lambda *_, x=x: x for name, x in answers.items()}))
+launch = JITFunction.run
+JITFunction.run = lambda *args, **kwargs: launch(*args, **kwargs | {"warmup": True})
+"""
+
+
+def compile_launches(program: str) -> None:
+    """Run a program on CPU tensors, and fail if a kernel that it launches does not compile. Nothing is computed."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    for architecture in ARCHITECTURES:
+        command = [sys.executable, "-W", "ignore", "-c", LAUNCHES + program, str(architecture)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+
 
 def struct(name: str, module: str | None = None, **fields: Any) -> dict[str, Any]:
     """Return the type of an argument that is a NamedTuple, from the types of its fields.

@@ -15,11 +15,11 @@ from depthlm.ops.backend import using
 from depthlm.ops.dca.naive import gated_reads
 from depthlm.ops.denseformer.naive import weighted_reads
 
-from .compiling import compile_kernels
+from .compiling import compile_launches
 
 reads_triton = pytest.importorskip("depthlm.ops.reads_triton")
 attend_ops = pytest.importorskip("depthlm.ops.attention_residuals.triton")
-from depthlm.ops.attention_residuals import many_triton, one_triton  # noqa: E402
+from depthlm.ops.attention_residuals import one_triton  # noqa: E402
 from depthlm.ops.dca import triton as gated_triton  # noqa: E402
 from depthlm.ops.denseformer import triton as weighted_triton  # noqa: E402
 
@@ -29,11 +29,26 @@ READS = ("attend", "weighted", "gated")
 TOKENS, ROWS = (9, 16) if DEVICE == "cuda" else (4, 3)
 KERNELS = {
     reads_triton: ("_write_table", "_scores"),
-    many_triton: ("_softmax", "_forward", "_score_grads", "_source_grads"),
+    attend_ops: ("_softmax", "_forward", "_score_grads", "_source_grads"),
     one_triton: ("_forward", "_backward"),
     gated_triton: ("_forward", "_score_grads", "_source_grads", "_parameter_grads"),
     weighted_triton: ("_forward", "_backward"),
 }
+# one read and several, of sources of two dtypes, forward and backward
+LAUNCHES = """
+from depthlm.ops.attention_residuals.triton import attend
+from depthlm.ops.dca.triton import gated
+from depthlm.ops.denseformer.triton import weighted
+
+sources = [torch.zeros(40, 2048, dtype=dtype, requires_grad=True) for dtype in (torch.float32, torch.bfloat16)]
+for reads in (1, 2):
+    query, weights, bias, start, lse = (
+        torch.zeros(reads, *shape, requires_grad=True) for shape in ((2048,), (2,), (2, 2048), (40, 2048), (40,))
+    )
+    attended = attend(query, sources, 1e-5, weights[0], (start, lse))
+    outputs = [*attended, weighted(weights, sources, start), gated(bias, bias, sources, start)]
+    torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
+"""
 # the weighted sums are half of the gated ones
 QUICK_FIRST = ("attend", pytest.param("weighted", marks=pytest.mark.slow), "gated")
 
@@ -183,27 +198,20 @@ def test_results_are_bitwise_reproducible(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_operators_pass_opcheck() -> None:
-    q, xs, out, lse = (normal(2, 8).requires_grad_(), [normal(3, 8).requires_grad_(), normal(3, 8)],
-                       normal(2, 3, 8), normal(2, 3))  # fmt: skip
-    detached, opcheck = [x.detach() for x in xs], torch.library.opcheck
-    sums = [torch.zeros_like(x) for x in detached], [False, True]
-    for starts in ((None, None), (out, lse)):
-        bias = None if starts[0] is None else normal(2)
-        opcheck(many_triton.forward, (q, xs, 1e-5, bias, *starts, torch.float32, []))
-        saved = many_triton.forward(q.detach(), detached, 1e-5, bias, *starts, torch.float32, [])
-        opcheck(many_triton.backward, (out, lse, *saved[1:], q.detach(), detached, True, bias, *starts, *sums))
-        one = [None if x is None else x[0] for x in starts]
-        opcheck(one_triton.forward, (q[0].detach().requires_grad_(), xs, 1e-5, bias, *one, torch.float32, []))
-        of_one = (out[0], lse[0], out[0], lse[0], q[0].detach(), detached, 1e-5, bias,
-                  None if bias is None else torch.float32, one[1], *sums)  # fmt: skip
-        opcheck(one_triton.backward, of_one)
-    weights, gate = normal(2, 2, 8), normal(2, 2, 8)
-    opcheck(gated_triton.forward, (weights.clone().requires_grad_(), gate, xs, out, torch.float16, []))
-    score = gated_triton.forward(weights, gate, detached, out, torch.float32, [])[1]
-    opcheck(gated_triton.backward, (out, weights, gate, score, detached, *sums))
-    opcheck(weighted_triton.forward, (weights[:, :, 0].clone().requires_grad_(), xs, out, torch.float16, []))
-    opcheck(weighted_triton.backward, (out, weights[:, :, 0], detached, *sums))
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize(("reads", "started"), [(1, True), (2, False), (2, True)])
+def test_launches_pass_opcheck(kind: str, reads: int, started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(launch: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            torch.library.opcheck(launch, arguments)
+            launch(*arguments)
+
+        return run
+
+    for module in (attend_ops, one_triton, weighted_triton, gated_triton):
+        monkeypatch.setattr(module, "KERNELS", module.KERNELS._replace(forward=checked(module.forward)))
+        monkeypatch.setattr(module, "launch_backward", checked(module.launch_backward))
+    results(kind, "triton", tensors(kind, reads, 2, 3, 8, started))
 
 
 @pytest.mark.parametrize("kernel", [getattr(module, name) for module, names in KERNELS.items() for name in names])
@@ -239,27 +247,4 @@ def test_invalid_arguments_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_compile_for_gpus() -> None:
-    d, tile = {"D": 2048}, {"R": 32, "C": 64}
-    narrow, normed = {"NARROW": "bfloat16"}, {"EPS": 1e-5, "NORMED": True}
-    eight, dot = {"S": 8}, {"DOT_S": 16}
-    tables = {"table_ptr": "*i64", "x_ptrs": ["*u8"] * 16, "grad_ptrs": ["*u8"] * 16}
-    given = ("query", "bias", "gate", "weights", "start", "out", "grad", "grad_start")
-    fp32 = ("raw", "scale", "weight", "score", "lse", "start_lse", "grad_lse", "grad_start_lse", "grad_score",
-            "grad_raw", "product", "along", "partial", "partial_bias", "partial_query")  # fmt: skip
-    types = {**tables, **{f"{name}_ptr": "*fp32" for name in (*given, *fp32)},
-             **dict.fromkeys(reads_triton.COUNTS, "i32")}  # fmt: skip
-    half = {"R": 16, "C": 64}
-    scored = {**d, "R": 64, "C": 64, "S": 16, **narrow, "PER_SOURCE": False, **normed}
-    for module, warps, kernels in (
-        (reads_triton, 4, {"_scores": scored, "_write_table": {}}),
-        (weighted_triton, 8, {"_forward": {**d, **tile, **eight, **narrow}}),
-        (weighted_triton, 2, {"_backward": {**d, "V": 64, "S": 16, "N": 16, **narrow}}),
-        (gated_triton, 8, {name: {**d, **tile, **eight, **narrow} for name in ("_forward", "_score_grads")}),
-        (gated_triton, 4, {"_source_grads": {**d, **tile, **eight, **dot, **narrow},
-                           "_parameter_grads": {**d, **half, "S": 3, **dot, "J": 3, **narrow}}),
-        (many_triton, 8, {"_forward": {**d, **tile, **eight, **narrow},
-                          "_score_grads": {**d, **tile, **eight, **narrow, "NORMED": True}}),
-        (many_triton, 4, {"_softmax": {"R": 128, **eight}, "_source_grads": {**d, **half, **eight, **dot, **narrow}}),
-        (one_triton, 4, {name: {"WIDTH": 1536, **d, **normed, **narrow} for name in ("_forward", "_backward")}),
-    ):  # fmt: skip
-        compile_kernels(module.__name__, [(name, types, values) for name, values in kernels.items()], warps)
+    compile_launches(LAUNCHES)

@@ -127,13 +127,13 @@ def mhc():
 
 
 def reads(kind: str):
-    from depthlm.ops.attention_residuals import many_triton, one_triton
     from depthlm.ops.attention_residuals.naive import depth_attend
+    from depthlm.ops.attention_residuals.triton import attend
     from depthlm.ops.backend import using
-    from depthlm.ops.dca import triton as gated_triton
     from depthlm.ops.dca.naive import gated_reads
-    from depthlm.ops.denseformer import triton as weighted_triton
+    from depthlm.ops.dca.triton import gated
     from depthlm.ops.denseformer.naive import weighted_reads
+    from depthlm.ops.denseformer.triton import weighted
 
     d, n, kept, count = 128, 2, 17, 1 if kind == "one" else 2
     p = 2**31 // d + 61
@@ -144,16 +144,13 @@ def reads(kind: str):
     )
     gate /= d**0.5
     with using("torch"):
-        if kind == "attend":
-            found = many_triton.forward(query, xs, 1e-5, None, None, None, BF16, [])[:2]
-            exact = depth_attend(query.double(), parts, 1e-5)
-        elif kind == "one":
-            found = [y[None] for y in one_triton.forward(query[0], xs, 1e-5, None, None, None, BF16, [])]
+        if kind in ("attend", "one"):
+            found = attend(query, xs, 1e-5)
             exact = depth_attend(query.double(), parts, 1e-5)
         elif kind == "weighted":
-            found = [weighted_triton.forward(weights, xs, None, BF16, [])]
+            found = [weighted(weights, xs)]
             exact = [weighted_reads(weights.double(), parts)]
         else:
-            found = gated_triton.forward(bias, gate, xs, None, BF16, [])[:1]
+            found = [gated(bias, gate, xs)]
             exact = [gated_reads(bias.double(), gate.double(), parts)]
     return [end(y, 1, kept) for y in found], list(exact)

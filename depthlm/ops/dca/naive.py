@@ -23,17 +23,15 @@ def _triton() -> Callable[..., Tensor]:
 
 
 @operator("dca", triton=_triton, cpu=cpu)
-def gated_reads(
-    bias_snd: Tensor, gate_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None
-) -> Tensor:
-    """Return out_spd = start_s + sum_j relu(bias[s, j] + gate[s, j] . sources[j]) * sources[j].
+def gated_reads(b_snd: Tensor, w_snd: Tensor, sources: Sequence[Tensor], start_spd: Tensor | None = None) -> Tensor:
+    """Return out_spd = start_s + sum_j relu(b[s, j] + w[s, j] . sources[j]) * sources[j].
 
-    Each dimension has its own bias, and so its own gate. sources: n tensors x_pd. The result has the widest dtype of
-    sources and start.
+    The gate relu(b + w . x) has a bias b for each dimension. sources: n tensors x_pd. The result has the widest dtype
+    of sources and start.
     """
     reads = []
-    for bias_nd, gate_nd in zip(bias_snd, gate_snd, strict=True):
-        pairs = zip(bias_nd, gate_nd, sources, strict=True)
-        reads.append(sum((b_d + x_pd @ w_d[:, None]).relu() * x_pd for b_d, w_d, x_pd in pairs))
+    for b_nd, w_nd in zip(b_snd, w_snd, strict=True):
+        triples = zip(b_nd, w_nd, sources, strict=True)
+        reads.append(sum((b_d + x_pd @ w_d[:, None]).relu() * x_pd for b_d, w_d, x_pd in triples))
     out_spd = torch.stack(reads)
     return out_spd if start_spd is None else start_spd + out_spd
