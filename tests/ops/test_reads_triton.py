@@ -1,4 +1,4 @@
-"""The outputs and all gradients of the Triton kernels of reads over depth equal those of the PyTorch references."""
+"""The outputs and all gradients of the Triton kernels of reads over depth equal those of the definitions."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -100,8 +100,8 @@ def results(kind: str, kernels: str, arguments: dict[str, Any], dtype: torch.dty
 
 
 def assert_same(kind: str, arguments: dict[str, Any], tolerance: float = 1e-5) -> list[Tensor]:
-    """Compare the results of Triton with those of PyTorch in float64, and return the former."""
-    found, expected = results(kind, "triton", arguments), results(kind, "torch", arguments, torch.float64)
+    """Compare the results of Triton with those of the definition in float64, and return the former."""
+    found, expected = results(kind, "triton", arguments), results(kind, "naive", arguments, torch.float64)
     largest = max(y.abs().max().item() for y in expected)
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
