@@ -119,7 +119,7 @@ class NormedProjection(torch.autograd.Function):
         # the gradient of rms(x) is parallel to x
         along = (grad * projected).sum(-1, keepdim=True).mul_(scale.square()).div_(-x.shape[-1])
         grad_x = grad_projected.addcmul_(x, along)
-        return grad_x.to(x.dtype), grad_weight.to(weight_mw.dtype), None
+        return grad_x, grad_weight, None
 
 
 class ReadStreams(torch.autograd.Function):
@@ -134,7 +134,7 @@ class ReadStreams(torch.autograd.Function):
         # a product with one row is faster on a CPU than one with one column
         grad_pre = _matmul(grad_btd[..., None, :], streams_btnd.mT)[..., 0, :]
         grad_streams = pre_btn[..., None].to(grad_btd.dtype) * grad_btd[..., None, :]
-        return grad_pre.to(pre_btn.dtype), grad_streams.to(streams_btnd.dtype)
+        return grad_pre, grad_streams
 
 
 class WriteStreams(torch.autograd.Function):
@@ -154,13 +154,7 @@ class WriteStreams(torch.autograd.Function):
         grad_streams = _matmul(res_btij.mT, grad_btnd)
         grad_post = _matmul(output_btd[..., None, :], grad_btnd.mT)[..., 0, :]
         grad_output = _matmul(post_btn[..., None, :], grad_btnd)[..., 0, :]
-        return (
-            grad_res.to(res_btij.dtype),
-            grad_streams.to(streams_btnd.dtype),
-            grad_post.to(post_btn.dtype),
-            grad_output.to(output_btd.dtype),
-            None,
-        )
+        return grad_res, grad_streams, grad_post, grad_output, None
 
 
 def _mixed(streams_btnd: Tensor, res_btij: Tensor, post_btn: Tensor, output_btd: Tensor) -> Tensor:

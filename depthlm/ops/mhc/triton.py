@@ -121,7 +121,8 @@ def _forward(sources, parameters, outputs, iterations, positions, d, settings):
     res = _sinkhorn(logits, None, mask_p, iterations, settings)
     tl.store(res_ptr + (p * n * n)[:, None, None] + at_ij, res, mask_p[:, None, None] & valid)
     post_column, mask_post = _post_columns(settings)
-    _store(post_ptr, p * n, mask_p, post_column, mask_post, 2 * gates)
+    post_mask = mask_p[:, None] & mask_post[None, :]
+    tl.store(post_ptr + (p * n)[:, None] + post_column[None, :], 2 * gates, post_mask)
     pre = _pre(gates, settings)
     # the values that follow were written by other threads
     tl.debug_barrier()
@@ -141,11 +142,13 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
     grad_pre = streams.pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
 
     # the maps
-    projected_r = _load(projected_ptr, p * (n * (n + 2)), mask_p, r, mask_r)
-    projected_g = _load(projected_ptr, p * (n * (n + 2)), mask_p, g, mask_g)
+    projected_ptr += (p * (n * (n + 2)))[:, None]
+    projected_r = load_fp32(projected_ptr, r[None, :], mask_p[:, None] & mask_r[None, :])
+    projected_g = load_fp32(projected_ptr, g[None, :], mask_p[:, None] & mask_g[None, :])
     logits, gates = _logits_and_gates(projected_r, projected_g, bias_ptr, alpha_ptr, settings)
     post_column, mask_post = _post_columns(settings)
-    grad_gates = 2 * _load(grad_post_ptr, p * n, mask_p, post_column, mask_post)
+    grad_post_ptr += (p * n)[:, None]
+    grad_gates = 2 * load_fp32(grad_post_ptr, post_column[None, :], mask_p[:, None] & mask_post[None, :])
     for i in tl.static_range(n):
         grad_gates = tl.where(tl.arange(0, 16)[None, :] == i, grad_pre[i][:, None], grad_gates)
     grad_g = grad_gates * gates * (1 - gates)
@@ -225,24 +228,12 @@ def _cells(settings):
 
 
 @triton.jit
-def _load(ptr, at_rows, mask_rows, at_columns, mask_columns):
-    """Load a matrix, from the offsets of its rows and of its columns."""
-    return tl.load(ptr + at_rows[:, None] + at_columns[None, :], mask_rows[:, None] & mask_columns[None, :], other=0.0)
-
-
-@triton.jit
-def _store(ptr, at_rows, mask_rows, at_columns, mask_columns, values):
-    """Store a matrix, at the offsets of its rows and of its columns."""
-    store_as(ptr, at_rows[:, None] + at_columns[None, :], values, mask_rows[:, None] & mask_columns[None, :])
-
-
-@triton.jit
 def _store_columns(ptr, p, mask_p, values_r, values_g, settings):
     """Store both parts of a matrix [p, m]."""
     r, mask_r, g, mask_g = _columns(settings)
-    at_p = p * (settings.n * (settings.n + 2))
-    _store(ptr, at_p, mask_p, r, mask_r, values_r)
-    _store(ptr, at_p, mask_p, g, mask_g, values_g)
+    ptr += (p * (settings.n * (settings.n + 2)))[:, None]
+    store_as(ptr, r[None, :], values_r, mask_p[:, None] & mask_r[None, :])
+    store_as(ptr, g[None, :], values_g, mask_p[:, None] & mask_g[None, :])
 
 
 @triton.jit

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """What `mhc_post_pre` and `hyper_post_pre` share in Triton: a pending write, the next read, and their derivatives.
 
-A program processes some positions, in chunks of columns of d. Maps, and all numbers per position, are tuples of vectors
-over positions; matrices are in them row by row. The maps of a write are n vectors of H_post, then n^2 of H_res.
-A pointer includes the offset of each position, and what follows is a scalar: offsets of 64 bits take more registers.
+The sources of a kernel are x, and output, post and res of a pending write. A program processes some positions, in
+chunks of columns of d. Maps, and all numbers per position, are tuples of vectors over positions; matrices are in them
+row by row. The maps of a write are n vectors of H_post, then n^2 of H_res.
+
+A pointer includes the offset of each position, and a scalar is added to it: offsets of 64 bits take more registers.
 
 Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size.
 """
@@ -70,10 +72,10 @@ def write_and_read(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Perform the pending write, if any, and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
-    operators: two custom operators on contiguous tensors. Their sources are x, and output, post and res of a
-    pending write. The first one, (sources, parameters, *settings), returns input_btd, X'_btnd (empty without a pending
-    write), post_btn, res_btij and what the second one needs. The second one, (grads, sources, new, parameters, kept,
-    *settings), returns the gradients of the sources and the first parameters, and a tensor with those of the others.
+    operators: two custom operators on contiguous tensors. The first one, (sources, parameters, *settings), returns
+    input_btd, X'_btnd (empty without a pending write), post_btn, res_btij and what the second one needs. The second
+    one, (grads, sources, new, parameters, kept, *settings), returns the gradients of the sources and the first
+    parameters, and a tensor with those of the others.
     """
     sources = [x_btnd, *(pending or ())]
     arguments = operators, settings, rebuild and pending is not None, len(sources)
@@ -82,9 +84,13 @@ def write_and_read(
 
 
 class WriteAndRead(torch.autograd.Function):
+    """Returns input_btd, X'_btnd (empty without a pending write), post_btn and res_btij."""
+
     @staticmethod
     def forward(ctx, operators, settings, rebuild, count, *tensors):
-        ctx.operator, ctx.settings, ctx.counts = operators[1], settings, (count, len(tensors))
+        ctx.operator = operators[1]
+        ctx.settings = settings
+        ctx.counts = count, len(tensors)
         sources, parameters = _contiguous(tensors[:count]), _contiguous(tensors[count:])
         outputs = operators[0](sources, parameters, *settings)
         start_write(ctx, tensors[0], rebuild, write_again)
