@@ -12,10 +12,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthlm.ops import reads_triton as tiles
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
+from depthlm.ops.reads_triton import (
+    COUNTS,
+    DOT_READS,
+    FEW_WARPS,
+    HALF_ROWS,
+    READS,
+    ROWS,
+    WARPS,
+    WIDTH,
+    aligned,
+    inputs_of,
+    load_reads,
+    load_source,
+    row_programs,
+    scores,
+    store_grad,
+    store_reads,
+    tile_at,
+)
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
 # sources and reads of a program of the gradients of parameters, which are as many sums in registers
@@ -37,32 +55,32 @@ def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads"), **FORWARD)
 def forward(parameters, sources, start, eps, outputs):
-    b, w = (tiles.aligned(x) for x in parameters)
+    b, w = (aligned(x) for x in parameters)
     out, score = outputs
-    inputs = tiles.inputs_of(sources, len(b))
-    tiles.scores(w, inputs, score)
-    begin = tiles.aligned(start[0]) if start else out
-    inputs.launch(_forward, inputs.tiles, tiles.WARPS, [(inputs.table, b, score), begin, out], len(start))
+    inputs = inputs_of(sources, len(b))
+    scores(w, inputs, score)
+    begin = aligned(start[0]) if start else out
+    inputs.launch(_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start))
 
 
 @torch.library.custom_op(operator_name(__name__, "gated_reads_backward"), **BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
-    b, w, grad = (tiles.aligned(x) for x in (*parameters, *grads))
+    b, w, grad = (aligned(x) for x in (*parameters, *grads))
     (score,), (partial,) = outputs, sums
-    inputs, grad_score = tiles.inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
+    inputs, grad_score = inputs_of(sources, len(b), source_grads, added), torch.empty_like(score)
     n, positions, reads = inputs.sizes
     row_tiles, columns = inputs.tiles
-    programs, rows = tiles.row_programs(positions)
+    programs, rows = row_programs(positions)
     blocks = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value)
     read_ptrs = grad, inputs.table, b, score, grad_score
-    inputs.launch(_score_grads, (row_tiles,), tiles.WARPS, [read_ptrs])
-    inputs.launch(_source_grads, inputs.tiles, tiles.FEW_WARPS, [read_ptrs, w])
-    inputs.launch(_parameter_grads, (blocks, columns, programs), tiles.FEW_WARPS, [read_ptrs, partial], rows)
+    inputs.launch(_score_grads, (row_tiles,), WARPS, [read_ptrs])
+    inputs.launch(_source_grads, inputs.tiles, FEW_WARPS, [read_ptrs, w])
+    inputs.launch(_parameter_grads, (blocks, columns, programs), FEW_WARPS, [read_ptrs, partial], rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (reads, n, d), positions = inputs.parameters[0].shape, inputs.sources[0].shape[:-1].numel()
-    partial = inputs.grads[0].new_empty(2, tiles.row_programs(positions)[0], reads, n, d, dtype=torch.float32)
+    partial = inputs.grads[0].new_empty(2, row_programs(positions)[0], reads, n, d, dtype=torch.float32)
     launch_backward(*inputs, [partial])
     of_parameters = zip(partial.sum(1), inputs.parameters, strict=True)
     return [*(x.to(y.dtype) for x, y in of_parameters), *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
@@ -82,45 +100,45 @@ def _load_score(score_ptr, s, j, p, positions, reads):
 
 
 @triton.jit
-def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr):
+def _zeros(COUNT: tl.constexpr, HEIGHT: tl.constexpr):
     """Return COUNT tiles of zeros."""
     zeros = ()
     for _ in tl.static_range(COUNT):
-        zeros += (tl.zeros([ROWS, tiles.WIDTH], tl.float32),)
+        zeros += (tl.zeros([HEIGHT, WIDTH], tl.float32),)
     return zeros
 
 
-@triton.jit(do_not_specialize=tiles.COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _forward(read_ptrs, start_ptr, out_ptr, n, positions, reads, started, D: tl.constexpr, NARROW: tl.constexpr):
     table_ptr, b_ptr, score_ptr = read_ptrs
-    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
-    c = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH)
-    at, mask = tiles.tile_at(p, c, positions, D)
-    out = tiles.load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at, mask = tile_at(p, c, positions, D)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
     for j in range(n):
-        x = tiles.load_source(table_ptr, j, at, mask, NARROW)
+        x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
-        for s in tl.static_range(tiles.READS):
+        for s in tl.static_range(READS):
             total = out[s]
             if s < reads:
                 score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
                 total += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * x
             sums += (total,)
         out = sums
-    tiles.store_reads(out_ptr, at, out, mask, positions, reads, D)
+    store_reads(out_ptr, at, out, mask, positions, reads, D)
 
 
-@triton.jit(do_not_specialize=tiles.COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
-    for first in range(0, D, tiles.WIDTH):
-        c = first + tl.arange(0, tiles.WIDTH)
-        at, mask = tiles.tile_at(p, c, positions, D)
-        grad = tiles.load_reads(grad_ptr, at, mask, positions, reads, D)
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for first in range(0, D, WIDTH):
+        c = first + tl.arange(0, WIDTH)
+        at, mask = tile_at(p, c, positions, D)
+        grad = load_reads(grad_ptr, at, mask, positions, reads, D)
         for j in range(n):
-            x = tiles.load_source(table_ptr, j, at, mask, NARROW)
-            for s in tl.static_range(tiles.READS):
+            x = load_source(table_ptr, j, at, mask, NARROW)
+            for s in tl.static_range(READS):
                 if s < reads:
                     score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
                     is_open = _load_b(b_ptr, s, j, n, c, D) + score > 0.0
@@ -132,41 +150,41 @@ def _score_grads(read_ptrs, n, positions, reads, D: tl.constexpr, NARROW: tl.con
         tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=tiles.COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _source_grads(read_ptrs, w_ptr, n, positions, reads, D: tl.constexpr, NARROW: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
-    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
-    c, dot_s = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH), tl.arange(0, tiles.DOT_READS)
-    at, mask = tiles.tile_at(p, c, positions, D)
-    grad = tiles.load_reads(grad_ptr, at, mask, positions, reads, D)
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c, dot_s = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, DOT_READS)
+    at, mask = tile_at(p, c, positions, D)
+    grad = load_reads(grad_ptr, at, mask, positions, reads, D)
     for j in range(n):
         grad_score = _load_score(grad_score_ptr, dot_s[None, :], j, p[:, None], positions, reads)
         w_at = ((dot_s * n + j) * D)[:, None] + c[None, :]
         w = load_fp32(w_ptr, w_at, (dot_s < reads)[:, None] & (c < D)[None, :])
         grad_x = tl.dot(grad_score, w, input_precision="tf32x3")
-        for s in tl.static_range(tiles.READS):
+        for s in tl.static_range(READS):
             if s < reads:
                 score = _load_score(score_ptr, s, j, p, positions, reads)[:, None]
                 grad_x += tl.maximum(_load_b(b_ptr, s, j, n, c, D) + score, 0.0) * grad[s]
-        tiles.store_grad(table_ptr, j, at, grad_x, mask, NARROW)
+        store_grad(table_ptr, j, at, grad_x, mask, NARROW)
 
 
-@triton.jit(do_not_specialize=tiles.COUNTS)
+@triton.jit(do_not_specialize=COUNTS)
 def _parameter_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.constexpr, NARROW: tl.constexpr):
     grad_ptr, table_ptr, b_ptr, score_ptr, grad_score_ptr = read_ptrs
     # groups of reads are next to each other, so that a source is loaded from memory for only one of them
     groups = tl.cdiv(reads, FEW_READS)
     first_s, first_j = tl.program_id(0) % groups * FEW_READS, tl.program_id(0) // groups * SOURCES
-    c, dot_s = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH), tl.arange(0, tiles.DOT_READS)
-    grad_w, grad_b = _zeros(SOURCES, tiles.DOT_READS), _zeros(FEW_READS * SOURCES, tiles.HALF_ROWS)
+    c, dot_s = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, DOT_READS)
+    grad_w, grad_b = _zeros(SOURCES, DOT_READS), _zeros(FEW_READS * SOURCES, HALF_ROWS)
     first = tl.program_id(2) * rows
-    for row in range(first, min(first + rows, positions), tiles.HALF_ROWS):
-        p = row + tl.arange(0, tiles.HALF_ROWS)
-        at, mask = tiles.tile_at(p, c, positions, D)
+    for row in range(first, min(first + rows, positions), HALF_ROWS):
+        p = row + tl.arange(0, HALF_ROWS)
+        at, mask = tile_at(p, c, positions, D)
         xs, sums_w, sums_b = (), (), ()
         for k in tl.static_range(SOURCES):
             j = min(first_j + k, n - 1)
-            x, total = tiles.load_source(table_ptr, j, at, mask, NARROW), grad_w[k]
+            x, total = load_source(table_ptr, j, at, mask, NARROW), grad_w[k]
             # the product has room for all reads
             if first_s == 0:
                 grad_score = _load_score(grad_score_ptr, dot_s[:, None], j, p[None, :], positions, reads)

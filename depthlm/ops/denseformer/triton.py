@@ -9,10 +9,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthlm.ops import reads_triton as tiles
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
+from depthlm.ops.reads_triton import (
+    COUNTS,
+    DOT_READS,
+    READS,
+    ROWS,
+    WARPS,
+    WIDTH,
+    aligned,
+    inputs_of,
+    load_reads,
+    load_source,
+    load_typed,
+    pointers,
+    store_reads,
+    store_typed,
+    tile_at,
+)
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
 # values and sources of a tile of the backward pass
@@ -30,19 +46,19 @@ def weighted(weights_sn: Tensor, sources: Sequence[Tensor], start_spd: Tensor | 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads"), **FORWARD)
 def forward(parameters, sources, start, eps, outputs):
     (weights,), (out,) = parameters, outputs
-    inputs = tiles.inputs_of(sources, len(weights))
-    begin = tiles.aligned(start[0]) if start else out
+    inputs = inputs_of(sources, len(weights))
+    begin = aligned(start[0]) if start else out
     tensors = inputs.table, weights.contiguous(), begin, out
-    inputs.launch(_forward, inputs.tiles, tiles.WARPS, tensors, len(start))
+    inputs.launch(_forward, inputs.tiles, WARPS, tensors, len(start))
 
 
 @torch.library.custom_op(operator_name(__name__, "weighted_reads_backward"), **BACKWARD)
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (weights,), (partial,) = parameters, sums
-    inputs = tiles.inputs_of(sources, len(weights), source_grads, added)
+    inputs = inputs_of(sources, len(weights), source_grads, added)
     steps, programs = _programs(sources[0].numel())
     grid = triton.cdiv(len(sources), SOURCES.value), programs
-    tensors = tiles.aligned(grads[0]), inputs.table, weights.contiguous(), partial
+    tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
     inputs.launch(_backward, grid, BACKWARD_WARPS, tensors, steps)
 
 
@@ -50,7 +66,7 @@ def backward(inputs: BackwardInputs) -> list[Tensor]:
     (weights,), n = inputs.parameters, len(inputs.sources)
     _, programs = _programs(inputs.sources[0].numel())
     columns = triton.cdiv(n, SOURCES.value) * SOURCES.value
-    partial = weights.new_empty(programs, columns, tiles.DOT_READS.value, dtype=torch.float32)
+    partial = weights.new_empty(programs, columns, DOT_READS.value, dtype=torch.float32)
     launch_backward(*inputs, [partial])
     grad_weights = partial.sum(0)[:n, : len(weights)].T.contiguous().to(weights.dtype)
     return [grad_weights, *(inputs.grads[0].to(x.dtype) for x in inputs.start)]
@@ -66,49 +82,49 @@ def _programs(values: int) -> tuple[int, int]:
     return steps, triton.cdiv(num_tiles, steps)
 
 
-@triton.jit(do_not_specialize=tiles.COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def _forward(
     table_ptr, weights_ptr, start_ptr, out_ptr, n, positions, reads, started, D: tl.constexpr, NARROW: tl.constexpr
 ):
-    p = tl.program_id(0) * tiles.ROWS + tl.arange(0, tiles.ROWS)
-    c = tl.program_id(1) * tiles.WIDTH + tl.arange(0, tiles.WIDTH)
-    at, mask = tiles.tile_at(p, c, positions, D)
-    out = tiles.load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at, mask = tile_at(p, c, positions, D)
+    out = load_reads(start_ptr, at, mask & (started != 0), positions, reads, D)
     for j in range(n):
-        x = tiles.load_source(table_ptr, j, at, mask, NARROW)
+        x = load_source(table_ptr, j, at, mask, NARROW)
         sums = ()
-        for s in tl.static_range(tiles.READS):
+        for s in tl.static_range(READS):
             weight = tl.load(weights_ptr + s * n + j, s < reads, other=0.0).to(tl.float32)
             sums += (out[s] + weight * x,)
         out = sums
-    tiles.store_reads(out_ptr, at, out, mask, positions, reads, D)
+    store_reads(out_ptr, at, out, mask, positions, reads, D)
 
 
-@triton.jit(do_not_specialize=tiles.COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
 def _backward(
     grad_ptr, table_ptr, weights_ptr, partial_ptr, n, positions, reads, steps, D: tl.constexpr, NARROW: tl.constexpr
 ):
-    j, s = tl.program_id(0) * SOURCES + tl.arange(0, SOURCES), tl.arange(0, tiles.DOT_READS)
-    x_ptrs = _rows(tiles.pointers(tl.load(table_ptr + j * 3, j < n, other=0), NARROW))
-    grad_x_ptrs = _rows(tiles.pointers(tl.load(table_ptr + j * 3 + 1, j < n, other=0), NARROW))
+    j, s = tl.program_id(0) * SOURCES + tl.arange(0, SOURCES), tl.arange(0, DOT_READS)
+    x_ptrs = _rows(pointers(tl.load(table_ptr + j * 3, j < n, other=0), NARROW))
+    grad_x_ptrs = _rows(pointers(tl.load(table_ptr + j * 3 + 1, j < n, other=0), NARROW))
     flags = tl.load(table_ptr + j * 3 + 2, j < n, other=0)[:, None]
     weights = load_fp32(weights_ptr, s[None, :] * n + j[:, None], (j < n)[:, None] & (s < reads)[None, :])
-    values, grad_weights = tl.cast(positions, tl.int64) * D, tl.zeros([SOURCES, tiles.DOT_READS], tl.float32)
+    values, grad_weights = tl.cast(positions, tl.int64) * D, tl.zeros([SOURCES, DOT_READS], tl.float32)
     for step in range(steps):
         v = (tl.cast(tl.program_id(1), tl.int64) * steps + step) * TILE_VALUES + tl.arange(0, TILE_VALUES)
         grad_at = tl.cast(positions, tl.int64) * (s * D)[:, None] + v[None, :]
         grad = load_fp32(grad_ptr, grad_at, (s < reads)[:, None] & (v < values)[None, :])
         mask = (j < n)[:, None] & (v < values)[None, :]
-        x = tiles.load_typed(x_ptrs, flags & 1, v[None, :], mask)
+        x = load_typed(x_ptrs, flags & 1, v[None, :], mask)
         grad_weights = tl.dot(x, tl.trans(grad), grad_weights, input_precision="tf32x3")
         grad_x = tl.dot(weights, grad, input_precision="tf32x3")
-        tiles.store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, NARROW)
-    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[:, None] * tiles.DOT_READS + s[None, :]
+        store_typed(grad_x_ptrs, flags & 1, flags & 2, v[None, :], grad_x, mask, NARROW)
+    to_ptr = partial_ptr + (tl.program_id(1) * tl.num_programs(0) * SOURCES + j)[:, None] * DOT_READS + s[None, :]
     tl.store(to_ptr, grad_weights)
 
 
 @triton.jit
 def _rows(ptrs):
-    """Return tiles.pointers to the first value of each source, one per row of a tile."""
+    """Return pointers to the first value of each source, one per row of a tile."""
     narrow_ptr, wide_ptr = ptrs
     return narrow_ptr[:, None], wide_ptr[:, None]

@@ -14,9 +14,27 @@ from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import compute_dtype
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre
-from depthlm.ops.mhc import triton_streams as streams
 from depthlm.ops.mhc.cpu import Pending
-from depthlm.ops.mhc.triton_streams import Tensors
+from depthlm.ops.mhc.triton_streams import (
+    POSITIONS,
+    Tensors,
+    check_streams,
+    empty_outputs,
+    launch,
+    load_maps,
+    load_tiles,
+    load_vectors,
+    mixed_tile,
+    pre_gradient,
+    read_streams,
+    rows,
+    settings_of,
+    store_grad_maps,
+    tile,
+    write_and_read,
+    write_backward,
+    zeros,
+)
 from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
 
 
@@ -28,16 +46,16 @@ def hyper_post_pre(
         return static_post_pre(x_btnd, pending, static, None, eps, rebuild)
     (n, d), (pre_n, post_n, res_ij), (w_md, scale) = x_btnd.shape[2:], static, dynamic
     shapes = {"static_pre": (pre_n, (n,)), "static_post": (post_n, (n,)), "static_res": (res_ij, (n, n))}
-    streams.check_streams("hyper_connections", x_btnd, pending, w=(w_md, (n + 2, d)), scale=(scale, (2,)), **shapes)
+    check_streams("hyper_connections", x_btnd, pending, w=(w_md, (n + 2, d)), scale=(scale, (2,)), **shapes)
     settings = eps, compute_dtype(x_btnd)
-    return streams.write_and_read((forward, backward), x_btnd, pending, [w_md, *static, scale], settings, rebuild)
+    return write_and_read((forward, backward), x_btnd, pending, [w_md, *static, scale], settings, rebuild)
 
 
 @torch.library.custom_op(operator_name(__name__, "hyper_post_pre"), mutates_args=())
 def forward(sources: Tensors, parameters: Tensors, eps: float, dtype: torch.dtype) -> Tensors:
     """Return input_btd, X'_btnd, post_btn, res_btij, pre_btn, and W x / rms and 1 / rms of each stream."""
     outputs = _outputs(sources, parameters, eps, dtype)
-    streams.launch(_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype))
+    launch(_forward, sources, parameters, outputs, _settings(sources[0], eps, dtype))
     return outputs
 
 
@@ -51,16 +69,16 @@ def backward(
     count = sum(parameter.numel() for parameter in parameters)
     # aligned rows, so that they are written in pieces of 128 bits
     width = triton.cdiv(count, 32) * 32
-    partial_sums = pre.new_empty(triton.cdiv(b * t, streams.POSITIONS), width)
+    partial_sums = pre.new_empty(triton.cdiv(b * t, POSITIONS), width)
     tensors = new, [w, scale], kept, grads, grad_sources, [torch.empty_like(projected), partial_sums]
-    streams.launch(_backward, sources, *tensors, width, _settings(new, eps, dtype))
+    launch(_backward, sources, *tensors, width, _settings(new, eps, dtype))
     return [*grad_sources, partial_sums[:, :count].sum(0)]
 
 
 @forward.register_fake
 def _outputs(sources, parameters, eps, dtype):
     b, t, n, _ = sources[0].shape
-    return streams.empty_outputs(sources, [b, t, n], [b, t, n, n + 2], [b, t, n])
+    return empty_outputs(sources, [b, t, n], [b, t, n, n + 2], [b, t, n])
 
 
 @backward.register_fake
@@ -70,7 +88,7 @@ def _(grads, sources, new, parameters, kept, eps, dtype):
 
 
 def _settings(x, eps, dtype):
-    return streams.settings_of(x, 128 // x.itemsize, eps, dtype)
+    return settings_of(x, 128 // x.itemsize, eps, dtype)
 
 
 @triton.jit
@@ -79,17 +97,17 @@ def _forward(sources, parameters, outputs, positions, d, settings):
     n: tl.constexpr = settings.n
     w_ptr, static_pre_ptr, static_post_ptr, static_res_ptr, scale_ptr = parameters
     read_ptr, new_ptr, post_ptr, res_ptr, pre_ptr, projected_ptr, rms_ptr = outputs
-    p, mask_p = streams.rows(positions, settings)
+    p, mask_p = rows(positions, settings)
     c = tl.arange(0, 16)
     if PENDING:
-        maps = streams.load_maps(sources, p, mask_p, settings)
+        maps = load_maps(sources, p, mask_p, settings)
         projected_y = tl.zeros([settings.positions, 16], tl.float32)
-    projected, squares = streams.zeros([settings.positions, 16], n), streams.zeros(p.shape, n)
+    projected, squares = zeros([settings.positions, 16], n), zeros(p.shape, n)
     for start in range(0, d, settings.columns):
-        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, start, d, settings)
+        column, mask_c, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
         at_w = column[:, None] + c[None, :] * d
         w = tl.load(w_ptr + at_w, mask_c[:, None] & (c < n + 2)[None, :], other=0.0).to(settings.dtype)
-        old = streams.load_tiles(sources[0], at_x, mask, d, settings)
+        old = load_tiles(sources[0], at_x, mask, d, settings)
         if PENDING:
             y = load_fp32(sources[1], at_y, mask)
             projected_y = tl.dot(y.to(settings.dtype), w, projected_y, input_precision="ieee")
@@ -98,7 +116,7 @@ def _forward(sources, parameters, outputs, positions, d, settings):
             sums += (tl.dot(old[i].to(settings.dtype), w, projected[i], input_precision="ieee"),)
             new = old[i]
             if PENDING:
-                rounded = streams.mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
+                rounded = mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
                 tl.store(new_ptr + at_x + i * d, rounded, mask)
                 new = rounded.to(tl.float32)
             sums_of_squares += (squares[i] + tl.sum(new * new, axis=1),)
@@ -106,14 +124,14 @@ def _forward(sources, parameters, outputs, positions, d, settings):
 
     if PENDING:
         # again, since registers are scarce in the loop, and the projections have another layout
-        maps = streams.load_maps(sources, p, mask_p, settings)
+        maps = load_maps(sources, p, mask_p, settings)
     for j in tl.static_range(n):
         rms = tl.rsqrt(squares[j] / d + settings.eps)
         tl.store(rms_ptr + p * n + j, rms, mask_p)
         if PENDING:
             # W x'_i = sum_j res[i, j] W x_j + post[i] W y: the factors of the products are loaded tiles, since Triton
             # would compute x'_i once more in the layout of a factor, in every warp
-            scaled = streams.mixed_tile(j, projected, projected_y, maps, settings)
+            scaled = mixed_tile(j, projected, projected_y, maps, settings)
         else:
             scaled = projected[j]
         at = ((p * n + j) * (n + 2))[:, None] + c[None, :]
@@ -123,7 +141,7 @@ def _forward(sources, parameters, outputs, positions, d, settings):
     s_pre_res, s_post = tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32)
     pre = ()
     for j in tl.static_range(n):
-        m = streams.load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
+        m = load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
         pre += (tl.load(static_pre_ptr + j).to(tl.float32) + s_pre_res * tanh(m[0]),)
         tl.store(pre_ptr + p * n + j, pre[j], mask_p)
         post = tl.load(static_post_ptr + j).to(tl.float32) + s_post * tanh(m[1])
@@ -131,7 +149,7 @@ def _forward(sources, parameters, outputs, positions, d, settings):
         for i in tl.static_range(n):
             res = tl.load(static_res_ptr + i * n + j).to(tl.float32) + s_pre_res * tanh(m[2 + i])
             tl.store(res_ptr + p * n * n + i * n + j, res, mask_p)
-    streams.read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
+    read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
 
 
 @triton.jit
@@ -142,23 +160,19 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
     pre_ptr, projected_ptr, rms_ptr = kept
     grad_read_ptr, grad_new_ptr, grad_post_ptr, grad_res_ptr = grads
     grad_projected_ptr, partial_ptr = scratch
-    p, mask_p = streams.rows(positions, settings)
+    p, mask_p = rows(positions, settings)
     # the sums over the positions of this program: the gradients of W, then of the static maps and of the scale
     partial_ptr += tl.program_id(0).to(tl.int64) * width
     partial_static_ptr = partial_ptr + d * (n + 2)
-    grad_pre = streams.pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
+    grad_pre = pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
 
     # the maps, and the projection: the gradient of rms(x) is parallel to x
     s_pre_res, s_post = tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32)
     grad_pre_res, grad_post = tl.zeros(p.shape, tl.float32), tl.zeros(p.shape, tl.float32)
-    grad_read_maps = (
-        grad_pre
-        + streams.load_vectors(grad_post_ptr, p, mask_p, n)
-        + streams.load_vectors(grad_res_ptr, p, mask_p, n * n)
-    )
+    grad_read_maps = grad_pre + load_vectors(grad_post_ptr, p, mask_p, n) + load_vectors(grad_res_ptr, p, mask_p, n * n)
     along, grad_projected = (), ()
     for j in tl.static_range(n):
-        projected = streams.load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
+        projected = load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
         rms = tl.load(rms_ptr + p * n + j, mask_p, other=0.0)
         along_j = tl.zeros(p.shape, tl.float32)
         for k in tl.static_range(n + 2):
@@ -186,12 +200,12 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
         low += (load_fp32(grad_projected_ptr, at, (c < n + 2)[:, None] & mask_p[None, :]).to(settings.dtype),)
 
     # the streams
-    pre = streams.load_vectors(pre_ptr, p, mask_p, n)
+    pre = load_vectors(pre_ptr, p, mask_p, n)
     if PENDING:
-        maps, grad_maps = streams.load_maps(sources, p, mask_p, settings), streams.zeros(p.shape, n + n * n)
+        maps, grad_maps = load_maps(sources, p, mask_p, settings), zeros(p.shape, n + n * n)
     last = (d - 1) // settings.columns * settings.columns
     for back in range(0, d, settings.columns):
-        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, last - back, d, settings)
+        column, mask_c, at_x, at_y, mask = tile(p, mask_p, last - back, d, settings)
         grad_read = load_fp32(grad_read_ptr, at_y, mask)
         grad_w = tl.zeros([16, settings.columns], tl.float32)
         w = ()
@@ -212,11 +226,9 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
                 store_as(grad_sources[0] + at_x, i * d, grad, mask)
         tl.store(partial_ptr + c[:, None] * d + column[None, :], grad_w, (c < n + 2)[:, None] & mask_c[None, :])
         if PENDING:
-            grad_maps = streams.write_backward(
-                tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings
-            )
+            grad_maps = write_backward(tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings)
     if PENDING:
-        streams.store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
+        store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
 
 
 @triton.jit

@@ -13,9 +13,26 @@ from torch import Tensor
 
 from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import compute_dtype, no_autocast
-from depthlm.ops.mhc import triton_streams as streams
 from depthlm.ops.mhc.cpu import Parameters, Pending
-from depthlm.ops.mhc.triton_streams import Tensors
+from depthlm.ops.mhc.triton_streams import (
+    POSITIONS,
+    Tensors,
+    check_streams,
+    empty_outputs,
+    launch,
+    load_maps,
+    load_tiles,
+    mixed_tile,
+    pre_gradient,
+    read_streams,
+    rows,
+    settings_of,
+    store_grad_maps,
+    tile,
+    write_and_read,
+    write_backward,
+    zeros,
+)
 from depthlm.ops.triton_common import load_fp32, store_as, tl, triton
 
 # columns per chunk of 3 or 4 streams
@@ -30,9 +47,9 @@ def mhc_post_pre(
     m, w = n * (n + 2), n * d
     phi_mw, norm_w, alpha, bias_m = parameters
     shapes = {"phi": (phi_mw, (m, w)), "norm": (norm_w, (w,)), "alpha": (alpha, (3,)), "bias": (bias_m, (m,))}
-    streams.check_streams("mhc", x_btnd, pending, **shapes)
+    check_streams("mhc", x_btnd, pending, **shapes)
     weights, settings = [phi_mw, norm_w, bias_m, alpha], (eps, iterations, compute_dtype(x_btnd))
-    return streams.write_and_read((forward, backward), x_btnd, pending, weights, settings, rebuild)
+    return write_and_read((forward, backward), x_btnd, pending, weights, settings, rebuild)
 
 
 @torch.library.custom_op(operator_name(__name__, "mhc_post_pre"), mutates_args=())
@@ -41,8 +58,8 @@ def forward(sources: Tensors, parameters: Tensors, eps: float, iterations: int, 
     phi, norm, bias, alpha = parameters
     *outputs, low = _outputs(sources, parameters, eps, iterations, dtype)
     torch.mul(norm, phi, out=low)
-    settings = streams.settings_of(sources[0], COLUMNS, eps, dtype)
-    streams.launch(_forward, sources, [low, bias, alpha], outputs, iterations, settings)
+    settings = settings_of(sources[0], COLUMNS, eps, dtype)
+    launch(_forward, sources, [low, bias, alpha], outputs, iterations, settings)
     return [*outputs, low]
 
 
@@ -55,13 +72,13 @@ def backward(
     phi, norm, bias, alpha = parameters
     projected, scale, low = kept
     b, t, n, d = new.shape
-    settings = streams.settings_of(new, COLUMNS, eps, dtype)
+    settings = settings_of(new, COLUMNS, eps, dtype)
     grad_sources = [torch.empty_like(x) for x in sources]
     grad_projected = torch.empty_like(projected, dtype=new.dtype)
-    partial_sums = scale.new_empty(triton.cdiv(b * t, streams.POSITIONS), len(bias) + len(alpha))
+    partial_sums = scale.new_empty(triton.cdiv(b * t, POSITIONS), len(bias) + len(alpha))
     scratch = [grad_projected, partial_sums, scale.new_empty(b * t, iterations, 2, settings.padded.value)]
     tensors = new, [low, bias, alpha], [projected, scale], grads, grad_sources, scratch
-    streams.launch(_backward, sources, *tensors, iterations, settings)
+    launch(_backward, sources, *tensors, iterations, settings)
     with no_autocast(new):
         # in the dtype of the streams: a copy of them in 16 bits would move more bytes than the product
         grad_phi = (grad_projected.view(b * t, -1).mT @ new.view(b * t, n * d)).to(phi.dtype)
@@ -71,7 +88,7 @@ def backward(
 @forward.register_fake
 def _outputs(sources, parameters, eps, iterations, dtype):
     (b, t, n, _), phi = sources[0].shape, parameters[0]
-    outputs = streams.empty_outputs(sources, [b, t, n * (n + 2)], [b, t])
+    outputs = empty_outputs(sources, [b, t, n * (n + 2)], [b, t])
     return [*outputs, phi.new_empty(phi.shape, dtype=dtype)]
 
 
@@ -87,21 +104,21 @@ def _forward(sources, parameters, outputs, iterations, positions, d, settings):
     n: tl.constexpr = settings.n
     phi_ptr, bias_ptr, alpha_ptr = parameters
     read_ptr, new_ptr, post_ptr, res_ptr, projected_ptr, scale_ptr = outputs
-    p, mask_p = streams.rows(positions, settings)
+    p, mask_p = rows(positions, settings)
     r, mask_r, g, mask_g = _columns(settings)
     if PENDING:
-        maps = streams.load_maps(sources, p, mask_p, settings)
+        maps = load_maps(sources, p, mask_p, settings)
     projected_r = tl.zeros([settings.positions, r.shape[0]], tl.float32)
     projected_g = tl.zeros([settings.positions, 16], tl.float32)
     squares = tl.zeros(p.shape, tl.float32)
     for start in range(0, d, settings.columns):
-        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, start, d, settings)
+        column, mask_c, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
         if PENDING:
             y = load_fp32(sources[1], at_y, mask)
-            old = streams.load_tiles(sources[0], at_x, mask, d, settings)
+            old = load_tiles(sources[0], at_x, mask, d, settings)
         for i in tl.static_range(n):
             if PENDING:
-                new = streams.mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
+                new = mixed_tile(i, old, y, maps, settings).to(new_ptr.dtype.element_ty)
                 tl.store(new_ptr + at_x + i * d, new, mask)
             else:
                 new = tl.load(sources[0] + at_x + i * d, mask, other=0.0)
@@ -126,7 +143,7 @@ def _forward(sources, parameters, outputs, iterations, positions, d, settings):
     pre = _pre(gates, settings)
     # the values that follow were written by other threads
     tl.debug_barrier()
-    streams.read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
+    read_streams(read_ptr, new_ptr if PENDING else sources[0], pre, p, mask_p, d, settings)
 
 
 @triton.jit
@@ -137,9 +154,9 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
     projected_ptr, scale_ptr = kept
     grad_read_ptr, grad_new_ptr, grad_post_ptr, grad_res_ptr = grads
     grad_projected_ptr, partial_ptr, sums_ptr = scratch
-    p, mask_p = streams.rows(positions, settings)
+    p, mask_p = rows(positions, settings)
     r, mask_r, g, mask_g = _columns(settings)
-    grad_pre = streams.pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
+    grad_pre = pre_gradient(grad_read_ptr, new_ptr, p, mask_p, d, settings)
 
     # the maps
     projected_ptr += (p * (n * (n + 2)))[:, None]
@@ -177,9 +194,9 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
 
     # the streams
     if PENDING:
-        maps, grad_maps = streams.load_maps(sources, p, mask_p, settings), streams.zeros(p.shape, n + n * n)
+        maps, grad_maps = load_maps(sources, p, mask_p, settings), zeros(p.shape, n + n * n)
     for start in range(0, d, settings.columns):
-        column, mask_c, at_x, at_y, mask = streams.tile(p, mask_p, start, d, settings)
+        column, mask_c, at_x, at_y, mask = tile(p, mask_p, start, d, settings)
         grad_read = load_fp32(grad_read_ptr, at_y, mask)
         tiles = ()
         for i in tl.static_range(n):
@@ -196,11 +213,9 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
             else:
                 store_as(grad_sources[0] + at_x, i * d, grad, mask)
         if PENDING:
-            grad_maps = streams.write_backward(
-                tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings
-            )
+            grad_maps = write_backward(tiles, grad_maps, maps, sources, grad_sources, at_x, at_y, mask, d, settings)
     if PENDING:
-        streams.store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
+        store_grad_maps(grad_sources, grad_maps, p, mask_p, settings)
 
 
 @triton.jit
