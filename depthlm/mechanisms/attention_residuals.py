@@ -28,7 +28,7 @@ from depthlm.ops.depth_reduce import source_scores, weighted_sum
 class State(NamedTuple):
     """blocks: all sources; within a block, the last one is its running sum.
 
-    ahead: of each later read of a phase: out_btd over the sources that were fixed when it began, query_d and lse_bt.
+    ahead: for each later read of the phase, out_btd, query_d and lse_bt over the sources fixed when the phase began.
     """
 
     blocks: tuple[Tensor, ...]
@@ -65,8 +65,8 @@ class AttentionResiduals(Connection):
             boolean(key_norm=key_norm),
         )
         self.block_size = block_size or default_block_size(spec)
-        # eps is None if the keys are not normalized
         self.mixing = mixing
+        # None if the keys are not normalized
         self.eps = backbone.norm_eps if key_norm else None
         self.num_sources = 1 + -(-spec.sublayer // self.block_size)
         self.begins_block = spec.sublayer % self.block_size == 0

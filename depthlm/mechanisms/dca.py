@@ -9,10 +9,9 @@ before block t, where a block is one layer and its output is attention + MLP wit
 
 In DeepCrossAttention (section 3.2), q, k and v are three such reads, each with its own b and w.
 
-    G -> g_q, g_k, g_v -> attention -+-(+)-> MLP input -> MLP -(+)-> output of block t, appended to G
-          |                          |  ^                       ^
-          `--------------------------+--'                       |
-                                     `--------------------------'
+    G -> g_q, g_k, g_v -> attention a = attention(g_q, g_k, g_v)
+                            |-> m = MLP(g_q + a)
+                            `-> a + m, the output of block t, appended to G
 
 Shapes: s reads, n sources, b batch, t tokens, d hidden size.
 """
@@ -154,10 +153,12 @@ class DeepCrossAttention(Connection):
         return g if self.version == 2 else g + weighted_sum(self.scores(state, i).relu(), state.blocks)
 
     def begin(self, readers: "Sequence[DeepCrossAttention]", sources: Sequence[Tensor]) -> list[Partial]:
+        """Return the partial sums of all readers of a phase (see `ReadAhead`) over these sources."""
         g_sbtd = self.read_fused(readers, slice(0, len(sources)), sources)
         return [(g,) for g in g_sbtd.split([c.num_inputs for c in readers])]
 
     def extend(self, partial: Partial, recent: Sequence[Tensor]) -> Tensor:
+        """Return g_sbtd: a partial sum of this reader, and the sources that were written since."""
         (g_sbtd,) = partial
         return self.read_fused([self], slice(-len(recent), None), recent, g_sbtd)
 
@@ -169,11 +170,12 @@ class DeepCrossAttention(Connection):
         start_sbtd: Tensor | None = None,
     ) -> Tensor:
         """Return g_sbtd, all inputs of the readers, summed over a part of their sources and added to start_sbtd."""
-        b_snd = torch.cat([c.b[:, part] for c in readers])
+        # [s, n] in v1, else [s, n, d]
+        b = torch.cat([c.b[:, part] for c in readers])
         if self.version == 1:
-            return weighted_reads(b_snd, sources, start_sbtd)
+            return weighted_reads(b, sources, start_sbtd)
         w_snd = torch.cat([(c.w if c.w.shape[1] == 1 else c.w[:, part]).expand(-1, len(sources), -1) for c in readers])
-        return gated_reads(b_snd, w_snd, sources, start_sbtd)
+        return gated_reads(b, w_snd, sources, start_sbtd)
 
     def write(self, state: State, output_btd: Tensor, carry: Carry | None) -> State:
         if carry is not None:
@@ -194,17 +196,17 @@ class DeepCrossAttention(Connection):
         if self.spec.kind == "mlp":
             return []
         num_sources = len(state.blocks)
-        # the sum of older blocks has one weight; each of these blocks is drawn with it
-        num_older = self.spec.layer + 1 - num_sources
-        blocks = [0, *([int(self.own_embedding)] * num_older), *range(1, num_sources)]
+        # the sum of older blocks has one weight, with which each of these blocks is drawn
+        num_repeats = self.spec.layer + 1 - num_sources
+        source_of_block = [0, *([int(self.own_embedding)] * num_repeats), *range(1, num_sources)]
         axes, columns = ("panel", "source"), "source (0: embedding, j: output of block j)"
         about = "learned biases b of each block over earlier blocks (Figure 10 of arXiv 2502.06785)"
         b_axes = (*axes, "hidden")[: self.b.ndim]
         panels = ("q", "k", "v") if self.num_inputs == 3 else ("input",)
-        drawn = [Figure("b", self.b[:, blocks], b_axes, about, columns, panels)]
+        drawn = [Figure("b", self.b[:, source_of_block], b_axes, about, columns, panels)]
         betas = self.weights(state)
         if betas is not None:
-            beta_inbt = torch.stack([beta_nbtd.mean(-1) for beta_nbtd in betas])[:, blocks]
+            beta_inbt = torch.stack([beta_nbtd.mean(-1) for beta_nbtd in betas])[:, source_of_block]
             about = "the gated weights of each block over earlier blocks, mean over the hidden size"
             drawn.append(Figure("weights", beta_inbt, (*axes, "batch", "token"), about, columns, panels))
         return drawn

@@ -125,7 +125,7 @@ class ManifoldHyperConnections(Connection):
         return map_figures(self.weights(state))
 
     def diagnostics(self, state: State) -> dict[str, Tensor]:
-        """Return the distance of H_res from its manifold, where all rows and columns sum to 1."""
+        """Return |sum - 1| of each row and column of H_res; those of rows are exact up to rounding."""
         maps = self.weights(state)
         if maps is None:
             return {}

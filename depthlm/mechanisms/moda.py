@@ -2,9 +2,9 @@
 
     o_i = softmax([q_i . k_1, ..., q_i . k_i, q_i . key_1, ..., q_i . key_n] / sqrt(e)) . [v_1, ..., v_i, value_1, ...]
 
-for the query at position i, with n depth entries (key_j, value_j) of earlier sublayers at position i. Layer 0 has none.
-The keys and values of a layer are an entry only for later layers. Projections of entries start like all matrices, so
-the decoder does not initially equal vanilla.
+for the query at position i, with n depth entries (key_j, value_j) of earlier sublayers at position i. Layer 0 of the
+first loop has none. The keys and values of a layer are an entry only for later layers. Projections of entries start
+like all matrices, so the decoder does not initially equal vanilla.
 
 Shapes: b batch, t new tokens, h query heads, k key/value heads, e head size.
 """
@@ -133,12 +133,12 @@ class Moda(SelfAttention):
 
     def widened(self, v_bkte: Tensor) -> Tensor:
         """Return the values with zeros, as wide as the keys."""
-        narrower = self.key_size - self.head_size
-        return F.pad(v_bkte, (0, narrower)) if narrower else v_bkte
+        padding = self.key_size - self.head_size
+        return F.pad(v_bkte, (0, padding)) if padding else v_bkte
 
-    def narrowed(self, x_bnte: Tensor) -> Tensor:
+    def narrowed(self, x_bhte: Tensor) -> Tensor:
         """Return widened values, or a context of them, without the zeros."""
-        return x_bnte[..., : self.head_size] if self.is_latent else x_bnte
+        return x_bhte[..., : self.head_size] if self.is_latent else x_bhte
 
     def keep(self, depth: DepthKV, k_bkte: Tensor, v_bkte: Tensor) -> DepthKV:
         """Return the depth list with one more entry, limited to the newest `slots`.

@@ -19,7 +19,7 @@ Partial = tuple[Tensor, ...]
 
 
 class ReadAhead:
-    """The reads of a phase, of which `reader` makes one or, if it is the first reader, begins all.
+    """One reader's part in a phase: the first reader begins the reads of all readers, later ones extend theirs.
 
     begin: reads sources for several readers; returns their partial results.
     extend: adds more sources to a partial result of this reader; returns the output.

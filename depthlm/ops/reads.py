@@ -1,4 +1,4 @@
-"""Reads over depth in Triton, without their kernels: groups of reads, and the backward pass.
+"""The autograd side of reads over depth in Triton: it splits reads into launches and sums the gradients of sources.
 
 Many reads load the same source. Autograd would make a gradient of the source for each of them, and add them up one by
 one, which moves twice as many bytes. So the kernels add their gradients to one sum:
@@ -24,9 +24,9 @@ from depthlm.ops.backend import expect
 from depthlm.ops.call import call, present
 from depthlm.ops.dtypes import common_dtype
 
-# reads of a launch
+# the most reads of a launch
 MAX_READS = 8
-# operators that launch the kernels of a pass; what they write is allocated before
+# schemas of the custom operators that launch the kernels of a pass; the caller allocates what they write
 FORWARD: dict[str, Any] = {
     "schema": "(Tensor[] parameters, Tensor[] sources, Tensor[] start, float? eps, Tensor(a!)[] outputs) -> ()",
     "mutates_args": ("outputs",),
@@ -101,7 +101,7 @@ def read(
 
 
 def one_narrow_dtype(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sources in fp32 if they mix fp16 and bf16, else unchanged. The result is fp32 in both cases."""
+    """Return the sources in fp32 if they mix fp16 and bf16, since a kernel has one 16-bit dtype; else unchanged."""
     mixed = {torch.float16, torch.bfloat16} <= {x.dtype for x in sources}
     return [x.float() if mixed else x for x in sources]
 
@@ -121,7 +121,7 @@ class Reads(torch.autograd.Function):
         if start and not kernels.saves_start:
             start[0] = start[0].new_empty(0)
         ctx.kernels, ctx.eps, ctx.dtype, ctx.counts = kernels, eps, dtype, [len(saved), *counts]
-        # most reads are the last of their output, whose lse nobody uses
+        # an lse is used only if a later read continues from it, so its gradient is usually None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved, *parameters, *sources, *start)
         return tuple(outputs[: kernels.num_results])
@@ -147,7 +147,10 @@ def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor
 
 
 class Source(torch.autograd.Function):
-    """The sum of the gradients of x over all reads, in a backward pass that is identified by `task`."""
+    """Returns a token of x. Its backward pass returns the sum of the gradients of x over all reads.
+
+    task: identifies the backward pass in which `total` was summed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -163,7 +166,7 @@ class Source(torch.autograd.Function):
 
 def tokens_of(sources: Sequence[Tensor]) -> list[Tensor]:
     """Return a token of each source, or an empty list if autograd itself must sum the gradients of the sources."""
-    # two rows of a tile would add to the one sum of a source that occurs twice, in no order
+    # a kernel that writes several sources at once would add to the one sum of a source that occurs twice, in no order
     repeated = len({id(x) for x in sources}) < len(sources)
     if repeated or not torch.is_grad_enabled() or any(x.grad_fn is None for x in sources):
         return []

@@ -23,7 +23,7 @@ READS = tl.constexpr(MAX_READS)
 DOT_READS = tl.constexpr(16)
 # with 8 warps, a thread has 8 values of a tile: one 128-bit load of a 16-bit source
 ROWS, WIDTH, WARPS = tl.constexpr(32), tl.constexpr(64), 8
-# half a tile, for programs that need more registers: 4 warps on the same number of values per thread
+# for programs that need more registers per value: half a tile, or twice the registers per thread
 HALF_ROWS, FEW_WARPS = tl.constexpr(16), 4
 # positions of a tile of the scores
 SCORE_ROWS = tl.constexpr(64)
@@ -32,15 +32,15 @@ ADDRESSES = 16
 # programs over positions of a backward pass, each with its own partial sums
 PROGRAMS = 64
 NARROW_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-# arguments that vary from read to read
+# numbers that vary from launch to launch: to specialize on them would compile a kernel again
 COUNTS = ["n", "positions", "reads", "rows", "steps", "started", "biased", "given_lse", "first", "wide", "added"]
 
 
 class Inputs(NamedTuple):
     """What the kernels of a group of reads get of its sources. It must live until the last launch.
 
-    sources: aligned, as the table has only their addresses. sizes: n, positions, reads. settings: constants of the
-    kernels. tiles: the grid of a program per tile.
+    sources: aligned; kept here because the table has only their addresses. sizes: n, positions, reads. settings:
+    constants of the kernels. tiles: the grid of a program per tile.
     """
 
     sources: list[Tensor]
@@ -110,7 +110,7 @@ def narrow_dtype(sources: Sequence[Tensor]) -> Any:
 def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | None = None, eps: float | None = None):
     """Write the products raw_nsp of sources and queries, and the scale_np of a source: 1 / rms(x), or 1 without eps.
 
-    query: [s, d], or [s, n, d] with a query for each source, for which there is no scale.
+    query: [s, d]; without scale_np [s, n, d], a query for each source.
     """
     n, positions, _ = inputs.sizes
     tensor_ptrs = inputs.table, query, raw_nsp, raw_nsp if scale_np is None else scale_np
@@ -120,12 +120,12 @@ def scores(query: Tensor, inputs: Inputs, raw_nsp: Tensor, scale_np: Tensor | No
 
 
 def row_tiles(positions: int) -> int:
-    """Return the tiles that cover all positions."""
+    """Return the number of tiles that cover all positions."""
     return triton.cdiv(positions, ROWS.value)
 
 
 def row_programs(positions: int) -> tuple[int, int]:
-    """Return the programs over positions of a backward pass, and the positions of each, a multiple of HALF_ROWS."""
+    """Return the number of programs over positions of a backward pass, and the positions of each."""
     rows = HALF_ROWS.value * triton.cdiv(triton.cdiv(positions, PROGRAMS), HALF_ROWS.value)
     return triton.cdiv(positions, rows), rows
 

@@ -36,7 +36,7 @@ KERNELS = {
 }
 # one read and several, of sources of two dtypes, forward and backward
 LAUNCHES = """
-from depthlm.ops.attention_residuals.triton import attend
+from depthlm.ops.attention_residuals.triton import depth_attend
 from depthlm.ops.dca.triton import gated
 from depthlm.ops.denseformer.triton import weighted
 
@@ -45,7 +45,7 @@ for reads in (1, 2):
     query, weights, bias, start, lse = (
         torch.zeros(reads, *shape, requires_grad=True) for shape in ((2048,), (2,), (2, 2048), (40, 2048), (40,))
     )
-    attended = attend(query, sources, 1e-5, weights[0], (start, lse))
+    attended = depth_attend(query, sources, 1e-5, weights[0], (start, lse))
     outputs = [*attended, weighted(weights, sources, start), gated(bias, bias, sources, start)]
     torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
 """
@@ -242,7 +242,7 @@ def test_invalid_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=r"start is \[2, 5, 8\], must be \[2, 3, 5, 8\]"):
             weighted_reads(normal(2, 1), [x], normal(2, 5, 8))
     with pytest.raises(TypeError, match=r"query is torch\.int64, must be fp32"):
-        attend_ops.attend(q.long(), [x], 1e-5, None, None)
+        attend_ops.depth_attend(q.long(), [x], 1e-5, None, None)
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def mhc():
 
 def reads(kind: str):
     from depthlm.ops.attention_residuals.naive import depth_attend
-    from depthlm.ops.attention_residuals.triton import attend
+    from depthlm.ops.attention_residuals.triton import depth_attend as depth_attend_triton
     from depthlm.ops.backend import using
     from depthlm.ops.dca.naive import gated_reads
     from depthlm.ops.dca.triton import gated
@@ -145,7 +145,7 @@ def reads(kind: str):
     gate /= d**0.5
     with using("torch"):
         if kind in ("attend", "one"):
-            found = attend(query, xs, 1e-5)
+            found = depth_attend_triton(query, xs, 1e-5)
             exact = depth_attend(query.double(), parts, 1e-5)
         elif kind == "weighted":
             found = [weighted(weights, xs)]

@@ -88,11 +88,11 @@ class DepthAttend(torch.autograd.Function):
                 grad_csd = grad_spd[:, part].transpose(0, 1).to(dtype, memory_format=torch.contiguous_format)
                 lse_cs, scores_cns = lse_ps[part], scores_pns[part]
                 biased = scores_cns if bias_n is None else scores_cns + bias_n[:, None]
-                p_cns = (biased - lse_cs[:, None]).exp_()
-                grad_p_cns = x_cnd @ grad_csd.mT
-                # the term that the gradients of all scores share: sum_j p_j grad_p_j, with that of the start, less the
-                # gradient of lse
-                common_cs = (p_cns * grad_p_cns).sum(1)
+                weight_cns = (biased - lse_cs[:, None]).exp_()
+                grad_weight_cns = x_cnd @ grad_csd.mT
+                # the gradient of score j is weight_j * (grad_weight_j - common), where common is the sum of
+                # weight_j * grad_weight_j over the sources and the start, less the gradient of lse
+                common_cs = (weight_cns * grad_weight_cns).sum(1)
                 if start is not None:
                     value_csd = start[0][:, part].transpose(0, 1)
                     share_cs = (start[1][part] - lse_cs).exp_()
@@ -102,9 +102,9 @@ class DepthAttend(torch.autograd.Function):
                 if start is not None:
                     grad_start_ps[part] = (grad_share_cs - common_cs).mul_(share_cs)
                     grad_start_spd[:, part] = (share_cs[..., None] * grad_csd).transpose(0, 1)
-                grad_score_cns = grad_p_cns.sub_(common_cs[:, None]).mul_(p_cns)
+                grad_score_cns = grad_weight_cns.sub_(common_cs[:, None]).mul_(weight_cns)
                 grad_bias += grad_score_cns.sum((0, 2))
-                grad_x_cnd = p_cns @ grad_csd
+                grad_x_cnd = weight_cns @ grad_csd
                 if scale_pn is not None:
                     scale_cn = scale_pn[part]
                     grad_score_cns.mul_(scale_cn[..., None])

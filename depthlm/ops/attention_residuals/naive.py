@@ -22,9 +22,9 @@ from depthlm.ops.backend import operator
 
 
 def _triton() -> Callable[..., Start]:
-    from depthlm.ops.attention_residuals.triton import attend
+    from depthlm.ops.attention_residuals.triton import depth_attend
 
-    return attend
+    return depth_attend
 
 
 @operator("attention_residuals", triton=_triton, cpu=cpu)
@@ -35,7 +35,8 @@ def depth_attend(
     bias_n: Tensor | None = None,
     start: Start | None = None,
 ) -> Start:
-    """Return (out_spd, lse_sp): out in the widest dtype of the sources and the start, lse in fp32 or better.
+    """Return (out_spd, lse_sp): out in the widest dtype of the sources and the start, lse in fp32 or better
+    (this definition is for fp32 and fp64).
 
     sources: n tensors x_pd.
     eps: of the rms; None: keys are not normalized.

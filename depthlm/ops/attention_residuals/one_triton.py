@@ -35,10 +35,10 @@ VALUES = 16
 
 
 class Settings(NamedTuple):
-    """Constants of the kernels. WIDTH: d. D: the next power of two. NARROW: the dtype of 16-bit sources."""
+    """Constants of the kernels. D: d. PADDED: the next power of two. NARROW: the dtype of 16-bit sources."""
 
-    WIDTH: tl.constexpr
     D: tl.constexpr
+    PADDED: tl.constexpr
     EPS: tl.constexpr
     NARROW: tl.constexpr
 
@@ -111,19 +111,19 @@ def _score(q, x, bias_ptr, j, biased, SETTINGS):
     raw = tl.sum(q * x, axis=0)
     scale = 1.0
     if SETTINGS.EPS is not None:
-        scale = tl.rsqrt(tl.sum(x * x, axis=0) / SETTINGS.WIDTH + SETTINGS.EPS)
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / SETTINGS.D + SETTINGS.EPS)
     return raw, scale, raw * scale + tl.load(bias_ptr + j, biased != 0, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def _forward(x_ptrs, grad_ptrs, wide, added, tensor_ptrs, n, positions, rows, started, biased, SETTINGS):
     query_ptr, bias_ptr, start_ptr, start_lse_ptr, out_ptr, lse_ptr = tensor_ptrs
-    c = tl.arange(0, SETTINGS.D)
-    mask = c < SETTINGS.WIDTH
+    c = tl.arange(0, SETTINGS.PADDED)
+    mask = c < SETTINGS.D
     q = load_fp32(query_ptr, c, mask)
     first = tl.program_id(0) * rows
     for row in range(first, min(first + rows, positions)):
-        at = tl.cast(row, tl.int64) * SETTINGS.WIDTH + c
+        at = tl.cast(row, tl.int64) * SETTINGS.D + c
         # without a start, its share is zero
         top = tl.load(start_lse_ptr + row, started != 0, other=float("-inf")).to(tl.float32)
         total = tl.where(started != 0, 1.0, 0.0)
@@ -146,32 +146,32 @@ def _backward(
 ):
     grad_ptr, grad_lse_ptr, out_ptr, lse_ptr, query_ptr, bias_ptr, start_lse_ptr = read_ptrs
     partial_query_ptr, partial_bias_ptr, grad_start_ptr, grad_start_lse_ptr = sum_ptrs
-    c = tl.arange(0, SETTINGS.D)
-    mask = c < SETTINGS.WIDTH
-    q, grad_q = load_fp32(query_ptr, c, mask), tl.zeros([SETTINGS.D], tl.float32)
+    c = tl.arange(0, SETTINGS.PADDED)
+    mask = c < SETTINGS.D
+    q, grad_q = load_fp32(query_ptr, c, mask), tl.zeros([SETTINGS.PADDED], tl.float32)
     program = tl.program_id(0)
     first = program * rows
     for row in range(first, min(first + rows, positions)):
-        at = tl.cast(row, tl.int64) * SETTINGS.WIDTH + c
+        at = tl.cast(row, tl.int64) * SETTINGS.D + c
         grad = load_fp32(grad_ptr, at, mask)
         lse = tl.load(lse_ptr + row)
+        product_left = tl.sum(grad * load_fp32(out_ptr, at, mask), axis=0)
         # the term that the gradients of all scores share
-        start_product = tl.sum(grad * load_fp32(out_ptr, at, mask), axis=0)
-        common = start_product - tl.load(grad_lse_ptr + row, given_lse != 0, other=0.0).to(tl.float32)
+        common = product_left - tl.load(grad_lse_ptr + row, given_lse != 0, other=0.0).to(tl.float32)
         for j in range(n):
             x = load_typed(pointers(address(x_ptrs, j), SETTINGS.NARROW), (wide >> j) & 1, at, mask)
             raw, scale, score = _score(q, x, bias_ptr, j, biased, SETTINGS)
             weight = tl.exp(score - lse)
             product = tl.sum(grad * x, axis=0)
-            # the output is the sum of the weighted sources and the weighted start
-            start_product -= weight * product
+            # the output is the sum of the weighted sources and the weighted start, which is left in the end
+            product_left -= weight * product
             grad_score = weight * (product - common)
             grad_raw = grad_score * scale
             grad_q += grad_raw * x
             grad_x = weight * grad + grad_raw * q
             if SETTINGS.EPS is not None:
                 # the gradient of rms(x) is parallel to x
-                grad_x -= x * (grad_raw * raw * scale * scale / SETTINGS.WIDTH)
+                grad_x -= x * (grad_raw * raw * scale * scale / SETTINGS.D)
             grad_x_ptrs = pointers(address(grad_ptrs, j), SETTINGS.NARROW)
             store_typed(grad_x_ptrs, (wide >> j) & 1, (added >> j) & 1, at, grad_x, mask, SETTINGS.NARROW)
             if biased != 0:
@@ -181,6 +181,6 @@ def _backward(
         if started != 0:
             share = tl.exp(tl.load(start_lse_ptr + row).to(tl.float32) - lse)
             tl.store(grad_start_ptr + at, (share * grad).to(grad_start_ptr.dtype.element_ty), mask)
-            grad_start_lse = start_product - share * common
+            grad_start_lse = product_left - share * common
             tl.store(grad_start_lse_ptr + row, grad_start_lse.to(grad_start_lse_ptr.dtype.element_ty))
-    tl.store(partial_query_ptr + program * SETTINGS.WIDTH + c, grad_q, mask)
+    tl.store(partial_query_ptr + program * SETTINGS.D + c, grad_q, mask)

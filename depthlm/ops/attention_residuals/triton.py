@@ -45,7 +45,7 @@ from depthlm.ops.triton_common import load_fp32, tl, triton
 SOFTMAX_ROWS = tl.constexpr(128)
 
 
-def attend(
+def depth_attend(
     query_sd: Tensor,
     sources: Sequence[Tensor],
     eps: float | None,
@@ -65,7 +65,7 @@ def attend(
 
 
 def allocate(parameters: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
-    """Return empty lse_sp, raw_nsp, the scale_np of raw and weight_nsp."""
+    """Return empty lse_sp, raw_nsp (q . x), scale_np (1 / rms) and weight_nsp (the softmax)."""
     (*shape, _), n, reads = sources[0].shape, len(sources), len(parameters[0])
     positions = sources[0].shape[:-1].numel()
     shapes = (reads, *shape), (n, reads, positions), (n, positions), (n, reads, positions)
@@ -98,16 +98,17 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     # the products of sources, and of the start, with the gradients of the outputs
     product = raw.new_empty(n + started, reads, positions)
     grad_raw, along = torch.empty_like(raw), torch.empty_like(scale)
+    # without a start, these pointers are not used
     start_out, start_lse = start or (grad, lse)
     grad_start, grad_start_lse = start_grads or (grad, lse)
     programs, rows = row_programs(positions)
-    num_row_tiles, columns = inputs.tiles
+    num_row_tiles, num_column_tiles = inputs.tiles
     read_ptrs = grad, grad_lse, inputs.table, lse, raw, scale, weight, start_out, start_lse
     output_ptrs = product, grad_raw, along, partial_bias, grad_start_lse
     inputs.launch(_score_grads, (num_row_tiles,), WARPS, [read_ptrs, output_ptrs], started, EPS=eps)
     read_ptrs = grad, inputs.table, query, lse, weight, start_lse, grad_raw, along
     output_ptrs = partial_query, grad_start
-    inputs.launch(_source_grads, (columns, programs), FEW_WARPS, [read_ptrs, output_ptrs], rows, started)
+    inputs.launch(_source_grads, (num_column_tiles, programs), FEW_WARPS, [read_ptrs, output_ptrs], rows, started)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -185,7 +186,7 @@ def _forward(read_ptrs, start_ptrs, out_ptr, n, positions, reads, started, D: tl
 
 @triton.jit
 def _add(to_ptr, products, mask, first):
-    """Add the sum over a tile's dimensions, of which `first` is the first, to those of the tiles before."""
+    """Add the row sums of a tile to those of the tiles before; the first tile, with first = 0, replaces them."""
     total = tl.load(to_ptr, mask & (first > 0), other=0.0)
     tl.store(to_ptr, total + tl.sum(products, axis=1), mask)
 

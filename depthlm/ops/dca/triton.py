@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """`gated_reads` in Triton.
 
-The forward pass computes the scores w . x, and then a tile of all reads per program. The backward pass computes the
-gradients of the scores, for which it needs all dimensions, and then the gradients of everything else.
+A first kernel computes all scores w . x. Then each program of the forward pass computes a tile of the output for all
+reads. The backward pass computes the gradients of the scores, for which it needs all dimensions, and then the
+gradients of everything else.
 
 Shapes: s reads, n sources, p positions, d width.
 """
@@ -36,7 +37,7 @@ from depthlm.ops.reads_triton import (
 )
 from depthlm.ops.triton_common import load_fp32, tl, triton
 
-# sources and reads of a program of the gradients of parameters, which are as many sums in registers
+# sources and reads of a program of `_parameter_grads`, which has a sum of b for each pair of them in registers
 SOURCES, FEW_READS = tl.constexpr(3), tl.constexpr(3)
 
 
@@ -59,6 +60,7 @@ def forward(parameters, sources, start, eps, outputs):
     out, score = outputs
     inputs = inputs_of(sources, len(b))
     scores(w, inputs, score)
+    # without a start, its pointer is not used
     begin = aligned(start[0]) if start else out
     inputs.launch(_forward, inputs.tiles, WARPS, [(inputs.table, b, score), begin, out], len(start))
 
@@ -71,11 +73,11 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     n, positions, reads = inputs.sizes
     row_tiles, columns = inputs.tiles
     programs, rows = row_programs(positions)
-    blocks = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value)
+    groups = triton.cdiv(n, SOURCES.value) * triton.cdiv(reads, FEW_READS.value)
     read_ptrs = grad, inputs.table, b, score, grad_score
     inputs.launch(_score_grads, (row_tiles,), WARPS, [read_ptrs])
     inputs.launch(_source_grads, inputs.tiles, FEW_WARPS, [read_ptrs, w])
-    inputs.launch(_parameter_grads, (blocks, columns, programs), FEW_WARPS, [read_ptrs, partial], rows)
+    inputs.launch(_parameter_grads, (groups, columns, programs), FEW_WARPS, [read_ptrs, partial], rows)
 
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
@@ -183,9 +185,10 @@ def _parameter_grads(read_ptrs, partial_ptr, n, positions, reads, rows, D: tl.co
         at, mask = tile_at(p, c, positions, D)
         xs, sums_w, sums_b = (), (), ()
         for k in tl.static_range(SOURCES):
+            # what is computed again for the last source is not stored
             j = min(first_j + k, n - 1)
             x, total = load_source(table_ptr, j, at, mask, NARROW), grad_w[k]
-            # the product has room for all reads
+            # one product has room for all reads, so only the first group of reads computes it
             if first_s == 0:
                 grad_score = _load_score(grad_score_ptr, dot_s[:, None], j, p[None, :], positions, reads)
                 total = tl.dot(grad_score, x, total, input_precision="tf32x3")

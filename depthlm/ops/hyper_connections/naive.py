@@ -33,7 +33,8 @@ def hyper_post_pre(
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
     X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `hyper_maps` of X', and
-    input = H_pre X'. The input and X' have the dtype of X. Dynamic maps are in fp32 or better.
+    input = H_pre X'. The input and X' have the dtype of X, and dynamic maps are in fp32 or better; this definition is
+    for fp32 and fp64 without autocast.
 
     Static maps have no Triton kernel: without a dynamic part, PyTorch runs for any choice of kernels.
 

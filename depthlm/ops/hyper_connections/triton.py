@@ -96,7 +96,7 @@ def _forward(sources, parameters, outputs, positions, d, settings):
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
     w_ptr, static_pre_ptr, static_post_ptr, static_res_ptr, scale_ptr = parameters
-    read_ptr, new_ptr, post_ptr, res_ptr, pre_ptr, projected_ptr, rms_ptr = outputs
+    read_ptr, new_ptr, post_ptr, res_ptr, pre_ptr, projected_ptr, inverse_rms_ptr = outputs
     p, mask_p = rows(positions, settings)
     c = tl.arange(0, 16)
     if PENDING:
@@ -126,16 +126,16 @@ def _forward(sources, parameters, outputs, positions, d, settings):
         # again, since registers are scarce in the loop, and the projections have another layout
         maps = load_maps(sources, p, mask_p, settings)
     for j in tl.static_range(n):
-        rms = tl.rsqrt(squares[j] / d + settings.eps)
-        tl.store(rms_ptr + p * n + j, rms, mask_p)
+        inverse_rms = tl.rsqrt(squares[j] / d + settings.eps)
+        tl.store(inverse_rms_ptr + p * n + j, inverse_rms, mask_p)
         if PENDING:
-            # W x'_i = sum_j res[i, j] W x_j + post[i] W y: the factors of the products are loaded tiles, since Triton
-            # would compute x'_i once more in the layout of a factor, in every warp
+            # W x'_i = sum_j res[i, j] W x_j + post[i] W y: as a factor of tl.dot, x'_i would be computed again by
+            # every warp
             scaled = mixed_tile(j, projected, projected_y, maps, settings)
         else:
             scaled = projected[j]
         at = ((p * n + j) * (n + 2))[:, None] + c[None, :]
-        tl.store(projected_ptr + at, scaled * rms[:, None], mask_p[:, None] & (c < n + 2)[None, :])
+        tl.store(projected_ptr + at, scaled * inverse_rms[:, None], mask_p[:, None] & (c < n + 2)[None, :])
     # the values that follow were written by other threads
     tl.debug_barrier()
     s_pre_res, s_post = tl.load(scale_ptr).to(tl.float32), tl.load(scale_ptr + 1).to(tl.float32)
@@ -157,7 +157,7 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
     PENDING: tl.constexpr = len(sources) > 1
     n: tl.constexpr = settings.n
     w_ptr, scale_ptr = parameters
-    pre_ptr, projected_ptr, rms_ptr = kept
+    pre_ptr, projected_ptr, inverse_rms_ptr = kept
     grad_read_ptr, grad_new_ptr, grad_post_ptr, grad_res_ptr = grads
     grad_projected_ptr, partial_ptr = scratch
     p, mask_p = rows(positions, settings)
@@ -173,7 +173,7 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
     along, grad_projected = (), ()
     for j in tl.static_range(n):
         projected = load_vectors(projected_ptr, p * n + j, mask_p, n + 2)
-        rms = tl.load(rms_ptr + p * n + j, mask_p, other=0.0)
+        inverse_rms = tl.load(inverse_rms_ptr + p * n + j, mask_p, other=0.0)
         along_j = tl.zeros(p.shape, tl.float32)
         for k in tl.static_range(n + 2):
             m, grad_map = tanh(projected[k]), grad_read_maps[k * n + j]
@@ -184,11 +184,11 @@ def _backward(sources, new_ptr, parameters, kept, grads, grad_sources, scratch, 
             else:
                 grad_pre_res += grad_map * m
                 grad_map *= s_pre_res
-            grad_map *= (1 - m * m) * rms
+            grad_map *= (1 - m * m) * inverse_rms
             along_j -= grad_map * projected[k]
             tl.store(grad_projected_ptr + (p * n + j) * (n + 2) + k, grad_map, mask_p)
             grad_projected += (grad_map,)
-        along += (along_j * rms / d,)
+        along += (along_j * inverse_rms / d,)
     tl.store(partial_static_ptr + n * (n + 2), tl.sum(grad_pre_res, axis=0))
     tl.store(partial_static_ptr + n * (n + 2) + 1, tl.sum(grad_post, axis=0))
     # the values that follow were written by other threads

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthlm.ops.call import call
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
-from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write
+from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams
 
 
 class Maps(NamedTuple):
@@ -142,7 +142,7 @@ class WriteStreams(torch.autograd.Function):
     def forward(
         ctx: Any, res_btij: Tensor, streams_btnd: Tensor, post_btn: Tensor, output_btd: Tensor, rebuild: bool
     ) -> Tensor:
-        start_write(ctx, streams_btnd, rebuild, lambda node: _mixed(*saved_streams(node)))
+        mark_write(ctx, streams_btnd, rebuild, lambda node: _mixed(*saved_streams(node)))
         save_streams(ctx, streams_btnd, res_btij, post_btn, output_btd)
         return _mixed(streams_btnd, res_btij, post_btn, output_btd)
 

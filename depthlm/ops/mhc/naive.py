@@ -1,7 +1,7 @@
 """The write of one mHC sublayer and the read of the next (arXiv 2512.24880), in one operator.
 
-A separate write would store n streams that the next read loads again at once. So a write only passes on its arguments,
-and the next read performs both.
+After a separate write, the read would load X' twice, for its maps and for H_pre X'. So a write only passes on its
+arguments, and the next read performs both: it computes the maps while a part of X' is in registers or in the cache.
 
 This is the definition. Training runs cpu.py or triton.py beside it, and this code only with kernels=naive.
 
@@ -42,7 +42,8 @@ def mhc_post_pre(
     """Perform the pending write and the next read; return input_btd, X'_btnd, post_btn and res_btij.
 
     X' = H_res X + H_post^T y of the pending write, or X without one. H_pre, H_post, H_res = `mhc_maps` of X', and
-    input = H_pre X'. The input and X' have the dtype of X. The maps are in fp32 or better.
+    input = H_pre X'. The input and X' have the dtype of X, and the maps are in fp32 or better; this definition is for
+    fp32 and fp64 without autocast.
 
     rebuild: whether X' may be computed again for the backward pass instead of kept (`depthlm.ops.mhc.rebuilding`).
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.

@@ -6,7 +6,7 @@ first node of the backward pass that needs another one computes all of its run. 
 backward pass, which is the last that needs it.
 
 A node is the context of an autograd function (`depthlm.ops.autograd.node_of`). A function that writes calls
-`start_write`, one that reads streams calls `save_streams` and `saved_streams`.
+`mark_write`, one that reads streams calls `save_streams` and `saved_streams`.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from depthlm.ops.autograd import node_of
 
-# writes per run: 48 layers then keep 12 streams for each of 96 writes, and compute up to 7 of them at a time
+# writes per run: of the 96 X' of 48 layers, 12 are then kept, and up to 7 others are computed at a time
 RUN = 8
 
 
-def start_write(ctx: Any, x: Tensor, rebuild: bool, compute: Callable[[Any], Tensor]) -> None:
+def mark_write(ctx: Any, x: Tensor, rebuild: bool, compute: Callable[[Any], Tensor]) -> None:
     """Mark the node of a write to the streams x.
 
     rebuild: whether X' may be computed again. compute: returns X' of the node.

@@ -2,10 +2,11 @@
 """What `mhc_post_pre` and `hyper_post_pre` share in Triton: a pending write, the next read, and their derivatives.
 
 The sources of a kernel are x, and output, post and res of a pending write. A program processes some positions, in
-chunks of columns of d. Maps, and all numbers per position, are tuples of vectors over positions; matrices are in them
-row by row. The maps of a write are n vectors of H_post, then n^2 of H_res.
+chunks of columns of d. Maps, and all numbers per position, are tuples of vectors over positions; a matrix is n^2
+vectors in row-major order. The maps of a write are n vectors of H_post, then n^2 of H_res.
 
-A pointer includes the offset of each position, and a scalar is added to it: offsets of 64 bits take more registers.
+Kernels compute a tensor of pointers and reach stream j by adding the scalar j * d to it; a second tensor of 64-bit
+offsets would take more registers.
 
 Shapes: b batch, t tokens, p positions (batch and tokens), n streams, i new stream, j old stream, d hidden size.
 """
@@ -20,7 +21,7 @@ from depthlm.ops.backend import expect
 from depthlm.ops.call import call, operator_name
 from depthlm.ops.dtypes import common_dtype
 from depthlm.ops.mhc.cpu import Pending
-from depthlm.ops.mhc.rebuilding import save_streams, saved_streams, start_write, written
+from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams, written
 from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton
 
 # positions per program, which are the rows of its matrix products: tl.dot requires 16
@@ -42,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(x_btnd: Tensor, columns: int, eps: float, dtype: torch.dtype) -> Settings:
-    """Return the constants of the kernels. columns: per chunk of 3 or 4 streams.
+    """Return the constants of the kernels. columns: per chunk of 3 or 4 streams; fewer take 64, more take 16.
 
     Registers limit the columns. Up to n = 4 no register is spilled.
     """
@@ -93,7 +94,7 @@ class WriteAndRead(torch.autograd.Function):
         ctx.counts = count, len(tensors)
         sources, parameters = _contiguous(tensors[:count]), _contiguous(tensors[count:])
         outputs = operators[0](sources, parameters, *settings)
-        start_write(ctx, tensors[0], rebuild, write_again)
+        mark_write(ctx, tensors[0], rebuild, write_again)
         new = [outputs[1]] if count > 1 and not ctx.rebuilds else []
         save_streams(ctx, *tensors, *outputs[4:], *new)
         return tuple(outputs[:4])
@@ -142,7 +143,10 @@ def empty_outputs(sources: Tensors, *shapes: list[int]) -> Tensors:
 
 
 def launch(kernel: Any, sources: Tensors, *arguments: Any, chunks: int = 1) -> None:
-    """Launch a kernel of the sources, other tensors and lists of them, sizes and, last, settings."""
+    """Launch kernel(sources, *arguments, b * t, d, settings), where lists become tuples.
+
+    A program processes POSITIONS positions, and one of `chunks` parts of d.
+    """
     b, t, _, d = sources[0].shape
     *others, settings = (tuple(y) if isinstance(y, list) else y for y in arguments)
     with torch.cuda.device_of(sources[0]):

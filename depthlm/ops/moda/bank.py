@@ -92,12 +92,14 @@ class Append(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.sums, ctx.index = bank.sums, index
+        # the first entry is the last one in the backward pass
         ctx.last = token is None or not token.requires_grad
         return *bank.write(index, k_bkte, v_bkte), k_bkte.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         sums = ctx.sums.take(ctx.index, ctx.last)
+        # gradients of the copies, which the attention of this layer uses
         own = [(total, grad) for total, grad in zip(sums or (), grads, strict=False) if grad is not None]
         if own:
             torch._foreach_add_([total for total, _ in own], [grad for _, grad in own])

@@ -6,13 +6,13 @@ the softmax over both parts has
     l' = log(exp l + sum_j exp s_j);    o' = exp(l - l') o + sum_j exp(s_j - l') v_j.
 
 The backward pass of flash attention depends on the softmax only through the output and the log-sum-exp. So with o' and
-l' it returns the gradients of the sequence part, and any number of queries per key/value head works. All entries are in
-one tensor, and so are the sums of their gradients (`depthlm.ops.moda.bank`).
+l' it returns the gradients of the sequence part. With the gradient g of o' and p_j = exp(s_j - l'), that of a score is
+p_j (g . v_j - g . o'). All entries are in one tensor, and so are the sums of their gradients (`depthlm.ops.moda.bank`).
 
-On a CPU it is 1.9 times as fast as the definition (benchmarks/definitions.py, forward and backward).
+On a CPU it is 1.9 times as fast as `attend_with_scores` (benchmarks/definitions.py, forward and backward).
 
 Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/value heads, g queries per key/value head,
-e head size, n depth entries, 2 a key and a value, r rows of a head's entries (b, t, k).
+e head size, n depth entries, 2 a key and a value, r rows, (b, t, k).
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ def merged_attention(
 
     Each token attends to itself and to all tokens before it, and to the depth entries at its own position.
     depth: at least one entry. mask_b1ts: replaces the causal mask; each token must attend to at least one token.
-    bounds: limit attention to documents on a GPU, where `takes_documents` holds, without a mask and cached tokens.
+    bounds: limit attention to documents on a GPU, where `flash.takes_documents` holds, without a mask and a cache.
     """
     if bounds is not None:
         return attend_with_flash(q_bhte, k_bkse, v_bkse, depth, bounds=bounds)
@@ -94,7 +94,7 @@ class DepthMerge(torch.autograd.Function):
         out_bhte, lse_bht, *ctx.rest = _flash(q_bhte, k_bkse, v_bkse, mask_b1ts, bounds)
         context_bhte, merged_bht = moda_depth(q_bhte, out_bhte, lse_bht, entries_n2btke)
         ctx.save_for_backward(q_bhte, k_bkse, v_bkse, mask_b1ts, context_bhte, merged_bht, bank.entries_n2btke)
-        # the context must not hold the bank: a graph that lives on after its backward pass would keep the entries
+        # not the bank itself: unlike saved tensors, attributes of ctx stay after the backward pass
         ctx.sums, ctx.range = bank.sums, (start, start + len(entries_n2btke))
         ctx.kernels, ctx.bounds = chosen(), bounds
         return context_bhte
@@ -173,6 +173,7 @@ def moda_depth(q_bhte: Tensor, out_bhte: Tensor, lse_bht: Tensor, entries_n2btke
         for part in _parts(keys_nre):
             q, out, lse = (x[part].to(dtype) for x in (q_rge, out_rge, lse_rg1))
             key_rne, value_rne = (x[:, part].transpose(0, 1).to(dtype) for x in (keys_nre, values_nre))
+            # with beta=0, lse is ignored
             score_rgn = torch.baddbmm(lse, q, key_rne.mT, beta=0, alpha=scale)
             merged = torch.logaddexp(lse, score_rgn.logsumexp(-1, keepdim=True))
             p_rgn = score_rgn.sub_(merged).exp_()
@@ -196,7 +197,7 @@ def moda_depth_backward(
     """Return the gradient of q, in its dtype, and add those of the entries to the sums, in place.
 
     context_bhte, lse_bht: o' and l' of `moda_depth`. grad_q_bhte: the gradient of q from the sequence part.
-    fresh: the number of the first entries whose sums are undefined, and are replaced.
+    fresh: sums[:fresh] are undefined and are replaced; to the others, gradients are added.
     Raises, if Triton kernels run: ValueError for a wrong shape or device, TypeError for a wrong dtype.
     """
     dtype, scale = exact_dtype([q_bhte]), q_bhte.shape[3] ** -0.5

@@ -1,7 +1,7 @@
 """Attention over the sequence and over depth in one softmax (MoDA, arXiv 2603.15619), from materialized scores.
 
     p_i = softmax([q_i . k_1, ..., q_i . k_i, q_i . key_1i, ..., q_i . key_ni] / sqrt(e)),
-    o_i = sum_j p_ij v_j + sum_j p_i(s+j) value_ji
+    o_i = sum_{j<=i} p_ij v_j + sum_{j=1..n} p_i(i+j) value_ji
 
 This also runs where no flash attention does, as in fp32 on a GPU.
 
