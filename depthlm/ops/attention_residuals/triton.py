@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthlm.ops.attention_residuals import one_triton
+from depthlm.ops.attention_residuals.one_triton import KERNELS as KERNELS_OF_ONE
 from depthlm.ops.backend import expect
 from depthlm.ops.call import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
@@ -59,7 +59,7 @@ def depth_attend(
         expect("attention_residuals", query_sd, bias=(x, (len(sources),)))
     if start is not None:
         expect("attention_residuals", query_sd, **{"start of lse": (start[1], (len(query_sd), *positions))})
-    kernels = one_triton.KERNELS if len(query_sd) == 1 and len(sources) <= ADDRESSES else KERNELS
+    kernels = KERNELS_OF_ONE if len(query_sd) == 1 and len(sources) <= ADDRESSES else KERNELS
     out_spd, lse_sp = read(kernels, [query_sd], sources, start or (), eps, bias)
     return out_spd, lse_sp
 
