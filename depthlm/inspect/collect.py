@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from depthlm.inspect.attention_maps import AttentionMaps
-from depthlm.inspect.grids import Grids, Matrices
+from depthlm.inspect.grids import AttentionMaps, Grids, Matrices
 from depthlm.inspect.picture import FigureOverDepth, Picture, Place
 from depthlm.model import Decoder, Observer, SublayerSpec
 from depthlm.model.attention import attending
