@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from depthlm.model.attention import build_mixers, open_depth
+from depthlm.model.attention import build_mixers
 from depthlm.model.attention.context import AttentionContext, Cache, KVCache, find_documents
-from depthlm.model.attention.self_attention import AttentionFactory
+from depthlm.model.attention.self_attention import AttentionFactory, DepthKV, SelfAttention
 from depthlm.model.connection import Connection, ConnectionFactory
 from depthlm.model.experts import Mixture, Routing
 from depthlm.model.layer import UNOBSERVED, Layer, Observer
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         embedding_btd = self.embedding(tokens_bt, positions)
         observer.open(embedding_btd)
         state = self.connections[0].open(embedding_btd)
-        depth, routings = open_depth([layer.attention for layer in self.layers]), []
+        depth, routings = self._open_depth(), []
         for position in range(self.loops * self.size.num_layers):
             layer = recomputed(
                 self.layers[position % self.size.num_layers], position, self.activation_checkpointing, self.kernels
@@ -163,6 +163,11 @@ class Decoder(nn.Module):
             cache.advance(length, document_b1)
         observer.read(self.connections[-1], state)
         return self.connections[-1].close(state), routings
+
+    def _open_depth(self) -> DepthKV:
+        """Return the depth list before the first layer."""
+        mixers = (layer.attention for layer in self.layers)
+        return next((mixer.open_depth() for mixer in mixers if isinstance(mixer, SelfAttention)), [])
 
     def mixtures(self) -> list[Mixture]:
         """Return the mixtures of experts, in the order of layers."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from depthlm.model.attention.delta import DeltaAttention
-from depthlm.model.attention.self_attention import AttentionFactory, DepthKV, SelfAttention
+from depthlm.model.attention.self_attention import AttentionFactory, SelfAttention
 from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 Mixer = SelfAttention | DeltaAttention
@@ -28,8 +28,3 @@ def attending(mixers: Sequence[Mixer], loops: int) -> list[int]:
     """Return the unrolled positions of the layers with keys and values, in the order in which they run."""
     kept = [layer for layer, mixer in enumerate(mixers) if isinstance(mixer, SelfAttention)]
     return [loop * len(mixers) + layer for loop in range(loops) for layer in kept]
-
-
-def open_depth(mixers: Iterable[Mixer]) -> DepthKV:
-    """Return the depth list before the first layer."""
-    return next((mixer.open_depth() for mixer in mixers if isinstance(mixer, SelfAttention)), [])
