@@ -113,6 +113,7 @@ class ManifoldHyperConnections(Connection):
         return mhc_maps(state.written(), self.map_parameters(), self.eps, self.iterations)
 
     def map_parameters(self) -> Parameters:
+        """Return the parameters of the maps, as the operator takes them."""
         return Parameters(self.phi, self.norm, self.alpha, self.bias)
 
     def write(self, state: State, output_btd: Tensor, carry: Carry) -> State:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.reads import MAX_READS
-from depthlm.ops.triton_common import load_fp32, tl, triton
+from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
 # reads of a launch: the code of a kernel is unrolled over them, and those that a launch lacks are skipped
 READS = tl.constexpr(MAX_READS)
@@ -126,8 +126,7 @@ def row_tiles(positions: int) -> int:
 
 def row_programs(positions: int) -> tuple[int, int]:
     """Return the number of programs over positions of a backward pass, and the positions of each."""
-    rows = HALF_ROWS.value * triton.cdiv(triton.cdiv(positions, PROGRAMS), HALF_ROWS.value)
-    return triton.cdiv(positions, rows), rows
+    return split_work(positions, PROGRAMS, HALF_ROWS.value)
 
 
 @triton.jit(do_not_specialize=COUNTS)

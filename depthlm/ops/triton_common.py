@@ -40,6 +40,15 @@ def padded(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return (*tensors, *tensors[-1:] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
 
 
+def split_work(count: int, most: int, multiple: int = 1) -> tuple[int, int]:
+    """Return how many programs, at most `most`, share `count` units of work, and the units of each.
+
+    The units of a program are a multiple of `multiple`.
+    """
+    units = multiple * triton.cdiv(triton.cdiv(count, most), multiple)
+    return triton.cdiv(count, units), units
+
+
 def constants(settings: type[T], *values: object) -> T:
     """Return a NamedTuple of values that are constants in the code of a kernel."""
     return settings(*map(tl.constexpr, values))

@@ -24,7 +24,7 @@ from depthlm.ops.reads_triton import (
     pointers,
     store_typed,
 )
-from depthlm.ops.triton_common import load_fp32, tl, triton
+from depthlm.ops.triton_common import constants, load_fp32, split_work, tl, triton
 
 # positions of a program
 ROWS = 16
@@ -69,7 +69,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
     start_lse = aligned(start[1]) if start else lse
     read_ptrs = grad, *(grad_lse or [lse]), out, lse, query, *(bias or [query]), start_lse
     sum_ptrs = partial_query, partial_bias, *(start_grads or (out, lse))
-    programs, rows = _programs(positions)
+    programs, rows = split_work(positions, PROGRAMS)
     numbers = len(xs), positions, rows, int(bool(start)), len(bias), len(grad_lse)
     settings, warps = _settings(xs, eps)
     table = addresses(xs, source_grads, added)
@@ -79,7 +79,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (query, *bias), (out, lse) = inputs.parameters, inputs.outputs
-    programs, _ = _programs(lse.numel())
+    programs, _ = split_work(lse.numel(), PROGRAMS)
     partial_query = lse.new_empty(programs, query.shape[1])
     partial_bias = lse.new_empty(programs, len(inputs.sources))
     start_grads = [torch.empty_like(like, dtype=x.dtype) for x, like in zip(inputs.start, (out, lse), strict=False)]
@@ -91,17 +91,11 @@ def backward(inputs: BackwardInputs) -> list[Tensor]:
 KERNELS = Kernels("attention_residuals", 2, allocate, forward, backward, saves_out=True)
 
 
-def _programs(positions: int) -> tuple[int, int]:
-    """Return the programs of a backward pass, and the positions of each."""
-    rows = triton.cdiv(positions, PROGRAMS)
-    return triton.cdiv(positions, rows), rows
-
-
 def _settings(sources: Sequence[Tensor], eps: float | None) -> tuple[Settings, int]:
     """Return the settings, and the warps of a program."""
     d = sources[0].shape[-1]
     padded = triton.next_power_of_2(d)
-    settings = Settings(*map(tl.constexpr, (d, padded, eps, narrow_dtype(sources))))
+    settings = constants(Settings, d, padded, eps, narrow_dtype(sources))
     return settings, max(1, min(16, padded // (32 * VALUES)))
 
 

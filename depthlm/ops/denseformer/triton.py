@@ -29,7 +29,7 @@ from depthlm.ops.reads_triton import (
     store_typed,
     tile_at,
 )
-from depthlm.ops.triton_common import load_fp32, tl, triton
+from depthlm.ops.triton_common import load_fp32, split_work, tl, triton
 
 # values and sources of a tile of the backward pass
 TILE_VALUES, SOURCES, BACKWARD_WARPS = tl.constexpr(64), tl.constexpr(16), 2
@@ -56,7 +56,7 @@ def forward(parameters, sources, start, eps, outputs):
 def launch_backward(grads, outputs, parameters, sources, start, eps, source_grads, added, sums):
     (weights,), (partial,) = parameters, sums
     inputs = inputs_of(sources, len(weights), source_grads, added)
-    steps, programs = _programs(sources[0].numel())
+    programs, steps = _programs(sources[0].numel())
     grid = triton.cdiv(len(sources), SOURCES.value), programs
     tensors = aligned(grads[0]), inputs.table, weights.contiguous(), partial
     inputs.launch(_backward, grid, BACKWARD_WARPS, tensors, steps)
@@ -64,7 +64,7 @@ def launch_backward(grads, outputs, parameters, sources, start, eps, source_grad
 
 def backward(inputs: BackwardInputs) -> list[Tensor]:
     (weights,), n = inputs.parameters, len(inputs.sources)
-    _, programs = _programs(inputs.sources[0].numel())
+    programs, _ = _programs(inputs.sources[0].numel())
     columns = triton.cdiv(n, SOURCES.value) * SOURCES.value
     partial = weights.new_empty(programs, columns, DOT_READS.value, dtype=torch.float32)
     launch_backward(*inputs, [partial])
@@ -76,10 +76,8 @@ KERNELS = Kernels("denseformer", 1, lambda parameters, sources: [], forward, bac
 
 
 def _programs(values: int) -> tuple[int, int]:
-    """Return the tiles of a program of the backward pass, and the programs for each 16 sources."""
-    num_tiles = triton.cdiv(values, TILE_VALUES.value)
-    steps = triton.cdiv(num_tiles, PROGRAMS)
-    return steps, triton.cdiv(num_tiles, steps)
+    """Return the programs of the backward pass for each 16 sources, and the tiles of each."""
+    return split_work(triton.cdiv(values, TILE_VALUES.value), PROGRAMS)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=["weights_ptr"])
