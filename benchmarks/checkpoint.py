@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from rich.table import Table
 
 import depthlm
 from depthlm.config import Config
+from depthlm.config.keys import replaced
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.runs.manifest import sealed
@@ -68,7 +69,7 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
 
     step()  # creates the optimizer states
     about = {"corpus": "", "world_size": 1, "stage": 0, "config": asdict(config)}
-    config.training.keep_last = 1
+    config = replaced(config, {"training.keep_last": 1})
     saver = Saver(engine, folder, config.training, about)
     saves, copies = [], []
     for number in range(1, rounds + 2):
@@ -82,7 +83,7 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
         if number > 1:  # the first save creates the folders and allocates memory
             saves.append(saver.seconds - before)
             copies.append(copied)
-    config.training.async_checkpoint = True
+    saver = Saver(engine, folder, replace(config.training, async_checkpoint=True), about)
     waits, losses = [], []
     for number in range(100, 101 + rounds):
         started = time.perf_counter()

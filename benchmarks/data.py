@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 import depthlm
-from depthlm.config.schema import Data
 from depthlm.data import Batches, Manifest, TokenFiles, Tokenizer, documents, loader, prepare, text_files, train_bpe
 from depthlm.data.manifest import Shard
+from depthlm.data.settings import Data
 from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed

@@ -37,10 +37,10 @@ from safetensors.torch import load_file
 
 import depthlm
 from depthlm.config.saved import load_config
-from depthlm.config.schema import Data
 from depthlm.data import Manifest, Tokenizer, open_corpus, prepare, verify
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.sources import TextFile
+from depthlm.data.settings import Data
 from depthlm.errors import UserError
 from depthlm.inspect.recorded import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained

@@ -38,7 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 import depthlm
-from depthlm.config import mechanisms
+from depthlm.config import compose_anywhere, mechanisms
 from depthlm.evaluation import generate
 from depthlm.machine import environment
 from depthlm.model import Decoder
@@ -53,7 +53,7 @@ CUDA = torch.cuda.is_available()
 def build(name: str, overrides: list[str]) -> Decoder:
     """Build a preset with its initial weights. name: the preset, optionally followed by its own overrides."""
     preset, *own = ("vanilla" if name == AGAIN else name).split()
-    config = depthlm.compose([*overrides, f"model={preset}", *own], here=False)
+    config = compose_anywhere([*overrides, f"model={preset}", *own])
     model = depthlm.build_model(config, environment.device_type()).eval()
     return model.to(torch.bfloat16) if CUDA else model
 

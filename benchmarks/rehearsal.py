@@ -77,9 +77,9 @@ def rehearse_preset(
     """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
     from fake_gpu.step import rehearse
 
-    from depthlm.config import compose
+    from depthlm.config import compose_anywhere
 
-    config = compose(overrides, None, here=False)
+    config = compose_anywhere(overrides, None)
     rehearsal = rehearse(config, micro_batch_size, precision, compiled)
     line = {
         "preset": config.model.name,

@@ -9,6 +9,7 @@ import sys
 from typing import TypeVar
 
 import depthlm
+from depthlm.config import compose_anywhere
 from depthlm.distributed.interrupts import quiet_interrupts
 
 Schema = TypeVar("Schema")
@@ -60,12 +61,11 @@ def summary(arguments: list[str], program: str) -> None:
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: must be at least 1")
     from depthlm.accounting.summary import print_overhead, print_summary
-    from depthlm.config import compose
 
     if parsed.overhead:
         print_overhead(parsed.overrides, parsed.config_dir, parsed.json)
     else:
-        print_summary(compose(parsed.overrides, parsed.config_dir, here=False), parsed.gpus, parsed.json)
+        print_summary(compose_anywhere(parsed.overrides, parsed.config_dir), parsed.gpus, parsed.json)
 
 
 def report(arguments: list[str], program: str) -> None:

@@ -1,7 +1,9 @@
 """Numbers as text: counts with a unit (300M, 10B), bytes as GiB."""
 
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 SCALES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -20,6 +22,10 @@ def parse_count(value: Any) -> int:
     if number.denominator != 1 or "/" in text:
         raise ValueError(value)
     return int(number)
+
+
+# an integer that may also be written as `300M` or `10B`
+Count = Annotated[int, BeforeValidator(parse_count)]
 
 
 def count_text(number: float) -> str:

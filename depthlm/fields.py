@@ -1,6 +1,7 @@
-"""The declaration of a configuration key: its default, its documentation and its allowed values.
+"""The declaration of a configuration key: its default, its documentation and its bounds.
 
-Every dataclass of the schema uses `key`, so that `train.py --help` and the checks share one definition.
+Every dataclass of the schema uses `key`, so that `train.py --help` and the checks share one definition. Pydantic reads
+the bounds from the metadata of a field (`depthlm.config.keys`); the dataclasses themselves need no pydantic.
 """
 
 import dataclasses
@@ -16,36 +17,26 @@ def key(
     default: Any = dataclasses.MISSING,
     doc: str = "",
     *,
-    choices: tuple[str | bool, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
-    count: bool = False,
+    min_length: int | None = None,
     on_resume: OnResume = "fixed",
     protocol: bool = True,
     outside: bool = False,
 ) -> Any:
-    """Return a documented dataclass field.
+    """Return a documented dataclass field. The allowed values of a text are its type, a Literal.
 
-    choices: the allowed values. minimum, maximum: inclusive bounds. above: exclusive lower bound.
-    count: whether the value is an integer that may also be written as `300M` or `10B`.
+    minimum, maximum: inclusive bounds. above: exclusive lower bound. min_length: of a list.
     on_resume: whether a run may resume with another value. free: yes, since it does not affect the result; logged: yes,
     with a line in the log, since it affects at most rounding or the treatment of bad batches; fixed: no.
     protocol: whether runs that are compared must share the value.
     outside: whether the value names something outside of the run, such as a path, an address or a service. Only the
     user's own runs may name it freely (`depthlm.config.trust`).
     """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "minimum": minimum,
-        "maximum": maximum,
-        "above": above,
-        "count": count,
-        "on_resume": on_resume,
-        "protocol": protocol,
-        "outside": outside,
-    }
+    metadata = {"description": doc, "on_resume": on_resume, "protocol": protocol, "outside": outside}
+    bounds = {"ge": minimum, "le": maximum, "gt": above, "min_length": min_length}
+    metadata |= {name: bound for name, bound in bounds.items() if bound is not None}
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

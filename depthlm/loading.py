@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.config.saved import load_config
-from depthlm.config.trust import check_trusted, targets
+from depthlm.config.saved import check_trusted, load_config, targets
 from depthlm.config.validate.mechanism import check_target
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator, UntracedError
-from depthlm.config import ConfigError
-from depthlm.optimizers import MuonAndAdamW, build_optimizer, state_bytes
+from depthlm.config import ConfigError, compose_anywhere
+from depthlm.optimizers.build import build_optimizer, state_bytes
+from depthlm.optimizers.muon import MuonAndAdamW
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 
@@ -85,7 +86,7 @@ def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: 
     if name in LIBRARY:
         pytest.importorskip("pytorch_optimizer")
     given = ["size=micro", "model=dca", f"backbone={backbone}", f"optimizer={name}", "schedule=constant"]
-    config = depthlm.compose(given, mine, here=False)
+    config = compose_anywhere(given, mine)
     model = depthlm.build_model(config)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.arange(32).view(2, 16)
@@ -101,7 +102,7 @@ def test_the_bytes_of_the_states_equal_those_of_an_optimizer_after_a_step(mine: 
 def test_muon_has_one_state_for_each_hidden_matrix_and_adamw_two() -> None:
     counted = {}
     for name in ("adamw", "muon"):
-        config = depthlm.compose(["size=360m", f"optimizer={name}"], here=False)
+        config = compose_anywhere(["size=360m", f"optimizer={name}"])
         model = depthlm.build_model(config, "meta")
         counted[name] = state_bytes(model, config.optimizer)
     parameters = list(model.named_parameters())
@@ -115,7 +116,7 @@ def test_states_per_parameter_are_those_of_the_papers() -> None:
     pytest.importorskip("pytorch_optimizer")
     counted = {}
     for name in LIBRARY:
-        config = depthlm.compose(["size=360m", f"optimizer={name}", "schedule=constant"], here=False)
+        config = compose_anywhere(["size=360m", f"optimizer={name}", "schedule=constant"])
         model = depthlm.build_model(config, "meta")
         counted[name] = state_bytes(model, config.optimizer) / 4
     parameters = [p for _, p in model.named_parameters()]
@@ -165,7 +166,7 @@ def test_muon_updates_each_expert_as_torchs_muon_updates_its_matrix_alone(shape:
 
 
 def test_an_optimizer_that_needs_values_is_not_counted_but_reported(mine: Path) -> None:
-    config = depthlm.compose(["size=micro", "optimizer=adafactor"], mine, here=False)
+    config = compose_anywhere(["size=micro", "optimizer=adafactor"], mine)
     with pytest.raises(UntracedError, match=r"torch\.optim\.Adafactor cannot make a step without values"):
         MemoryEstimator(config, "cuda").states(0, 1)
 
@@ -201,7 +202,7 @@ def test_an_optimizer_of_the_user_states_what_it_refuses(mine: Path) -> None:
                                          "allowed: share; did you mean `share`?"),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as refused:
-            depthlm.compose(["optimizer=sign", *overrides], mine, here=False)
+            compose_anywhere(["optimizer=sign", *overrides], mine)
         assert refused.value.errors == [error]
 
 
@@ -209,7 +210,7 @@ def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeyp
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pytorch_optimizer", None)
         with pytest.raises(ConfigError, match=r"pytorch_optimizer is not installed; pip install .*optimizers"):
-            depthlm.compose(["optimizer=soap"], here=False)
+            compose_anywhere(["optimizer=soap"])
     pytest.importorskip("pytorch_optimizer")
     for overrides, error in (
         (["optimizer=soap", "deepspeed=zero2"], "optimizer=soap with deepspeed.stage=2: pytorch_optimizer.SOAP needs "
@@ -225,4 +226,4 @@ def test_what_a_librarys_optimizer_needs_is_refused_with_what_is_allowed(monkeyp
          "did you mean `precondition_frequency`"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=error):
-            depthlm.compose(["size=micro", *overrides], here=False)
+            compose_anywhere(["size=micro", *overrides])

@@ -19,7 +19,7 @@ from operators import CASES, Make, Shape, difference, shape_of, step
 from torch import Tensor
 
 import depthlm
-from depthlm.config import mechanisms
+from depthlm.config import compose_anywhere, mechanisms
 from depthlm.machine import environment
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -53,7 +53,7 @@ def check_operator(name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any
 def losses(preset: str, kernels: str, dtype: torch.dtype, tokens: int, steps: int) -> Tensor:
     """Return the losses per token of a tiny decoder before and after each step of AdamW."""
     device = environment.device_type()
-    config = depthlm.compose([f"model={preset}", "size=micro", f"kernels={kernels}"], here=False)
+    config = compose_anywhere([f"model={preset}", "size=micro", f"kernels={kernels}"])
     model = depthlm.build_model(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from depthlm.config import Config, compose
 from depthlm.config.renamed import current_class
-from depthlm.config.schema.keys import flatten, on_resume
+
+from depthlm.config import Config, compose_anywhere
+from depthlm.config.keys import flatten, on_resume
 from depthlm.files import replace_text
 from depthlm.report.rows import Row
 from depthlm.report.sweep import Sweep, read_sweep
@@ -93,7 +94,7 @@ def training_times() -> dict[tuple[int, int, str], float]:
     times = {}
     for path in TIMES.glob("study-nano_*.json"):
         speeds = json.loads(path.read_text())
-        size = compose(speeds["shape"], here=False).size
+        size = compose_anywhere(speeds["shape"]).size
         vanilla = 1e-6 * speeds["presets"]["vanilla"]["microseconds_per_token"]
         for name, line in speeds["presets"].items():
             times[size.hidden_size, size.num_layers, name] = vanilla * (1 + line["overhead"])

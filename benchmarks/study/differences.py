@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from archive import values_of
 
-from depthlm.config import compose
+from depthlm.config import compose_anywhere
 from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep
 
@@ -77,7 +77,7 @@ def apart_from_vanilla(sweep: Sweep, key: str, value: str) -> dict[str, dict[str
 def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Difference | None]]]:
     """Return the learning rate of the study, the others tried, and by how much each changes the loss of each model."""
     models = values_of(sweep, "model")
-    rate = f"{compose([f'size={sweep.configs[0].size.name}'], here=False).size.lr:g}"
+    rate = f"{compose_anywhere([f'size={sweep.configs[0].size.name}']).size.lr:g}"
     others = [other for other in values_of(sweep, "optimizer.lr") if other != rate]
     losses = {(row.settings["model"], row.settings["optimizer.lr"]): by_seed(row, sweep.first[1]) for row in sweep.rows}
     level = corrected(len(models) * len(others))

@@ -23,8 +23,8 @@ from pictures import draw_all
 
 from depthlm.accounting.parameters import count_parameters
 from depthlm.build import build_model
-from depthlm.config.schema.experiment import Column
-from depthlm.config.schema.length import run_steps
+from depthlm.config.experiment import Column
+from depthlm.config.schema import run_steps
 from depthlm.files import replace_text
 from depthlm.report.rows import Measured, measured, over_seeds
 from depthlm.report.scaling_laws import NEEDS, VIEWS, curves, fit_table, needed_text, savings

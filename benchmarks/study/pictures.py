@@ -8,7 +8,7 @@ from typing import Any
 from archive import values_of
 from differences import Difference, apart_from_vanilla, own_difference, rate_changes
 
-from depthlm.config.schema.experiment import Column
+from depthlm.config.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import panels_of
 from depthlm.report.figures.scaling import draw_scaling

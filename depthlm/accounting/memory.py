@@ -18,7 +18,7 @@ from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.model.experts import Spread
 from depthlm.model.parameters import fp32_parameters
-from depthlm.optimizers import state_bytes
+from depthlm.optimizers.build import state_bytes
 
 if TYPE_CHECKING:
     from depthlm.config import Config

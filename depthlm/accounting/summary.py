@@ -18,7 +18,7 @@ from depthlm.accounting.overhead import Overhead, overhead
 from depthlm.accounting.parameters import count_parameters
 from depthlm.accounting.recomputation import CHOICES, recomputed_flops
 from depthlm.build import build_model
-from depthlm.config import Config, ConfigError, compose, mechanisms, run_steps
+from depthlm.config import Config, ConfigError, compose_anywhere, mechanisms, run_steps
 from depthlm.console import stderr_console, stdout_console
 from depthlm.errors import UserError
 
@@ -161,7 +161,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
     names = [name for name in mechanisms(config_dir) if name != "vanilla"]
     costs = {}
     for name in track(names, "mechanisms", console=stderr_console(), transient=True):
-        config = compose([*overrides, f"model={name}"], config_dir, here=False)
+        config = compose_anywhere([*overrides, f"model={name}"], config_dir)
         costs[name] = extra(overhead(build_model(config, "meta")))
     if as_json:
         print(json.dumps(costs, indent=1))

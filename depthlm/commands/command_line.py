@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
-
 import depthlm
 from depthlm.commands.help import print_help
 from depthlm.config import Config
 from depthlm.config.compose import compose
+from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import run_of
+from depthlm.config.hydra_context import flags_parser, open_names
 from depthlm.config.resolve import by_name, experiment_of
-from depthlm.config.schema.sources import open_names
-from depthlm.config.validate.errors import ConfigError
 from depthlm.distributed.launchers import ranks
 from depthlm.errors import UserError
 from depthlm.locations import install_command
@@ -70,7 +68,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         print(f"depthlm {depthlm.__version__}")
         sys.exit(0)
     # Hydra's modes (--cfg, --info, ...) show a configuration without running it
-    parsed, unknown = get_args_parser().parse_known_intermixed_args(kept)
+    parsed, unknown = flags_parser().parse_known_intermixed_args(kept)
     if unknown and not parsed.shell_completion:
         wrong = [text for text in unknown if text.startswith("-")] or unknown
         raise UserError(f"{' '.join(wrong)}: no such flag; settings are key=value, and --help lists them")

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf, override_text
-from depthlm.config.schema.keys import Key, keys
-from depthlm.config.validate.errors import nearest
+from depthlm.config.errors import nearest
+from depthlm.config.hydra_context import available_groups, comment, compose_raw, hydra_at_conf
+from depthlm.config.keys import Key, keys, override_text
 from depthlm.config.validate.explain import option_file
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
@@ -165,7 +165,7 @@ def key_table(shown: Iterable[Key], raw: DictConfig) -> Table:
             table.add_section()
             section = key.name.rpartition(".")[0]
         choices = f" ({', '.join(key.choices)})" if key.choices else ""
-        table.add_row(key.name, escape(default_text(raw, key.name)), escape(key.metadata["doc"] + choices))
+        table.add_row(key.name, escape(default_text(raw, key.name)), escape(key.doc + choices))
     return table
 
 

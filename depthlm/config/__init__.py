@@ -1,12 +1,10 @@
 """Configuration: the schema, and the composition of overrides into a checked `Config`."""
 
-from depthlm.config.compose import compose, mechanisms, resolve_and_check
+from depthlm.config.compose import compose, compose_anywhere, mechanisms, resolve_and_check
+from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import changes, run_of
-from depthlm.config.prepare_command import prepare_command
-from depthlm.config.schema import Config
-from depthlm.config.schema.buckets import bucket_elements
-from depthlm.config.schema.length import run_steps, warmup_steps
-from depthlm.config.validate.errors import ConfigError
+from depthlm.config.reproduce import prepare_command
+from depthlm.config.schema import Config, bucket_elements, run_steps, warmup_steps
 
 __all__ = [
     "Config",
@@ -14,6 +12,7 @@ __all__ = [
     "bucket_elements",
     "changes",
     "compose",
+    "compose_anywhere",
     "mechanisms",
     "prepare_command",
     "resolve_and_check",

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
-from depthlm.config.hydra_context import override_text
-from depthlm.config.schema.keys import Key, keys, validate
-from depthlm.config.validate.errors import listed, nearest
+from depthlm.config.errors import listed, nearest
+from depthlm.config.keys import Key, keys, override_text, split_list, validate
 from depthlm.counts import counted
 from depthlm.errors import UserError
 
@@ -24,7 +23,7 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
     that a field does not allow.
     """
     known, errors = keys(schema), []  # type: ignore[arg-type]
-    values: dict[str, str | None] = {}
+    values: dict[str, str | list[str] | None] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
@@ -32,19 +31,15 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
         elif name not in known:
             errors.append(f"{prefix}{text}: no such key; allowed: {listed(known)}{nearest(name, known)}")
         else:
-            values[name] = None if value == "null" else value
-    read, wrong = validate(schema, values)
-    for name in (name for name in values if name in wrong):
+            values[name] = None if value == "null" else split_list(value) if known[name].is_list else value
+    read, places = validate(schema, {key.name: "" for key in _required(schema)} | values)
+    for name in dict.fromkeys(place[0] for place in places if place[0] in values):
         close = nearest(str(values[name]), known[name].choices)
         errors.append(f"{prefix}{name}={override_text(values[name])}: must be {known[name].wanted}{close}")
-    errors += [
-        f"{prefix}{key.name}=...: is missing: {key.metadata['doc']}"
-        for key in _required(schema)
-        if key.name not in values
-    ]
-    if errors:
+    errors += [f"{prefix}{key.name}=...: is missing: {key.doc}" for key in _required(schema) if key.name not in values]
+    if errors or read is None:
         raise UserError("\n".join([f"{counted(len(errors), 'mistake')}:", *(f"  - {e}" for e in errors)]))
-    return schema(**read)
+    return read
 
 
 def described(schema: type) -> str:
@@ -54,7 +49,7 @@ def described(schema: type) -> str:
     lines = []
     for key in keys(schema).values():
         default = "" if key.name in required or defaults[key.name] is None else f" (default {defaults[key.name]})"
-        lines.append(f"  {key.name + '=':18} {key.metadata['doc']}{default}")
+        lines.append(f"  {key.name + '=':18} {key.doc}{default}")
     return "\n".join(lines)
 
 

@@ -1,94 +1,122 @@
 """Budgets: shrink a configuration to run the same experiment at lower cost."""
 
 import math
-from collections.abc import Set
-from functools import partial
+from collections.abc import Callable, Set
+from dataclasses import replace
+from typing import Any
 
-from depthlm.config.schema import Config, Data
-from depthlm.config.schema.length import run_steps
+from depthlm.config.keys import replaced, value_of
+from depthlm.config.schema import Config, run_steps
+from depthlm.data.settings import Data
 from depthlm.model.shape import Size
 
 # tokens (bytes) of the standard library to use, and batches of the validation set
 OFFLINE_TOKENS, VALIDATION_BATCHES = 2_000_000, 4
+WIDTHS = ("hidden_size", "intermediate_size", "expert_size", "head_size", "latent_size", "shared_key_size")
+LENGTHS = ("training.max_steps", "training.max_tokens", "training.max_epochs")
+
+# whether a key may change: the command line sets neither it nor its group
+IsFree = Callable[[str], bool]
 
 
-def apply_budget(config: Config, chosen: Set[str]) -> None:
-    """Shrink a configuration in place to its budget.
+def with_budget(config: Config, chosen: Set[str]) -> Config:
+    """Return a configuration shrunk to its budget.
 
     Depth, mechanism and the shape of the schedule do not change: warm-up and validation keep their share of the run.
 
     chosen: the keys and groups that the command line sets; they stay unchanged.
     """
-    budget, training, size = config.budget, config.training, config.size
 
-    free = partial(_free, chosen)
+    def is_free(name: str) -> bool:
+        return not {name, name.rpartition(".")[0]} & chosen
+
+    budget, before = config.budget, config
     if budget.offline:
-        if not any(name.split(".")[0] == "data" for name in chosen):
-            config.data = Data(name="stdlib", tokenizer="bytes", on_bad_document="skip", max_tokens=OFFLINE_TOKENS)
-            if free("size.vocab_size"):
-                # resolving raises it to the size of the tokenizer
-                size.vocab_size = 2
-        if free("precision.name"):
-            config.precision.name = "fp32"
-        if free("training.num_threads"):
-            # for such narrow models, more threads only add synchronization
-            training.num_threads = 1
-        if free("deepspeed.stage"):
-            config.deepspeed.stage, config.deepspeed.offload = 0, "none"
-    for name in ("hidden_size", "intermediate_size", "expert_size", "head_size", "latent_size", "shared_key_size"):
-        if free(f"size.{name}") and getattr(size, name) is not None:
-            setattr(size, name, divided(getattr(size, name), budget.width_divisor))
-    if free("size.num_experts"):
-        # enough experts remain for a token to have a choice
-        fewest = max(size.num_experts // budget.width_divisor, 2 * size.experts_per_token)
-        unit = math.lcm(config.backbone.router_groups, config.deepspeed.experts)
-        size.num_experts = min(size.num_experts, math.ceil(fewest / unit) * unit)
-    lengths = {"training.max_steps", "training.max_tokens", "training.max_epochs"}
-    shrinks = budget.flops is not None or budget.max_steps is not None
-    steps_before = run_steps(config) if shrinks and training.max_epochs is None and not lengths & chosen else None
-    tokens_before = (steps_before or 0) * training.batch_size * training.sequence_length
-    if budget.sequence_length is not None and free("training.sequence_length"):
-        training.sequence_length = min(training.sequence_length, budget.sequence_length)
+        config = _offline(config, chosen, is_free)
+    config = _with_free(config, is_free, _widths(config))
+    config = _with_free(config, is_free, _batch(config, chosen, is_free))
+    if budget.flops is None and budget.max_steps is None:
+        return config
+    if {*LENGTHS} & chosen:
+        warmup = config.schedule.warmup_steps
+        if not warmup:
+            return config
+        # the warm-up of the protocol is meant for the length of the protocol
+        shorter = min(warmup, max(1, (run_steps(config) or 0) // 10))
+        return _with_free(config, is_free, {"schedule.warmup_steps": shorter})
+    steps_before = run_steps(before)
+    if steps_before is None:
+        return config
+    steps = _steps(config, steps_before * before.training.batch_size * before.training.sequence_length)
+    return config if steps == steps_before else _cut(config, is_free, steps_before, steps)
+
+
+def _with_free(config: Config, is_free: IsFree, values: dict[str, Any]) -> Config:
+    return replaced(config, {name: value for name, value in values.items() if is_free(name)})
+
+
+def _offline(config: Config, chosen: Set[str], is_free: IsFree) -> Config:
+    if not any(name.split(".")[0] == "data" for name in chosen):
+        data = Data(name="stdlib", tokenizer="bytes", on_bad_document="skip", max_tokens=OFFLINE_TOKENS)
+        # resolving raises the vocabulary to the size of the tokenizer
+        config = _with_free(replace(config, data=data), is_free, {"size.vocab_size": 2})
+    # for such narrow models, more threads only add synchronization
+    config = _with_free(config, is_free, {"precision.name": "fp32", "training.num_threads": 1})
+    unsharded = {"deepspeed.stage": 0, "deepspeed.offload": "none"}
+    return replaced(config, unsharded) if is_free("deepspeed.stage") else config
+
+
+def _widths(config: Config) -> dict[str, int]:
+    size, divisor = config.size, config.budget.width_divisor
+    widths = {name: value_of(size, name) for name in WIDTHS}
+    # enough experts remain for a token to have a choice
+    fewest = max(size.num_experts // divisor, 2 * size.experts_per_token)
+    unit = math.lcm(config.backbone.router_groups, config.deepspeed.experts)
+    return {
+        **{f"size.{name}": divided(width, divisor) for name, width in widths.items() if width is not None},
+        "size.num_experts": min(size.num_experts, math.ceil(fewest / unit) * unit),
+    }
+
+
+def _batch(config: Config, chosen: Set[str], is_free: IsFree) -> dict[str, int | None]:
+    budget, training = config.budget, config.training
+    values: dict[str, int | None] = {}
+    length, batch_size = training.sequence_length, training.batch_size
+    if budget.sequence_length is not None and is_free("training.sequence_length"):
+        length = min(length, budget.sequence_length)
+        values["training.sequence_length"] = length
     if budget.batch_tokens is not None:
         if not {"training.batch_size", "training.batch_tokens"} & chosen:
-            training.batch_tokens = None
-            training.batch_size = max(1, min(training.batch_size, budget.batch_tokens // training.sequence_length))
-        if free("training.validation_tokens"):
-            most = VALIDATION_BATCHES * training.batch_size * training.sequence_length
-            training.validation_tokens = min(training.validation_tokens or most, most)
-    if budget.micro_batch_tokens is not None and free("training.micro_batch_size"):
-        most = max(1, budget.micro_batch_tokens // training.sequence_length)
-        training.micro_batch_size = math.gcd(training.batch_size, most)
-    if steps_before is not None:
-        tokens = tokens_before
-        if budget.flops is not None:
-            # one factor for all points, so that their sizes and lengths keep their proportions
-            largest = max(config.experiment.flops or 0.0, 6.0 * matrices(config) * tokens)
-            tokens = round(tokens * min(1.0, budget.flops / largest))
-        steps = max(1, round(tokens / (training.batch_size * training.sequence_length)))
-        _cut_steps(config, chosen, steps_before, min(steps, budget.max_steps or steps))
-    elif shrinks and lengths & chosen and config.schedule.warmup_steps and free("schedule.warmup_steps"):
-        # the warm-up of the protocol is meant for the length of the protocol
-        config.schedule.warmup_steps = min(config.schedule.warmup_steps, max(1, (run_steps(config) or 0) // 10))
+            batch_size = max(1, min(batch_size, budget.batch_tokens // length))
+            values |= {"training.batch_tokens": None, "training.batch_size": batch_size}
+        most = VALIDATION_BATCHES * batch_size * length
+        values["training.validation_tokens"] = min(training.validation_tokens or most, most)
+    if budget.micro_batch_tokens is not None:
+        values["training.micro_batch_size"] = math.gcd(batch_size, max(1, budget.micro_batch_tokens // length))
+    return values
 
 
-def _cut_steps(config: Config, chosen: Set[str], before: int, steps: int) -> None:
-    training, schedule, free = config.training, config.schedule, partial(_free, chosen)
-    if steps == before:
-        return
-    training.max_steps, training.max_tokens = steps, None
-    if schedule.warmup_steps and free("schedule.warmup_steps"):
-        schedule.warmup_steps = max(1, round(schedule.warmup_steps * steps / before))
-    if training.validate_every is not None and free("training.validate_every"):
+def _steps(config: Config, tokens: int) -> int:
+    """Return the steps of a run that had this many tokens before."""
+    budget, training = config.budget, config.training
+    if budget.flops is not None:
+        # one factor for all points, so that their sizes and lengths keep their proportions
+        largest = max(config.experiment.flops or 0.0, 6.0 * matrices(config) * tokens)
+        tokens = round(tokens * min(1.0, budget.flops / largest))
+    steps = max(1, round(tokens / (training.batch_size * training.sequence_length)))
+    return min(steps, budget.max_steps or steps)
+
+
+def _cut(config: Config, is_free: IsFree, before: int, steps: int) -> Config:
+    training, schedule = config.training, config.schedule
+    values: dict[str, int] = {"training.log_every": max(1, min(training.log_every, steps // 12))}
+    if schedule.warmup_steps:
+        values["schedule.warmup_steps"] = max(1, round(schedule.warmup_steps * steps / before))
+    if training.validate_every is not None:
         # in such a short run, frequent validation would cost more than the training steps
-        training.validate_every = max(1, steps // 4, round(training.validate_every * steps / before))
-    if free("training.log_every"):
-        training.log_every = max(1, min(training.log_every, steps // 12))
-
-
-def _free(chosen: Set[str], name: str) -> bool:
-    """Return whether the command line sets neither the key nor its group."""
-    return not {name, name.rpartition(".")[0]} & chosen
+        values["training.validate_every"] = max(1, steps // 4, round(training.validate_every * steps / before))
+    config = replaced(config, {"training.max_steps": steps, "training.max_tokens": None})
+    return _with_free(config, is_free, values)
 
 
 def divided(width: int, divisor: int) -> int:

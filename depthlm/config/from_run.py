@@ -12,13 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from depthlm.config.budget import LENGTHS
+from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
-from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
-from depthlm.config.saved import as_text, check_reach, compare, load_config
+from depthlm.config.keys import keys, on_resume
+from depthlm.config.resolve import by_name, folder_name, run_name
+from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import keys, on_resume
-from depthlm.config.trust import check_trusted, targets
-from depthlm.config.validate.errors import ConfigError, nearest
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
 from depthlm.errors import UserError
 
@@ -42,26 +42,16 @@ def own_overrides(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if not text.startswith((RUN, TRUST))]
 
 
-def raw_from_run(
-    run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None, here: bool
-) -> DictConfig:
+def raw_from_run(run: Path, saved: Config, overrides: Sequence[str], config_dir: str | Path | None) -> DictConfig:
     """Return the configuration `saved` of a run with overrides on top, unchecked.
 
     A group (`schedule=wsd`) replaces the whole group of the run, and a key replaces its value.
 
-    here: whether the run is for this machine. Raises UserError if one of its classes is from a module that `trust=`
-    does not name, or if it is the run of somebody else and names paths, addresses or services; ConfigError with all
-    invalid overrides.
+    Raises UserError if one of its classes is from a module that `trust=` does not name; ConfigError with all invalid
+    overrides.
     """
-    trust = [
-        name.strip()
-        for text in overrides
-        if text.startswith(TRUST)
-        for name in text.removeprefix(TRUST).strip("[]").split(",")
-    ]
     groups, values, errors = _parsed(own_overrides(overrides), config_dir)
-    raw = OmegaConf.merge(OmegaConf.structured(Config), as_text(asdict(saved)))
-    assert isinstance(raw, DictConfig)
+    raw = OmegaConf.create(as_text(asdict(saved)))
     OmegaConf.set_struct(raw, True)
     for name, default in MOMENTARY.items():
         OmegaConf.update(raw, name, default)
@@ -78,12 +68,28 @@ def raw_from_run(
     errors += [error for text, override in values for error in _unresolved(raw, text, override)]
     if errors:
         raise ConfigError(errors)
-    named = {override.key_or_group.replace("/", ".") for _, override in (*groups, *values)}
+    named = named_keys(overrides)
     classes = targets(saved.model) | {"optimizer": saved.optimizer._target_}
-    check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trust, str(run))
-    if here:
-        check_reach(run, saved, trust, lambda name: not any(f"{name}.".startswith(f"{one}.") for one in named))
+    check_trusted({key: name for key, name in classes.items() if not _names(named, key)}, trusted(overrides), str(run))
     return raw
+
+
+def check_origin(run: Path, saved: Config, overrides: Sequence[str]) -> None:
+    """Raise UserError for the run of somebody else that names paths, addresses or services."""
+    named = named_keys(overrides)
+    check_reach(run, saved, trusted(overrides), lambda name: not any(f"{name}.".startswith(f"{key}.") for key in named))
+
+
+def trusted(overrides: Sequence[str]) -> list[str]:
+    """Return the names that `trust=` gives."""
+    texts = [text.removeprefix(TRUST).strip("[]") for text in overrides if text.startswith(TRUST)]
+    return [name.strip() for text in texts for name in text.split(",")]
+
+
+def named_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups that the overrides set, by dotted name."""
+    parsed = OverridesParser.create().parse_overrides(own_overrides(overrides))
+    return {override.key_or_group.replace("/", ".") for override in parsed}
 
 
 def keeps_mechanism(saved: Config, config: Config) -> bool:
@@ -158,8 +164,9 @@ def _set(raw: DictConfig, text: str, override: Override) -> list[str]:
     try:
         OmegaConf.update(raw, name, override.value(), merge=False, force_add=name.startswith(OPEN))
     except OmegaConfBaseException as error:
-        why = f"must be {known[name].wanted}" if name in known else one_line(error).removeprefix(f"{name}: ")
-        return [f"{text}: {why}"]
+        return [f"{text}: {one_line(error).removeprefix(f'{name}: ')}"]
+    if name in known and "${" not in str(override.value()) and not known[name].allows(override.value()):
+        return [f"{text}: must be {known[name].wanted}"]
     return []
 
 

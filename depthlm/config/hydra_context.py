@@ -1,31 +1,32 @@
 """Access to Hydra's compose API over conf/: its groups, what they compose to, and values as overrides spell them."""
 
+import argparse
 import copy
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from depthlm.config.keys import FREE_GROUPS, NAMED, declaration, keys, override_text
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import keys
-from depthlm.config.schema.sources import open_names
-from depthlm.counts import SCALES
+from depthlm.counts import SCALES, Count
 from depthlm.files import read_yaml
 from depthlm.locations import CONF
 
-ConfigStore.instance().store(name="schema", node=Config)
+ConfigStore.instance().store(name="schema", node=asdict(Config()))
 
 
 @contextmanager
@@ -48,15 +49,38 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
     Raises HydraException or OmegaConfBaseException.
     """
     opened = open_names(overrides)
+    parsed = OverridesParser.create().parse_overrides(opened)
     if config_dir is not None:
-        return hydra.compose("config", [*opened, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"])
-    groups: list[Override] = []
-    keys: list[Override] = []
-    for override in OverridesParser.create().parse_overrides(opened):
-        (groups if _is_composed(override) else keys).append(override)
-    raw = copy.deepcopy(_composed_groups(tuple(str(override.input_line) for override in groups)))
-    ConfigLoaderImpl._apply_overrides_to_config(keys, raw)
+        raw = hydra.compose("config", [*opened, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"])
+    else:
+        groups = [override for override in parsed if _is_composed(override)]
+        raw = copy.deepcopy(_composed_groups(tuple(str(override.input_line) for override in groups)))
+        ConfigLoaderImpl._apply_overrides_to_config([override for override in parsed if override not in groups], raw)
+    keep_text(raw, parsed)
     return raw
+
+
+def flags_parser() -> argparse.ArgumentParser:
+    """Return Hydra's parser of the flags and overrides of a command line."""
+    return get_args_parser()
+
+
+def open_names(overrides: Sequence[str], settings: bool = False) -> list[str]:
+    """Return the overrides, with `++` added for named sources so that Hydra accepts new names and keys.
+
+    settings: also add it for the settings of a class, since a sweep may set one that the default class lacks.
+    """
+    begins = tuple(f"{group}{end}" for group in NAMED for end in (".", "="))
+    begins += tuple(f"{group}." for group in FREE_GROUPS) if settings else ()
+    return [f"++{override}" if override.startswith(begins) else override for override in overrides]
+
+
+def keep_text(raw: DictConfig, overrides: Sequence[Override]) -> None:
+    """Write, in place, each text as it was given: Hydra reads 2024_01_15 as a number, which would become 20240115."""
+    for override in overrides:
+        name = override.key_or_group
+        if name in keys() and keys()[name].is_text and isinstance(override.value(), int | float):
+            OmegaConf.update(raw, name, (override.input_line or "").partition("=")[2].strip())
 
 
 def _is_composed(override: Override) -> bool:
@@ -115,13 +139,6 @@ def comment(file: Path) -> list[str]:
     return words
 
 
-def override_text(value: Any) -> str:
-    """Return a value in the syntax of an override."""
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return f"[{','.join(map(override_text, value))}]" if isinstance(value, list) else str(value)
-
-
 def value_text(name: str, value: Any) -> str:
     """Return the value of a key as an override that Hydra reads back as the same value, counts as 10B."""
     if isinstance(value, list):
@@ -129,9 +146,8 @@ def value_text(name: str, value: Any) -> str:
     if isinstance(value, str) and not re.fullmatch(r"(?!(true|false|null|nan|inf)$)[a-z_./][\w./:@+-]*", value, re.I):
         # without quotes it would be a number, or no value at all
         return "'" + value.replace("'", r"\'") + "'"
-    # a named source has the keys of data
-    key = keys().get(name) or keys().get(f"data.{name.rpartition('.')[2]}")
-    if key is not None and key.metadata["count"] and value:
+    key = declaration(name)
+    if key is not None and key.plain_type is Count and value:
         unit, scale = next((one for one in reversed(SCALES.items()) if value % one[1] == 0), ("", 1))
         return f"{value // scale}{unit}"
     return override_text(value)

@@ -1,9 +1,8 @@
 """The training protocol of a configuration, in words."""
 
-from depthlm.config.schema import Config
-from depthlm.config.schema.length import run_steps
+from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text
-from depthlm.optimizers import arguments
+from depthlm.optimizers.build import arguments
 
 
 def protocol_texts(config: Config) -> dict[str, str]:

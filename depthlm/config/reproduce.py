@@ -1,4 +1,4 @@
-"""The overrides that compose the configuration of a run, however the run was started."""
+"""The command lines of a configuration: the overrides that compose it, and the command that prepares its data."""
 
 import shlex
 from dataclasses import asdict
@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.compose import compose
-from depthlm.config.hydra_context import available_groups, mechanism_option, value_text
-from depthlm.config.resolve import LENGTHS
+from depthlm.config.budget import LENGTHS
+from depthlm.config.compose import compose_anywhere
+from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, mechanism_option, value_text
+from depthlm.config.keys import flatten
 from depthlm.config.saved import compare
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import flatten
+from depthlm.counts import parse_count
 from depthlm.errors import UserError
+from depthlm.locations import CONF, command
 
 # groups whose option has the name in the configuration; the keys of the others are given one by one
 GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
 # where files are, and what is applied to the values already
 IGNORED = ("data.path", "budget", "experiment", "model.name")
+# keys that do not affect the preparation
+_UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
 
 
 def train_overrides(config: Config) -> list[str] | None:
@@ -36,13 +41,13 @@ def train_overrides(config: Config) -> list[str] | None:
     saved = asdict(config)
     values: dict[str, Any] = {}
     try:
-        defaults = asdict(compose([], here=False))
+        defaults = asdict(compose_anywhere())
         # an option that is the default needs no override, except where it depends on the machine
         is_default = {f"{group}={defaults[group]['name']}" for group in GROUPS if group != "precision"}
         groups = [text for text in chosen if text not in is_default]
         # one value may determine another, as size.lr does optimizer.lr
         for _ in range(3):
-            differing = _differences(saved, asdict(compose([*groups, *_overrides(values)], here=False)))
+            differing = _differences(saved, asdict(compose_anywhere([*groups, *_overrides(values)])))
             if not differing:
                 public = {name: _public(value) for name, value in values.items()}
                 return [shlex.quote(text) for text in (*groups, *_overrides(public))]
@@ -77,3 +82,31 @@ def _overrides(values: dict[str, Any]) -> list[str]:
 def _public(value: Any) -> Any:
     is_private = isinstance(value, str) and Path(value).is_absolute()
     return f"/path/to/{Path(value).name}" if is_private else value
+
+
+def prepare_command(config: Config) -> str:
+    """Return the command that prepares `data=<name>`, with every setting that differs from conf/data/<name>.yaml."""
+    name = config.data.name
+    chosen = [f"data={name}"] if (CONF / "data" / f"{name}.yaml").is_file() else []
+    with hydra_at_conf():
+        defaults = OmegaConf.to_container(compose_raw(chosen, None).data)
+    return " ".join(
+        [command("data/prepare.py", "prepare"), *chosen, *_differing("data", asdict(config.data), defaults)]
+    )
+
+
+def _differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
+    words = [shlex.quote(f"~{prefix}.{key}") for key in defaults or () if key not in values]
+    for key, value in values.items():
+        default = defaults.get(key) if isinstance(defaults, dict) else None
+        if isinstance(value, dict):
+            words += _differing(f"{prefix}.{key}", value, default)
+        elif f"{prefix}.{key}".removeprefix("data.") not in _UNUSED and not _same(value, default):
+            words.append(shlex.quote(f"{prefix}.{key}={value_text(f'{prefix}.{key}', value)}"))
+    return words
+
+
+def _same(value: Any, default: Any) -> bool:
+    if isinstance(default, str) and isinstance(value, int):
+        return parse_count(default) == value
+    return value == default

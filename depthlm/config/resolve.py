@@ -1,73 +1,71 @@
 """Derive the values that a configuration leaves open: counts, lengths, precision, vocabulary, run directory."""
 
-import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.budget import apply_budget
-from depthlm.config.renamed import KEYS
+from depthlm.config.budget import LENGTHS, with_budget
+from depthlm.config.experiment import Experiment
+from depthlm.config.keys import on_resume, replaced, value_of
 from depthlm.config.schema import Config
-from depthlm.config.schema.experiment import Experiment
-from depthlm.config.schema.keys import keys, on_resume
-from depthlm.config.validate.errors import ConfigError
-from depthlm.counts import parse_count
 from depthlm.data import is_on_hub, padded_vocab_size
-from depthlm.machine import environment
 
 # mutually exclusive keys: when the user sets one, the defaults of the others become null
-ALTERNATIVES = (
-    ("training.max_steps", "training.max_tokens", "training.max_epochs"),
-    ("schedule.warmup_ratio", "schedule.warmup_steps"),
-)
-
-LENGTHS = ALTERNATIVES[0]
+ALTERNATIVES = (LENGTHS, ("schedule.warmup_ratio", "schedule.warmup_steps"))
 
 
-def resolve(config: Config, given: set[str], overrides: Sequence[str], here: bool, saved: bool = False) -> None:
-    """Fill in, in place, the values derived from the overrides, the tokenizer and the device.
+def resolve(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+    """Return a configuration shrunk to its budget, with the values that follow from the overrides and the tokenizer.
 
-    given: the keys and groups that the overrides set. here: whether the run is for this machine. saved: whether this is
-    the configuration of an existing run, to which the budget is already applied.
+    given: the keys and groups that the overrides set.
     """
-    _use_new_keys(config, given)
-    for names in ALTERNATIVES:
-        named = [name for name in names if name in given and _get(config, name) is not None]
-        if len(named) == 1:
-            for other in {*names} - {*named}:
-                _set(config, other, None)
-    for key in keys().values():
-        value = _get(config, key.name)
-        if key.metadata["count"] and value is not None:
-            _set(config, key.name, parse_count(value))
-    for source in (*config.data.sources.values(), *config.data.validation.values()):
-        for entry in fields(source):
-            value = getattr(source, entry.name)
-            if entry.metadata["count"] and value is not None:
-                setattr(source, entry.name, parse_count(value))
-    training = config.training
-    if saved and "training.batch_size" in given and "training.batch_tokens" not in given:
-        training.batch_tokens = None
-    if training.batch_tokens is not None:
-        training.batch_size = max(1, training.batch_tokens // training.sequence_length)
-    if not saved:
-        apply_budget(config, given - keys_of_points(config.experiment.points, overrides))
-    if config.precision.name == "auto":
-        config.precision.name = environment.fast_precision(environment.device_type(config.device)) if here else "bf16"
-    if config.backbone.mlp == "experts":
-        config.size.expert_size = config.size.width_of_expert()
-    if "size.vocab_size" not in given and tokenizer_exists(config):
-        config.size.vocab_size = max(config.size.vocab_size, padded_vocab_size(config.data))
-    if "model.name" not in given:
-        config.model.name = mechanism_name(config.model.name, overrides)
+    config = with_batch_size(with_one_alternative(config, given))
+    config = with_budget(config, given - keys_of_points(config.experiment.points, overrides))
+    values: dict[str, Any] = {"experiment": Experiment(name=experiment_of(overrides) or "")}
     if config.output_dir is None:
-        config.output_dir = run_directory(overrides)
-    # the other points of the experiment are not settings of this run
-    config.experiment = Experiment(name=config.experiment.name if saved else experiment_of(overrides) or "")
+        values["output_dir"] = run_directory(overrides)
+    return with_derived(replaced(config, values), given, overrides)
+
+
+def resolve_saved(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+    """Return the configuration of an existing run, which was resolved before, with the values of other overrides."""
+    config = with_one_alternative(config, given)
+    if "training.batch_size" in given and "training.batch_tokens" not in given:
+        config = replaced(config, {"training.batch_tokens": None})
+    config = replaced(with_batch_size(config), {"experiment": Experiment(name=config.experiment.name)})
+    return with_derived(config, given, overrides)
+
+
+def with_one_alternative(config: Config, given: Set[str]) -> Config:
+    """Return the configuration with only the length and the warm-up that the overrides set, if they set one."""
+    for names in ALTERNATIVES:
+        named = [name for name in names if name in given and value_of(config, name) is not None]
+        if len(named) == 1:
+            config = replaced(config, dict.fromkeys({*names} - {*named}))
+    return config
+
+
+def with_batch_size(config: Config) -> Config:
+    """Return the configuration with the batch in sequences that follows from a batch in tokens."""
+    training = config.training
+    if training.batch_tokens is None:
+        return config
+    return replaced(config, {"training.batch_size": max(1, training.batch_tokens // training.sequence_length)})
+
+
+def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> Config:
+    """Return the configuration with the width of an expert, the vocabulary and the name of the mechanism."""
+    values: dict[str, Any] = {}
+    if config.backbone.mlp == "experts":
+        values["size.expert_size"] = config.size.width_of_expert()
+    if "size.vocab_size" not in given and tokenizer_exists(config):
+        values["size.vocab_size"] = max(config.size.vocab_size, padded_vocab_size(config.data))
+    if "model.name" not in given:
+        values["model.name"] = mechanism_name(config.model.name, overrides)
+    return replaced(config, values)
 
 
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
@@ -125,23 +123,3 @@ def tokenizer_exists(config: Config) -> bool:
     """Return whether data.tokenizer is bpe, bytes, an existing file, or a model of the hub."""
     name = config.data.tokenizer
     return name in ("bpe", "bytes") or Path(name).is_file() or is_on_hub(name)
-
-
-def _use_new_keys(config: Config, given: set[str]) -> None:
-    """Move, in place, the value of each old key to its new one. Raises ConfigError if both are given."""
-    for old, new in KEYS.items():
-        value = _get(config, old)
-        if value is not None:
-            if {old, new} <= given:
-                raise ConfigError([f"{old}: the old name of {new}, which is given too; leave out {old}"])
-            _set(config, new, value)
-            _set(config, old, None)
-
-
-def _get(config: Config, name: str) -> Any:
-    return functools.reduce(getattr, name.split("."), config)
-
-
-def _set(config: Config, name: str, value: object) -> None:
-    *path, leaf = name.split(".")
-    setattr(functools.reduce(getattr, path, config), leaf, value)

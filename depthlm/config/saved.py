@@ -1,32 +1,39 @@
-"""The saved configuration of a run directory, and its differences from another configuration."""
+"""The saved configuration of a run directory: what it may make this machine do, and how another one differs from it.
+
+Only the configuration of the user's own run may name anything outside of it. config.yaml has a signature by a key that
+only the user who trains the run has, in `~/.local/state/depthlm/key`.
+"""
 
 import dataclasses
 import functools
 import hashlib
 import hmac
 import inspect
+import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.utils import get_class
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
-from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.renamed import use_new_names
-from depthlm.config.schema import Config
-from depthlm.config.schema.keys import flatten, on_resume
-from depthlm.config.schema.sources import type_sources
-from depthlm.config.trust import check_outside, outside_settings, signature
-from depthlm.config.validate.explain import one_line
+from depthlm.config.keys import flatten, keys, on_resume
+from depthlm.config.schema import Config, Model
+from depthlm.config.validate.fields import check_values
 from depthlm.errors import UserError
-from depthlm.files import DEEPEST, read_text
+from depthlm.files import DEEPEST, read_text, read_yaml
+from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 
-SEAL, SIGNED, END = "# sha256 of the lines below: ", ", signed: ", "# end\n"
+SIGNED = "# signed: "
+# in trust=, besides the names of modules: take paths, addresses and services from the run
+RUN = "run"
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
@@ -54,64 +61,41 @@ def config_text(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def sealed_config_text(config: Config) -> str:
-    """Return a configuration as config.yaml contains it, with its SHA-256 in the first line and a mark in the last.
-
-    The first line also has the user's signature. A text that has lost some of its lines has at most one of the two
-    lines; one that never had a digest has neither.
-    """
+def signed_config_text(config: Config) -> str:
+    """Return a configuration as config.yaml contains it, with the user's signature in the first line."""
     text = config_text(config)
     signed = signature(text)
-    return _sealed(text, "" if signed is None else f"{SIGNED}{signed}")
-
-
-def _sealed(text: str, signed: str) -> str:
-    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}{signed}\n{text}{END}"
+    return text if signed is None else f"{SIGNED}{signed}\n{text}"
 
 
 def is_own(directory: Path) -> bool:
     """Return whether this user has trained the run in a directory: its config.yaml has the user's signature."""
     try:
-        text = read_text(RunDirectory(directory).config)
+        head, _, text = read_text(RunDirectory(directory).config).partition("\n")
     except (OSError, ValueError):
         return False
-    head, _, rest = text.partition("\n")
-    wanted, given = signature(rest.removesuffix(END)), head.partition(SIGNED)[2]
+    wanted, given = signature(text), head.removeprefix(SIGNED)
     return wanted is not None and hmac.compare_digest(given.encode(), wanted.encode())
 
 
-def check_reach(directory: Path, config: Config, trust: Sequence[str], needed: Callable[[str], bool]) -> None:
-    """Raise UserError if the saved configuration of somebody else's run names paths, addresses or services.
+def load_config(directory: Path) -> Config:
+    """Return the resolved configuration saved in a run directory; nothing in it is interpolated.
 
-    needed: whether the command takes a setting from the run.
-    """
-    if not is_own(directory):
-        settings = {name: value for name, value in outside_settings(config).items() if needed(name)}
-        check_outside(settings, trust, str(directory))
-
-
-def saved_config(directory: Path) -> dict[str, Any]:
-    """Return the configuration saved in a run directory, as plain data: nothing in it is interpolated.
-
-    Raises UserError if it cannot be read or was changed.
+    Raises UserError if there is none, if it cannot be read, or if it has other keys or values than a `Config` has.
     """
     path = RunDirectory(directory).config
+    if not path.is_file():
+        raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
-        text = read_text(path)
-        head, _, rest = text.partition("\n")
-        signed = "".join(head.partition(SIGNED)[1:])
-        if (SEAL in text or END in text) and text != _sealed(rest.removesuffix(END), signed):
-            raise UserError(
-                f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "
-                "delete its first and its last line"
-            )
-        saved = yaml.load(text, Loader=Loader)
+        saved = yaml.load(read_text(path), Loader=Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
-    use_new_names(saved)
-    return saved
+    config, errors = check_values(saved)
+    if config is None:
+        raise UserError(f"{path}: not the configuration of a run of this version ({'; '.join(errors)})")
+    return config
 
 
 def as_text(value: Any) -> Any:
@@ -121,25 +105,6 @@ def as_text(value: Any) -> Any:
     if isinstance(value, list):
         return [as_text(one) for one in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def load_config(directory: Path) -> Config:
-    """Return the resolved configuration saved in a run directory. Raises UserError if there is none."""
-    path = RunDirectory(directory).config
-    if not path.is_file():
-        raise UserError(f"{directory}: no run in it (config.yaml is missing)")
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(_schema(), as_text(saved_config(directory))))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{path}: not the configuration of a run of this version ({one_line(error)})") from None
-    assert isinstance(config, Config)
-    type_sources(config.data)
-    return config
-
-
-@functools.cache
-def _schema() -> DictConfig:
-    return OmegaConf.structured(Config)
 
 
 def compare(saved: Any, now: Any, prefix: str = "") -> dict[str, str]:
@@ -173,3 +138,94 @@ def _default(name: str, settings: Mapping[str, Any]) -> Any:
 @functools.cache
 def _defaults() -> dict[str, Any]:
     return flatten(dataclasses.asdict(Config()))
+
+
+def check_reach(directory: Path, config: Config, trust: Sequence[str], needed: Callable[[str], bool]) -> None:
+    """Raise UserError if the saved configuration of somebody else's run names paths, addresses or services.
+
+    needed: whether the command takes a setting from the run.
+    """
+    if not is_own(directory):
+        settings = {name: value for name, value in outside_settings(config).items() if needed(name)}
+        check_outside(settings, trust, str(directory))
+
+
+def signature(text: str) -> str | None:
+    """Return the signature of a text by this user's key; None where the key can be neither read nor created."""
+    key = _key()
+    return None if key is None else hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def targets(model: Model) -> dict[str, str]:
+    """Return the class of the connection and of the attention of a mechanism, by its key."""
+    return {f"model.{part}": str(getattr(model, part).get("_target_")) for part in ("connection", "attention")}
+
+
+def check_trusted(saved: Mapping[str, str], trust: Sequence[str], where: str) -> None:
+    """Raise UserError if a class of a saved configuration is not from depthlm, torch.optim or a module in `trust`.
+
+    Importing a module executes it, and the file may name any module. saved: classes by key, as `targets` returns them.
+    """
+    for key, target in saved.items():
+        module = target.rpartition(".")[0]
+        if not module:
+            raise UserError(f"{where}: {key}._target_ names no class ({target}); config.yaml may be damaged")
+        if not any(module == name or module.startswith(f"{name}.") for name in ("depthlm", "torch.optim", *trust)):
+            raise UserError(f"{where}: {key} is from {module}; name that module in trust=[...] to import it")
+
+
+def outside_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that name paths, addresses or services, unless a file in conf/ has the same value.
+
+    `fields.key` declares them with `outside`.
+    """
+    outside = {key for key, declared in keys().items() if declared.metadata["outside"]}
+    return {
+        name: value
+        for name, value in flatten(asdict(config)).items()
+        if (key := _declared(name)) in outside and value not in (None, [], {}) and f"{key}={value}" not in _shipped()
+    }
+
+
+def check_outside(settings: Mapping[str, Any], trust: Sequence[str], where: str) -> None:
+    """Raise UserError for settings of somebody else's run that name paths, addresses or services."""
+    if settings and RUN not in trust:
+        listed = "\n".join(f"  - {name}: {value}" for name, value in settings.items())
+        raise UserError(
+            f"{where}: you did not train this run on this machine, or its config.yaml was edited. It names paths, "
+            f"addresses or services:\n{listed}\nGive each of them, or trust={RUN} to take them from the run."
+        )
+
+
+def _declared(name: str) -> str:
+    """Return the key in the schema of a setting; a named source has the keys of data."""
+    return f"data.{name.rpartition('.')[2]}" if name.startswith(("data.sources.", "data.validation.")) else name
+
+
+@functools.cache
+def _shipped() -> frozenset[str]:
+    """Return `key=value` for the defaults and for every file in conf/."""
+    settings = list(flatten(asdict(Config())).items())
+    for file in CONF.rglob("*.yaml"):
+        group = file.relative_to(CONF).parts[0]
+        prefix = "" if group in ("experiment", "budget", file.name) else f"{group}."
+        settings += flatten(read_yaml(file), prefix).items()
+    return frozenset({"data.tokenizer=bytes", *(f"{_declared(name)}={value}" for name, value in settings)})
+
+
+@functools.cache
+def _key() -> bytes | None:
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "depthlm"
+    file, own = folder / "key", folder / f".key-{secrets.token_hex(8)}"
+    try:
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            own.touch(mode=0o600)
+            own.write_bytes(secrets.token_bytes(32))
+            # another process may have created it
+            with suppress(FileExistsError):
+                os.link(own, file)
+            own.unlink()
+        return file.read_bytes() or None
+    except (OSError, RuntimeError):
+        return None

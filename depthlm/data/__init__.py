@@ -10,8 +10,8 @@ from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
 from depthlm.data.preparation.estimate import check_prepared
 from depthlm.data.preparation.prepare import prepare
-from depthlm.data.settings import token_folder, token_folders
 from depthlm.data.token_files import Corpus, TokenFiles, open_corpus
+from depthlm.data.token_folder import token_folder, token_folders
 from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, padded_vocab_size, train_bpe, vocab_size
 from depthlm.lazy import lazy_attributes
 

@@ -1,135 +1,113 @@
-"""The settings that determine the bytes of a configuration's token files, and the folder named after them."""
+"""The keys of `data`: a corpus or a mixture, its tokenizer and its validation sets."""
 
-import hashlib
-import json
-import math
-import platform
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Literal
 
-from depthlm.data.corpora.documents import PIECE, PIECES
-from depthlm.data.corpora.sources import is_remote, train_sources, validation_sources
-from depthlm.data.end_of_text import read_files
-from depthlm.data.errors import DataError
-from depthlm.data.manifest import VERSION, Manifest
-from depthlm.data.tokenizers import Tokenizer, is_on_hub, sample_bytes
+from depthlm.counts import Count
+from depthlm.fields import key
 
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data, Source
+SHARD_TOKENS = 128_000_000
 
 
-def settings(name: str, source: "Source", data: "Data") -> dict[str, Any]:
-    """Return everything that determines the bytes of a source's token files, except the text.
+@dataclass(frozen=True)
+class Source:
+    """A source of text: a dataset of the Hugging Face hub, local files, or token files that are already prepared."""
 
-    Raises DataError for a tokenizer that cannot be read.
-    """
-    result: dict[str, Any] = {"version": VERSION} | _text(name, source) | _tokenizer(data)
-    if name in data.validation:
-        result |= {"held_out": "all"}
-    else:
-        if _is_held_out_by_hash(source):
-            result["validation_fraction"] = data.validation_fraction
-        if data.max_tokens is not None:
-            result["max_tokens"] = quota(name, data)
-    return result | {"shard_tokens": data.shard_tokens}
-
-
-def quota(name: str, data: "Data") -> int | None:
-    """Return the number of training tokens to prepare: the source's share of data.max_tokens, rounded up; null: all."""
-    if data.max_tokens is None:
-        return None
-    weights = {source: (entry.weight or 1.0) for source, entry in train_sources(data).items()}
-    return math.ceil(data.max_tokens * weights[name] / sum(weights.values()))
-
-
-def token_folder(name: str, source: "Source", data: "Data") -> Path:
-    """Return the source's own path, or data/tokens/<name>-<digest of the settings> in the current folder."""
-    if source.path:
-        return Path(source.path)
-    digest = hashlib.sha256(json.dumps(settings(name, source, data), sort_keys=True).encode()).hexdigest()[:8]
-    return Path("data", "tokens", f"{name}-{digest}")
-
-
-def token_folders(data: "Data") -> dict[str, Path]:
-    """Return the folder of token files of every source, then of every further validation set."""
-    everything = train_sources(data) | validation_sources(data)
-    return {name: token_folder(name, source, data) for name, source in everything.items()}
-
-
-def check_settings(name: str, source: "Source", data: "Data", manifest: Manifest) -> None:
-    """Raise DataError where a source has a path and text, and the tokens there have other settings than requested.
-
-    With a path alone, the tokens there are used as they are. More tokens than data.max_tokens may be there.
-    """
-    if source.path is None or (source.source is None and source.hub is None):
-        return
-    wanted, prepared = settings(name, source, data), manifest.settings
-    wanted_tokens, prepared_tokens = wanted.get("max_tokens"), prepared.get("max_tokens")
-    if prepared_tokens is not None and (wanted_tokens is None or wanted_tokens > prepared_tokens):
-        remedy = f"Set data.max_tokens to that number, set another path, or remove {source.path} to prepare more."
-        what = f"only the first {prepared_tokens:,} tokens were prepared, and more are requested"
-        raise DataError(what, source.path, remedy)
-    uses = {"max_tokens", "shard_tokens"}
-    if differing := differences(*({k: v for k, v in given.items() if k not in uses} for given in (prepared, wanted))):
-        remedy = "Set another path, or data.source=null data.hub=null to train on these tokens as they are."
-        raise DataError(f"token files made with other settings ({differing})", source.path, remedy)
+    hub: str | None = key(None, "dataset of the Hugging Face hub from which the text is streamed", outside=True)
+    subset: str | None = key(None, "hub: configuration of the dataset; null: its only or default one")
+    revision: str | None = key(None, "hub: branch, tag or commit of the dataset; null: main")
+    split: str | None = key(None, "hub: split to read; null: train (in data.validation: validation)")
+    validation_split: str | None = key(
+        None, "hub: split used for validation; null: documents chosen by a hash of their names"
+    )
+    source: str | None = key(
+        None, "folder or file of raw text, read instead of the hub; null: the default of the corpus", outside=True
+    )
+    files: str | None = key(
+        None, "source: glob pattern of the files to read; null: all files with one of the suffixes", outside=True
+    )
+    validation_files: str | None = key(
+        None,
+        "source: glob pattern of the validation files; null: documents chosen by a hash of their names",
+        outside=True,
+    )
+    suffixes: list[str] | None = key(None, "suffixes of the files to read from a folder of text")
+    text_field: str | None = key(None, "JSON field or parquet column that contains the text")
+    path: str | None = key(
+        None, "folder of the token files; null: data/tokens/<name>-<hash of the settings>", outside=True
+    )
+    weight: float | None = key(None, "mixture: share of the tokens, relative to the other sources", above=0)
+    license: str | None = key(None, "license of the text; informational", on_resume="free")
+    text_bytes: Count | None = key(
+        None, "approximate size of the text in bytes; only for estimates", minimum=1, on_resume="free"
+    )
+    num_tokens: Count | None = key(
+        None, "approximate number of tokens; only for estimates", minimum=1, on_resume="free"
+    )
+    download_bytes: Count | None = key(
+        None, "approximate download size in bytes; only for estimates", minimum=1, on_resume="free"
+    )
 
 
-def differences(prepared: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Return the settings that differ with both values, as words; empty if there are none."""
-    differing = [key for key in sorted({*wanted, *prepared}) if wanted.get(key) != prepared.get(key)]
-    return ", ".join(f"{key}: prepared {prepared.get(key)}, requested {wanted.get(key)}" for key in differing)
+@dataclass(frozen=True)
+class Data(Source):
+    """A corpus, tokenized from raw text; or a mixture of `sources`, whose unset keys take the values given here."""
 
-
-def _is_held_out_by_hash(source: "Source") -> bool:
-    return (source.validation_split if is_remote(source) else source.validation_files) is None
-
-
-def _text(name: str, source: "Source") -> dict[str, Any]:
-    if is_remote(source):
-        keys = ("hub", "subset", "revision", "split", "validation_split", "text_field")
-        return {key: getattr(source, key) for key in keys}
-    if source.source is None:
-        return {"corpus": name, "python": platform.python_version()}
-    # independent of whether the text still exists: its tokens outlive it
-    text = {"source": str(Path(source.source).resolve()), "text_field": source.text_field, "piece": [PIECE, PIECES]}
-    patterns = {"files": source.files, "validation_files": source.validation_files}
-    return text | patterns | {"suffixes": sorted(source.suffixes or ())}
-
-
-def _tokenizer(data: "Data") -> dict[str, Any]:
-    name = data.tokenizer
-    if name == "bytes":
-        return {"tokenizer": name}
-    if name != "bpe":
-        if is_on_hub(name):
-            return {"tokenizer": name} | ({} if data.end_of_text is None else {"end_of_text": data.end_of_text})
-        digest, files = _digest_of_file(name), read_files(Path(name).parent)
-        end = _unusual_end(name, digest, data.end_of_text, repr(files)) if files or data.end_of_text else {}
-        return {"tokenizer": digest} | end
-    result: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": data.vocab_size}
-    result["trained_on_bytes"] = sample_bytes(data.vocab_size)
-    if data.sources or data.validation:
-        # the tokenizer is trained on the text of every source, and shared by the further validation sets
-        texts = [_text(source_name, source) for source_name, source in train_sources(data).items()]
-        result["trained_on"] = [*texts, data.validation_fraction]
-    return result
-
-
-@lru_cache
-def _unusual_end(tokenizer: str, digest: str, wanted: str | None, files: str) -> dict[str, str]:
-    """Return the end of text where it is not the one that tokenizer.json alone gives.
-
-    digest, files: of the tokenizer and of the content of the files beside it, on which the result depends.
-    """
-    loaded = Tokenizer.load(tokenizer, wanted)
-    return {"end_of_text": loaded.end.token} if loaded.has_unusual_end else {}
-
-
-def _digest_of_file(tokenizer: str) -> str:
-    try:
-        return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
-    except OSError as error:
-        remedy = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
-        raise DataError(f"cannot read a tokenizer ({error.strerror})", tokenizer, remedy) from error
+    name: str = key("", "name of the corpus and of its validation set")
+    sources: dict[str, Source] = key(
+        {}, "sources of a mixture by name, each with the keys of a source: data.sources.a.hub=..."
+    )
+    validation: dict[str, Source] = key(
+        {}, "additional validation sets by name, each with its own loss and perplexity: data.validation.a.source=..."
+    )
+    split: str | None = key("train", "hub: split to train on")
+    suffixes: list[str] | None = key(
+        [".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet"],
+        "suffixes of the files to read from a folder of text",
+    )
+    text_field: str | None = key("text", "JSON field or parquet column that contains the text")
+    tokenizer: str = key(
+        "bpe",
+        "bpe: trained once on the corpus; bytes: the 256 bytes; otherwise a tokenizer.json or a model of the hub",
+        outside=True,
+    )
+    end_of_text: str | None = key(
+        None,
+        "token that ends a document; null: the one that generation_config.json, config.json or tokenizer_config.json "
+        "beside the tokenizer.json names, else the added token with a usual name, such as <|endoftext|>",
+        on_resume="logged",
+    )
+    max_unknown: float = key(
+        0.1,
+        "share of unknown tokens above which preparing is refused; from a tenth of a percent on, there is a warning",
+        minimum=0,
+        maximum=1,
+        on_resume="free",
+    )
+    vocab_size: int = key(4096, "vocabulary size of the tokenizer, including the special token of `bpe`", minimum=260)
+    pad_vocab_multiple: int = key(
+        64, "the model's vocabulary size is that of the tokenizer, rounded up to a multiple of this", minimum=1
+    )
+    max_tokens: Count | None = key(
+        None,
+        "prepare and train on only this many tokens, from the start of the corpus (such as 10B); null: all",
+        minimum=1,
+    )
+    fraction: float = key(1.0, "train on this fraction of the prepared tokens, from the start", above=0, maximum=1)
+    validation_fraction: float = key(
+        0.05, "share of the documents used for validation, chosen by a hash of their names", above=0, maximum=0.5
+    )
+    shuffle_seed: int | None = key(None, "seed of the order of the samples; null: the seed of the run", minimum=0)
+    document_mask: bool = key(False, "attention and positions do not cross document boundaries")
+    on_bad_document: Literal["error", "skip"] = key(
+        "error",
+        "what to do with a document that is not UTF-8, not JSON, too long or has no text field. error: stop the "
+        "preparation; skip: skip and count it",
+    )
+    max_document_bytes: Count = key(
+        2**30, "most bytes of a document or line; a longer one is bad", minimum=1, on_resume="free"
+    )
+    shard_tokens: Count = key(SHARD_TOKENS, "tokens per token file", minimum=1)
+    num_workers: int = key(
+        0, "processes that prefetch batches; does not change their order", minimum=0, on_resume="free"
+    )

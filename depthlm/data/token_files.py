@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,9 @@ from depthlm.data.corpora.sources import train_sources, validation_sources
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERIFY, Manifest, Shard, check_sizes
 from depthlm.data.preparation.split_writer import little_endian
-from depthlm.data.settings import check_settings, quota, token_folder
+from depthlm.data.settings import Data
+from depthlm.data.token_folder import check_settings, quota, token_folder
 from depthlm.data.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data
 
 # Limit of open files: a corpus may have thousands of shards, and the number of file descriptors is limited.
 OPEN_FILES = 256
@@ -124,7 +122,7 @@ class Corpus:
         return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def open_corpus(data: "Data") -> Corpus:
+def open_corpus(data: Data) -> Corpus:
     """Open the prepared token files of this configuration.
 
     `train` has each source's share of data.max_tokens, and of those the first data.fraction.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,9 @@ from depthlm.data.end_of_text import (
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
+from depthlm.data.settings import Data
 from depthlm.data.text_encoder import drops_unknown, text_encoder, unknown_token
 from depthlm.files import replace_text
-
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data
 
 # The library warns when a process forks after the library has used threads, and data loaders fork; only `prepare`
 # turns its threads on.
@@ -225,7 +223,7 @@ def is_on_hub(tokenizer: str) -> bool:
     )
 
 
-def vocab_size(data: "Data") -> int:
+def vocab_size(data: Data) -> int:
     """Return the number of tokens, without preparing anything; for `bpe` it is an upper bound.
 
     Existing token files at data.path determine it; for a tokenizer on the hub data.vocab_size does, which preparing
@@ -241,7 +239,7 @@ def vocab_size(data: "Data") -> int:
     return Tokenizer.load(data.tokenizer, data.end_of_text).vocab_size
 
 
-def padded_vocab_size(data: "Data") -> int:
+def padded_vocab_size(data: Data) -> int:
     """Return `vocab_size`, rounded up to a multiple of data.pad_vocab_multiple."""
     multiple = data.pad_vocab_multiple
     return -(-vocab_size(data) // multiple) * multiple

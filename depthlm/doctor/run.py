@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from depthlm.config import Config, ConfigError, compose
+from depthlm.config import Config, ConfigError, compose, compose_anywhere
 from depthlm.doctor import machine, software
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
 from depthlm.machine import environment
@@ -45,9 +45,9 @@ def composed(overrides: Sequence[str], config_dir: str | None) -> tuple[Config, 
     If there are errors, the configuration is the default one, without the overrides.
     """
     try:
-        return compose(overrides, config_dir, here=False), []
+        return compose_anywhere(overrides, config_dir), []
     except ConfigError as error:
-        return compose([], here=False), error.errors
+        return compose_anywhere(), error.errors
 
 
 def wandb(config: Config) -> Item:

@@ -4,16 +4,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Literal
 
 import torch
 from rich import box
 from rich.table import Table
 
 from depthlm.config import Config
-from depthlm.config.saved import check_reach, is_own
+from depthlm.config.saved import RUN, check_reach, is_own
 from depthlm.config.schema import Tracker
-from depthlm.config.trust import RUN
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
@@ -21,7 +20,7 @@ from depthlm.evaluation.results import add_results
 from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
 from depthlm.fields import key
 from depthlm.loading import load_checkpoint
-from depthlm.machine.environment import DEVICES, usable_device
+from depthlm.machine.environment import Device, usable_device
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.trackers import start_trackers
 
@@ -31,23 +30,21 @@ class Evaluate:
     """The arguments of `evaluate`."""
 
     run: str = key(doc="run directory; its newest valid checkpoint is evaluated")
-    tasks: Optional[list[str]] = key(
+    tasks: list[str] | None = key(
         None,
         "paper (Depth-Attention's eight), moda (MoDA's ten), lm-eval tasks, python_words (needs no download), or YAML "
         "files of tasks; null: losses",
     )
-    shots: Optional[list[int]] = key(
+    shots: list[int] | None = key(
         None, "examples before a question; null: 0,5 for tasks=paper and 0 for any other task"
     )
-    sets: Optional[list[str]] = key(None, "folders of token files to measure on; null: the run's validation sets")
-    datasets: Optional[str] = key(
-        None, "folder with the tasks' datasets, each under its name on the hub; null: the hub"
-    )
+    sets: list[str] | None = key(None, "folders of token files to measure on; null: the run's validation sets")
+    datasets: str | None = key(None, "folder with the tasks' datasets, each under its name on the hub; null: the hub")
     batch_size: int = key(16, "sequences per batch; does not affect the results", minimum=1)
-    limit: Optional[int] = key(None, "use only the first questions of each task, for a quick try", minimum=1)
-    precision: str = key("fp32", "dtype of the computation", choices=("fp32", "bf16"))
-    device: str = key("auto", "auto: the GPU if there is one, else the CPU", choices=DEVICES)
-    trust: Optional[list[str]] = key(
+    limit: int | None = key(None, "use only the first questions of each task, for a quick try", minimum=1)
+    precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
+    device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
+    trust: list[str] | None = key(
         None,
         "modules that may define the run's own mechanism; run: also trackers and validation sets of another user's run",
     )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from depthlm.config import Config
-from depthlm.config.validate.errors import nearest
+from depthlm.config.errors import nearest
 from depthlm.counts import counted
 from depthlm.errors import UserError
 from depthlm.evaluation.tasks import SHIPPED, SUITES, Suite

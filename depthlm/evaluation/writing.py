@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from depthlm.errors import UserError
 from depthlm.evaluation.generation import stream
 from depthlm.fields import key
 from depthlm.loading import load
-from depthlm.machine.environment import DEVICES, usable_device
+from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
 from depthlm.streams import printable
 
@@ -30,23 +30,23 @@ class Generate:
     """The arguments of `generate`."""
 
     run: str = key(doc="run directory; its newest valid checkpoint is used")
-    prompt: Optional[str] = key(None, "the text to continue; empty: the beginning of a document")
-    prompts: Optional[str] = key(None, "a file with one prompt per line, instead; prints one JSON object per line")
-    max_new_tokens: Optional[int] = key(
+    prompt: str | None = key(None, "the text to continue; empty: the beginning of a document")
+    prompts: str | None = key(None, "a file with one prompt per line, instead; prints one JSON object per line")
+    max_new_tokens: int | None = key(
         None,
         f"tokens after the prompt, fewer if the text ends; null: {NEW_TOKENS}, or as many as fit into the context",
         minimum=1,
     )
     temperature: float = key(0.8, "0: always the most likely token; lower values favor likely tokens", minimum=0)
-    top_k: Optional[int] = key(50, "sample only from the k most likely tokens", minimum=1)
-    top_p: Optional[float] = key(
+    top_k: int | None = key(50, "sample only from the k most likely tokens", minimum=1)
+    top_p: float | None = key(
         None, "sample only from the fewest tokens whose total probability reaches this", above=0, maximum=1
     )
     seed: int = key(1, "seed of the sampling", minimum=0)
     batch_size: int = key(16, "prompts of a file per batch", minimum=1)
-    precision: str = key("fp32", "dtype of the computation", choices=("fp32", "bf16"))
-    device: str = key("auto", "auto: the GPU if there is one, else the CPU", choices=DEVICES)
-    trust: Optional[list[str]] = key(None, "modules that may define the run's own mechanism")
+    precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
+    device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
+    trust: list[str] | None = key(None, "modules that may define the run's own mechanism")
 
 
 def write_text(arguments: Generate) -> None:

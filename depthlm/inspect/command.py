@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from depthlm.config import Config
 from depthlm.config.saved import check_reach
 from depthlm.console import stdout_console
+from depthlm.counts import Count
 from depthlm.data import DataError, Tokenizer, open_corpus
 from depthlm.errors import UserError
 from depthlm.fields import key
@@ -38,14 +39,13 @@ class Inspect:
     """The arguments of `inspect`."""
 
     run: str = key(doc="run directory; its newest complete checkpoint is inspected")
-    compare: Optional[list[str]] = key(None, "other run directories, whose depth mixing matrices are drawn beside it")
-    to: Optional[str] = key(None, "folder for the figures; null: inspect/ in the run directory")
-    tokens: Any = key(8192, "maximum number of tokens of the first validation set", minimum=1, count=True)
-    text: Optional[str] = key(None, "your own text, instead of the validation set")
-    device: str = key("auto", "auto: the GPU, or the CPU if there is none", choices=environment.DEVICES)
-    trust: Optional[list[str]] = key(
-        None,
-        "modules that may define the run's own mechanism; run: also the validation set of another user's run",
+    compare: list[str] | None = key(None, "other run directories, whose depth mixing matrices are drawn beside it")
+    to: str | None = key(None, "folder for the figures; null: inspect/ in the run directory")
+    tokens: Count = key(8192, "maximum number of tokens of the first validation set", minimum=1)
+    text: str | None = key(None, "your own text, instead of the validation set")
+    device: environment.Device = key("auto", "auto: the GPU, or the CPU if there is none")
+    trust: list[str] | None = key(
+        None, "modules that may define the run's own mechanism; run: also the validation set of another user's run"
     )
 
 

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import depthlm
 from depthlm.errors import UserError
@@ -18,8 +18,8 @@ from depthlm.machine.gpu import probe, unusable
 if TYPE_CHECKING:
     from depthlm.distributed.launchers import Ranks
 
-# allowed values of `device` in a configuration or a command
-DEVICES = ("auto", "cpu", "cuda")
+# the values of `device` in a configuration or a command
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def device_type(choice: str = "auto") -> str:

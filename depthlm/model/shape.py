@@ -1,12 +1,14 @@
 """The size and the backbone of a decoder, and the place of a sublayer: everything but the depth mechanism."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Literal
 
 from depthlm.fields import TINY, key
 
+Mixer = Literal["attention", "latent", "delta"]
 
-@dataclass
+
+@dataclass(frozen=True)
 class Size:
     """The dimensions of a decoder, and its published learning rate and sequence length."""
 
@@ -21,20 +23,20 @@ class Size:
         0, "vocabulary V; raised to the tokenizer's padded one if that is larger", minimum=2, protocol=False
     )
     init_std: float = key(0.02, "standard deviation of every matrix at the start", above=0)
-    embedding_init_std: Optional[float] = key(
+    embedding_init_std: float | None = key(
         None, "standard deviation of the embedding at the start; null: init_std, or 1 with sinusoids", above=0
     )
     lr: float = key(1e-3, "peak learning rate of this size; the default of optimizer.lr", above=0)
     sequence_length: int = key(2048, "tokens of a sequence; the default of training.sequence_length", minimum=1)
     num_experts: int = key(8, "backbone.mlp=experts: experts of a layer", minimum=1)
     experts_per_token: int = key(2, "backbone.mlp=experts: experts that a token is sent to", minimum=1)
-    expert_size: Optional[int] = key(
+    expert_size: int | None = key(
         None, "backbone.mlp=experts: width of an expert; null: intermediate_size / experts_per_token", minimum=1
     )
-    latent_size: Optional[int] = key(
+    latent_size: int | None = key(
         None, "mixer latent: width of the latent of keys and values; null: 4 * head_size", minimum=1
     )
-    shared_key_size: Optional[int] = key(
+    shared_key_size: int | None = key(
         None, "mixer latent: values of a key that all heads share; null: head_size / 2", minimum=1
     )
 
@@ -51,30 +53,24 @@ class Size:
         return self.shared_key_size or max(self.head_size // 2, 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Backbone:
     """The architecture of a layer, independent of the depth mechanism."""
 
     name: str = key("", "name of the backbone, for reports")
-    norm: str = key("rmsnorm", "kind of every norm", choices=("rmsnorm", "layernorm"))
-    norm_placement: str = key(
-        "pre", "pre: f(norm(x)); post: norm(f(x)), added after the norm (OLMo2)", choices=("pre", "post")
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of every norm")
+    norm_placement: Literal["pre", "post"] = key(
+        "pre", "pre: f(norm(x)); post: norm(f(x)), added after the norm (OLMo2)"
     )
     norm_eps: float = key(1e-5, "epsilon of every norm", minimum=TINY)
-    qk_norm: str = key(
-        "head",
-        "norm of q and k of mixer attention before RoPE: per head, over the full width, or none",
-        choices=("head", "full", "none"),
+    qk_norm: Literal["head", "full", "none"] = key(
+        "head", "norm of q and k of mixer attention before RoPE: per head, over the full width, or none"
     )
-    mlp: str = key(
-        "swiglu",
-        "swiglu: down(silu(gate) * up); relu: down(relu(up)); experts: a mixture of SwiGLU experts",
-        choices=("swiglu", "relu", "experts"),
+    mlp: Literal["swiglu", "relu", "experts"] = key(
+        "swiglu", "swiglu: down(silu(gate) * up); relu: down(relu(up)); experts: a mixture of SwiGLU experts"
     )
-    position: str = key(
-        "rope",
-        "rope on q and k of mixer attention, sinusoidal embeddings added to the tokens', or none",
-        choices=("rope", "sinusoidal", "none"),
+    position: Literal["rope", "sinusoidal", "none"] = key(
+        "rope", "rope on q and k of mixer attention, sinusoidal embeddings added to the tokens', or none"
     )
     rope_theta: float = key(10000.0, "base of the RoPE frequencies", above=0)
     attention_bias: bool = key(False, "biases on the q, k, v and output projections of mixer attention")
@@ -83,7 +79,7 @@ class Backbone:
     tie_embeddings: bool = key(False, "the head uses the embedding matrix")
     dense_layers: int = key(0, "mlp=experts: the first layers have one SwiGLU of intermediate_size", minimum=0)
     shared_experts: int = key(0, "mlp=experts: experts that every token passes through", minimum=0)
-    router_scores: str = key("softmax", "mlp=experts: scores of the router's logits", choices=("softmax", "sigmoid"))
+    router_scores: Literal["softmax", "sigmoid"] = key("softmax", "mlp=experts: scores of the router's logits")
     router_normalize: bool = key(False, "mlp=experts: divide the weights of a token's experts by their sum")
     router_scale: float = key(1.0, "mlp=experts: factor of the weights of a token's experts", above=0)
     router_groups: int = key(1, "mlp=experts: groups of experts; divides size.num_experts", minimum=1)
@@ -95,14 +91,14 @@ class Backbone:
         0.0, "mlp=experts: weight of the loss that balances the load, k at best (docs/experts.md)", minimum=0
     )
     router_z_loss: float = key(0.0, "mlp=experts: weight of mean(logsumexp(logits)^2) of the router", minimum=0)
-    mixers: list[str] = key(
+    mixers: list[Mixer] = key(
         ["attention"],
         "how the layers mix tokens, repeated; the last layer has the last one. attention: softmax over the sequence; "
         "latent: the same over keys and values from a latent (DeepSeek-V2); delta: Kimi Delta Attention, with a state",
-        choices=("attention", "latent", "delta"),
+        min_length=1,
     )
 
-    def mixers_of(self, num_layers: int) -> list[str]:
+    def mixers_of(self, num_layers: int) -> list[Mixer]:
         """Return the mixer of each layer: `mixers` again and again, but its last one in the last layer."""
         names = [self.mixers[layer % len(self.mixers)] for layer in range(num_layers)]
         return [*names[:-1], self.mixers[-1]]
@@ -124,7 +120,7 @@ class SublayerSpec:
     kind: str
     num_layers: int
     loops: int = 1
-    mixer: str = "attention"
+    mixer: Mixer = "attention"
 
     @property
     def sublayer(self) -> int:

@@ -1,4 +1,6 @@
 """Operators over depth: a folder for each, named as its mechanism, with its definition and faster implementations."""
 
-# the allowed values of `kernels=`
-CHOICES = ("auto", "triton", "torch", "naive")
+from typing import Literal
+
+# the values of `kernels=`
+KernelChoice = Literal["auto", "triton", "torch", "naive"]

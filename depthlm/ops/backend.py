@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from depthlm.ops import CHOICES
+from depthlm.ops import KernelChoice
 
 FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _choice: ContextVar[str] = ContextVar("kernels", default="auto")
@@ -33,8 +33,8 @@ class using:
     """
 
     def __init__(self, choice: str):
-        if choice not in CHOICES:
-            raise ValueError(f"kernels={choice}: must be one of {', '.join(CHOICES)}")
+        if choice not in get_args(KernelChoice):
+            raise ValueError(f"kernels={choice}: must be one of {', '.join(get_args(KernelChoice))}")
         self.choice = choice
         self.tokens: list[Token[str]] = []
 

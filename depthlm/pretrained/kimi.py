@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthlm.model.attention.delta import TAPS
-from depthlm.model.shape import Backbone, Size
+from depthlm.model.shape import Backbone, Mixer, Size
 
 # the names that transformers writes, and those of the hub
 ALIASES = {
@@ -53,6 +53,7 @@ def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     linear = {theirs: config[ours] for ours, theirs in LINEAR.items() if ours in config}
     linear |= config.get("linear_attn_config") or {}
     count, beyond = config["num_hidden_layers"], []
+    names: list[Mixer]
     if "layer_types" in config:
         names = ["latent" if kind == "full_attention" else "delta" for kind in config["layer_types"]]
     else:
@@ -79,7 +80,7 @@ def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return config, {"mixers": pattern(names)}, beyond
 
 
-def pattern(names: list[str]) -> list[str]:
+def pattern(names: list[Mixer]) -> list[Mixer]:
     """Return the shortest list of mixers that gives each layer its own."""
     backbones = (Backbone(mixers=names[:length]) for length in range(1, len(names) + 1))
     return next(backbone.mixers for backbone in backbones if backbone.mixers_of(len(names)) == names)

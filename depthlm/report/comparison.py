@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from depthlm.config.schema.experiment import Column
+from depthlm.config.experiment import Column
 from depthlm.report.rows import FACTS, Measured, Row, measured, paper, paper_difference
 from depthlm.report.series import differences, reference_of, task
 from depthlm.report.sweep import Sweep, title_of

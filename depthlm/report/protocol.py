@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from depthlm.config.compose import compose
+from depthlm.config import compose_anywhere
+from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.protocol import protocol_texts
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import flatten, in_protocol
 from depthlm.report.rows import Row
 from depthlm.report.tables import Table, cells
 from depthlm.runs.records import RunRecord, recorded_settings
@@ -18,7 +18,7 @@ def compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Con
     composed: dict[tuple[str, ...], Config] = {}
     for row in rows:
         if _protocol(row) not in composed:
-            composed[_protocol(row)] = compose(row.points[0].checkable(), config_dir, here=False)
+            composed[_protocol(row)] = compose_anywhere(row.points[0].checkable(), config_dir)
     return [composed[_protocol(row)] for row in rows]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
+from depthlm.config.experiment import Column
 from depthlm.config.resolve import by_name
 from depthlm.config.schema import Config
-from depthlm.config.schema.experiment import Column
 from depthlm.runs.records import RunRecord, read_run
 from depthlm.streams import printable
 from depthlm.sweeps.points import Point

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.schema.keys import on_resume
-from depthlm.config.validate.errors import nearest
+from depthlm.config.errors import nearest
+from depthlm.config.keys import on_resume
 from depthlm.counts import count_text
 from depthlm.errors import UserError
 from depthlm.report.experiment_report import picture

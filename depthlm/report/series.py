@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from depthlm.config.schema.experiment import Column, Experiment
+from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import Measured, Row, difference, pooled
 
 # settings that define the task: rows that differ in them are not compared

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from depthlm.config.errors import ConfigError
+from depthlm.config.experiment import Column, Experiment
+from depthlm.config.keys import on_resume
 from depthlm.config.resolve import by_name, experiment_of
 from depthlm.config.schema import Config
-from depthlm.config.schema.experiment import Column, Experiment
-from depthlm.config.schema.keys import on_resume
-from depthlm.config.validate.errors import ConfigError
 from depthlm.report.protocol import compose_rows
 from depthlm.report.rows import Row, gather
 from depthlm.runs.records import RunRecord, read_run

@@ -12,12 +12,13 @@ import logging
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, saved_config
-from depthlm.config.schema.keys import on_resume
+from depthlm.config.budget import LENGTHS
+from depthlm.config.keys import on_resume
+from depthlm.config.saved import compare, load_config
 from depthlm.errors import UserError
 from depthlm.files import digest, is_inside
 from depthlm.locations import command
@@ -41,7 +42,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     for path in paths:
         try:
             manifest = read_manifest(path)
-            _check_own(path, manifest, saved_config(directory))
+            _check_own(path, manifest, asdict(load_config(directory)))
             return path, manifest
         except CheckpointError as error:
             reasons.append(str(error))

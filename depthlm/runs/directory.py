@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from depthlm.config import Config
-from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, saved_config, sealed_config_text
-from depthlm.config.schema.keys import on_resume
+from depthlm.config.budget import LENGTHS
+from depthlm.config.keys import on_resume
+from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
 from depthlm.files import make_folder, read_json, read_text, read_yaml, replace_text
@@ -154,7 +154,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
     run = RunDirectory.of(config.output_dir)
     try:
         if run.checkpoint_folders():
-            for name, words in compare(saved_config(run.path), dataclasses.asdict(config)).items():
+            for name, words in compare(dataclasses.asdict(load_config(run.path)), dataclasses.asdict(config)).items():
                 log.info("resuming with a changed setting: %s: %s", name, words)
         else:
             # it starts from scratch
@@ -163,7 +163,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
-        replace_text(run.config, sealed_config_text(config))
+        replace_text(run.config, signed_config_text(config))
         run.environment.write_text(
             json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
         )
@@ -227,7 +227,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
     if summary is None and not run.checkpoint_folders() and not run.saved.exists():
         # the run failed before its first checkpoint, so a new attempt loses nothing
         return None
-    differences = compare(saved_config(directory), dataclasses.asdict(config))
+    differences = compare(dataclasses.asdict(load_config(directory)), dataclasses.asdict(config))
     extending = LENGTHS if config.resume == "extend" else ()
     refused = {name for name in differences if on_resume(name) == "fixed" and name not in extending}
     if refused:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from depthlm.config.validate.errors import nearest
+from depthlm.config.errors import nearest
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
 from depthlm.runs.records import STATES

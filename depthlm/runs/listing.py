@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.validate.errors import nearest
+from depthlm.config.errors import nearest
 from depthlm.errors import UserError
 from depthlm.run_directory import REMOVING, RunDirectory
 from depthlm.runs.filters import Comparison, parse_comparison

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.renamed import use_new_names
 from depthlm.errors import UserError
 from depthlm.files import read_text
 from depthlm.run_directory import MANIFEST, step_of
@@ -54,7 +53,6 @@ def parse_manifest(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name} in {MANIFEST} must be {wanted}")
     if step_of(path) not in (None, manifest["step"]):
         raise CheckpointError(f"{path}: {MANIFEST} is of step {manifest['step']}")
-    use_new_names(manifest["config"])
     return manifest
 
 

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from depthlm.config.renamed import use_new_names
-from depthlm.config.schema.keys import flatten
+from depthlm.config.keys import flatten
 from depthlm.files import open_regular, read_json, read_yaml
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
@@ -94,9 +93,7 @@ def read_run(directory: str | Path) -> RunRecord:
 
 def recorded_settings(directory: str | Path) -> dict[str, Any]:
     """Return the settings of a run by their dotted keys; {} where config.yaml is missing or broken."""
-    saved = read_yaml(RunDirectory(Path(directory)).config)
-    use_new_names(saved)
-    return flatten(saved)
+    return flatten(read_yaml(RunDirectory(Path(directory)).config))
 
 
 def read_metrics(

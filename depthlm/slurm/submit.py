@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from depthlm.config.arguments import described
+from depthlm.config.compose import compose_anywhere
 from depthlm.errors import UserError
 from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
 from depthlm.slurm.cluster import SETTINGS, Cluster, read_cluster
@@ -49,7 +50,7 @@ def main(arguments: list[str], program: str) -> None:
         status(overrides, parsed.config_dir)
         return
     cluster = read_cluster(cluster_overrides)
-    points = check_points(overrides, parsed.config_dir, here=False)
+    points = check_points(overrides, parsed.config_dir, compose_anywhere)
     folder = sweep_folder(points[0])
     # without the lock, a second command would submit the same points, because it would not see the jobs of this one
     with nullcontext() if parsed.dry_run else exclusive(folder):
@@ -58,7 +59,7 @@ def main(arguments: list[str], program: str) -> None:
 
 def status(overrides: list[str], config_dir: str | None) -> None:
     """Print one line per point."""
-    points = check_points(overrides, config_dir, here=False)
+    points = check_points(overrides, config_dir, compose_anywhere)
     folders = [sweep_folder(point) for point in points]
     known = queued_points(folders)
     for directory in submitted(folders) - known.keys():

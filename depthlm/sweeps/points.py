@@ -1,8 +1,8 @@
 """The points of a sweep, as `train.py -m`, slurm/submit.py and `depthlm report` derive them from overrides."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,23 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.compose import compose
+from depthlm.config.errors import ConfigError, listed, nearest
+from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import run_of
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf, override_text
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config.keys import override_text
 from depthlm.config.resolve import by_name, experiment_of, run_directory
-from depthlm.config.schema.experiment import Experiment
-from depthlm.config.validate.errors import ConfigError, listed, nearest
+from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
+from depthlm.config.validate.fields import check_fields
 
 # overrides that name the run, or folder, that a point starts from
-STARTS = ("init_from=", "import_from=", "fork_from=")
+STARTS = ("init_from=", "fork_from=")
+
+Compose = Callable[[Sequence[str], str | Path | None], Config]
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None)
     return list(unique_points.values())
 
 
-def check_points(overrides: Sequence[str], config_dir: str | Path | None = None, here: bool = True) -> list[Point]:
+def check_points(
+    overrides: Sequence[str], config_dir: str | Path | None = None, composed: Compose = compose
+) -> list[Point]:
     """Return the points after checking each of them. Raises ConfigError with the mistakes in all points.
 
-    here: whether the points are to run on this machine.
+    composed: `compose_anywhere` for points that are to run on other machines.
     """
     if run_of(overrides) is not None:
         raise ConfigError(["run=: resumes or varies one run; define a sweep by its overrides or by experiment="])
@@ -81,7 +87,7 @@ def check_points(overrides: Sequence[str], config_dir: str | Path | None = None,
     directories: set[str | None] = set()
     for point in points:
         try:
-            directory = compose(point.checkable(), config_dir, here).output_dir
+            directory = composed(point.checkable(), config_dir).output_dir
         except ConfigError as error:
             errors.extend(error.errors)
             continue
@@ -111,13 +117,12 @@ def load_experiment(name: str, config_dir: str | Path | None = None) -> Experime
         try:
             if name.rpartition("/")[2].startswith("_"):
                 raise HydraException("a protocol shared by several experiments is not an experiment")
-            raw = compose_raw([f"experiment={name}"], config_dir).experiment
-            experiment = OmegaConf.to_object(raw)
+            config, _ = check_fields(compose_raw([f"experiment={name}"], config_dir))
         except (HydraException, OmegaConfBaseException):
-            raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw)) from None
-    assert isinstance(experiment, Experiment)
-    experiment.name = name
-    return experiment
+            config = None
+        if config is None:
+            raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw))
+    return replace(config.experiment, name=name)
 
 
 def is_axis(text: str) -> bool:

@@ -13,8 +13,8 @@ import torch
 from hydra.utils import get_class
 
 from depthlm.config import Config
-from depthlm.config.schema.keys import flatten
-from depthlm.config.trust import targets
+from depthlm.config.keys import flatten
+from depthlm.config.saved import targets
 from depthlm.data import Corpus
 from depthlm.distributed.collectives import gather
 from depthlm.errors import UserError

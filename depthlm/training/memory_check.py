@@ -73,7 +73,9 @@ def what_fits(estimator: MemoryEstimator, config: Config, ranks: Ranks, availabl
         highest = sharding.stage
     given = training.activation_checkpointing
     # compiled sublayers cannot be recomputed selectively
-    choices = dict.fromkeys([given, True] if given or training.compile is True else [False, SELECTIVE, True])
+    choices: list[bool | int | str] = [False, SELECTIVE, True]
+    if given or training.compile is True:
+        choices = list(dict.fromkeys([given, True]))
     for stage in range(sharding.stage, highest + 1):
         if estimator.states(stage, world).total > available:
             continue

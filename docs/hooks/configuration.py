@@ -10,7 +10,7 @@ import hydra
 
 from depthlm.commands.help import default_text, imported_class, setting_rows
 from depthlm.config.hydra_context import available_groups, comment, hydra_at_conf
-from depthlm.config.schema.keys import Key, keys
+from depthlm.config.keys import Key, keys
 from depthlm.config.validate.explain import option_file
 from depthlm.files import read_yaml
 
@@ -75,7 +75,7 @@ def row(key: Key, raw: Any) -> tuple[str, ...]:
         code(default_text(raw, key.name)),
         key.wanted,
         RESUME[key.metadata["on_resume"]],
-        prose(key.metadata["doc"]),
+        prose(key.doc),
     )
 
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import depthlm
-from depthlm.config import Config
+from depthlm.config import Config, compose_anywhere
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
@@ -19,7 +18,7 @@ from ..options import option
 @cache
 def composed(*overrides: str) -> Config:
     """Return the configuration of these overrides, composed once for all tests, which do not change it."""
-    return depthlm.compose([*overrides], here=False)
+    return compose_anywhere([*overrides])
 
 
 def configuration(*overrides: str) -> Config:

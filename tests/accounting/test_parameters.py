@@ -60,7 +60,7 @@ def test_every_size_and_backbone_sets_every_field():
             settings = yaml.safe_load(path.read_text())
             # those of experts and of other mixers have no effect without them
             parts, fields = ("mlp=experts", "mixer latent", "how the layers mix tokens"), dataclasses.fields(shape)
-            always = {one.name for one in fields if not any(part in one.metadata["doc"] for part in parts)}
+            always = {one.name for one in fields if not any(part in one.metadata["description"] for part in parts)}
             # by default, the embedding starts like the matrices
             always -= {"embedding_init_std"}
             assert always <= settings.keys() <= {field.name for field in dataclasses.fields(shape)}, path

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.accounting.summary import summarize
+from depthlm.config import compose_anywhere
 from depthlm.errors import UserError
 
 
@@ -38,7 +38,7 @@ def test_the_tables_show_the_same_numbers(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> None:
-    config = depthlm.compose(["size=360m", "model=mhc", "size.num_layers=2", "training.batch_size=64"], here=False)
+    config = compose_anywhere(["size=360m", "model=mhc", "size.num_layers=2", "training.batch_size=64"])
     summary = summarize(config, 8)
     assert summary["memory_per_gpu"]["zero3"] < summary["memory_per_gpu"]["zero0"]
     estimator = MemoryEstimator(config, "cuda")
@@ -51,7 +51,7 @@ def test_the_largest_micro_batch_fits_a_gpu_and_one_more_sequence_does_not() -> 
 
 
 def test_what_activation_checkpointing_saves_and_computes_again() -> None:
-    config = depthlm.compose(["size=360m", "size.num_layers=4", "training.batch_size=64"], here=False)
+    config = compose_anywhere(["size=360m", "size.num_layers=4", "training.batch_size=64"])
     summary = summarize(config, 8)
     costs = summary["activation_checkpointing"]
     assert list(costs) == ["false", "selective", "2", "true"]
@@ -70,7 +70,7 @@ def test_what_activation_checkpointing_saves_and_computes_again() -> None:
 def test_a_decoder_that_cannot_be_traced_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("depthlm.model.Decoder.forward", lambda *_: torch.zeros(1, device="meta").item())
     with pytest.raises(UserError, match="vanilla cannot be traced"):
-        summarize(depthlm.compose(["size=micro"], here=False), 8)
+        summarize(compose_anywhere(["size=micro"]), 8)
 
 
 def test_zero_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +80,6 @@ def test_zero_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_that_cannot_be_spread_over_the_gpus_are_refused() -> None:
-    config = depthlm.compose(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"], here=False)
+    config = compose_anywhere(["size=micro", "backbone=qwen3_moe", "deepspeed.experts=4"])
     with pytest.raises(UserError, match=r"deepspeed\.experts=4: must divide --gpus=6"):
         summarize(config, 6)

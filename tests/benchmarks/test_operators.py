@@ -8,6 +8,7 @@ import torch
 import depthlm
 from benchmarks import operators
 from benchmarks.operators import CASES, Make, Shape, difference, read_table, shape_of, step
+from depthlm.config import compose_anywhere
 from depthlm.mechanisms.attention_residuals import AttentionResiduals
 from depthlm.mechanisms.dca import DeepCrossAttention
 from depthlm.mechanisms.denseformer import DenseFormer
@@ -62,7 +63,7 @@ def test_a_difference_is_relative_to_the_largest_value_and_propagates_nan() -> N
     ],
 )
 def test_numbers_of_reads_and_sources_equal_those_of_the_decoder(name: str, model: str, kind: Any) -> None:
-    decoder = depthlm.build_model(depthlm.compose(["size=1.5b", f"model={model}"], here=False), "meta")
+    decoder = depthlm.build_model(compose_anywhere(["size=1.5b", f"model={model}"]), "meta")
     middle = (x for x in decoder.modules() if isinstance(x, kind) and x.spec.layer == decoder.size.num_layers // 2)
     # a phase of one sublayer belongs to a sublayer without reads
     first = next(

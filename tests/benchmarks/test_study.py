@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from depthlm.config import compose
+from depthlm.config import compose_anywhere
 from depthlm.distributed.launchers import ranks
 from depthlm.machine import environment
 from depthlm.sweeps.points import sweep_points
@@ -66,7 +66,7 @@ def test_the_recorded_runs_trained_as_their_experiments_say(study, every: bool) 
         for point in points_of(experiment, every):
             line = lines.get(Path(point.directory).name)
             if line is not None:
-                assert line["settings"] == archive.decisive_settings(compose(point.overrides, here=False))
+                assert line["settings"] == archive.decisive_settings(compose_anywhere(point.overrides))
                 compared += 1
         assert not lines.keys() - {Path(point.directory).name for point in points_of(experiment, True)}
     assert compared

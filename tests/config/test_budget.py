@@ -1,8 +1,10 @@
 """Budgets: the settings that they reduce, and those that they preserve."""
 
+from dataclasses import replace
+
 import pytest
 
-from depthlm.config import compose, run_steps, warmup_steps
+from depthlm.config import compose, compose_anywhere, run_steps, warmup_steps
 from depthlm.config.budget import divided, matrices
 from depthlm.config.schema import Config
 from depthlm.sweeps import sweep_points
@@ -12,12 +14,12 @@ MINE = "experiment=depth_attention/mixing_rule"
 
 
 def of(*overrides: str) -> Config:
-    return compose([MINE, *overrides], here=False)
+    return compose_anywhere([MINE, *overrides])
 
 
 def test_the_paper_budget_changes_nothing() -> None:
-    plain, asked = compose(FORTY_EIGHT, here=False), compose([*FORTY_EIGHT, "budget=paper"], here=False)
-    asked.output_dir = plain.output_dir
+    plain, asked = compose_anywhere(FORTY_EIGHT), compose_anywhere([*FORTY_EIGHT, "budget=paper"])
+    asked = replace(asked, output_dir=plain.output_dir)
     assert plain == asked
 
 
@@ -33,7 +35,7 @@ def test_smoke_preserves_depth_mechanism_and_heads_and_needs_no_download() -> No
 
 
 def test_smoke_divides_experts_but_leaves_a_token_a_choice() -> None:
-    size = compose(["experiment=attention_residuals/kimi_linear", "budget=smoke"], here=False).size
+    size = compose_anywhere(["experiment=attention_residuals/kimi_linear", "budget=smoke"]).size
     assert (size.num_experts, size.experts_per_token, size.expert_size) == (16, 8, 64)
     assert (size.latent_size, size.shared_key_size) == (32, 4)
 
@@ -66,7 +68,7 @@ def test_the_schedule_keeps_its_shape() -> None:
     assert smoke.training.validate_every is not None
     assert 3 <= 12 / smoke.training.validate_every <= 4
     for name, steps in (("dca/depth", 500_000), ("dca/depth", 12)):
-        config = compose([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])], here=False)
+        config = compose_anywhere([f"experiment={name}", *(["budget=smoke"] if steps == 12 else [])])
         assert warmup_steps(config, steps) == max(1, round(1000 * steps / 500_000))
 
 

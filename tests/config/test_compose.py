@@ -10,11 +10,10 @@ from omegaconf import OmegaConf
 
 import depthlm
 from depthlm.commands.command_line import read_command_line
-from depthlm.config import run_steps, warmup_steps
-from depthlm.config.hydra_context import compose_raw, hydra_at_conf
+from depthlm.config import compose_anywhere, run_steps, warmup_steps
+from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
+from depthlm.config.keys import keys
 from depthlm.config.resolve import run_name
-from depthlm.config.schema.keys import keys
-from depthlm.config.schema.sources import open_names
 from depthlm.counts import parse_count
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
@@ -46,14 +45,14 @@ def test_every_option_of_every_group_composes(groups: tuple[str, ...], rest: lis
     count = max(len(options(group)) for group in groups)
     for number in range(count):
         chosen = {group: options(group)[number % len(options(group))] for group in groups}
-        config = depthlm.compose([*(f"{group}={name}" for group, name in chosen.items()), *rest], here=False)
+        config = compose_anywhere([*(f"{group}={name}" for group, name in chosen.items()), *rest])
         for group, name in chosen.items():
             if group not in ("deepspeed", "tracker") and name != "auto":
                 assert getattr(config, group).name == name
 
 
 def test_every_key_is_documented() -> None:
-    assert [key.name for key in keys().values() if not key.metadata["doc"]] == []
+    assert [key.name for key in keys().values() if not key.doc] == []
 
 
 def test_the_vocabulary_size_is_the_larger_of_size_and_tokenizer() -> None:
@@ -179,7 +178,7 @@ def test_help_names_every_group_and_key(capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_a_mechanism_is_named_after_its_parts(overrides: list[str], name: str) -> None:
-    assert depthlm.compose(overrides, here=False).model.name == name
+    assert compose_anywhere(overrides).model.name == name
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import depthlm
 from depthlm.accounting.parameters import count_parameters
-from depthlm.config import Config, run_steps
+from depthlm.config import Config, compose_anywhere, run_steps
 from depthlm.config.budget import matrices
 from depthlm.locations import REPOSITORY
 from depthlm.sweeps import Point, load_experiment, point_directory, sweep_points
@@ -39,7 +39,7 @@ def points(name: str, budget: str) -> list[Point]:
 
 @functools.cache
 def composed(name: str, budget: str) -> list[Config]:
-    return [depthlm.compose(point.checkable(), here=False) for point in points(name, budget)]
+    return [compose_anywhere(point.checkable()) for point in points(name, budget)]
 
 
 def distinct(names: Iterable[str]) -> list[Config]:
@@ -84,7 +84,7 @@ def test_every_point_composes(name: str, budget: str) -> None:
 def test_a_budget_and_its_keys_compose_the_same(budget: str) -> None:
     name = "depth_attention/mixing_rule"
     point = sweep_points([f"experiment={name}", f"budget={budget}"])[0]
-    config = depthlm.compose(point.checkable(), here=False)
+    config = compose_anywhere(point.checkable())
     assert config.output_dir == point_directory(point.overrides, None)
     by_keys = composed(name, budget)[0]
     assert asdict(config) == asdict(by_keys) | {"output_dir": config.output_dir}

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-import depthlm
+from depthlm.config import compose_anywhere
 from depthlm.config.reproduce import train_overrides
 from depthlm.config.saved import compare
 
@@ -33,20 +33,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_overrides_compose_the_same_configuration(case: str) -> None:
     given, expected = CASES[case]
-    config = depthlm.compose([*SMALL, *given], here=False)
+    config = compose_anywhere([*SMALL, *given])
     overrides = train_overrides(config)
     assert overrides is not None
     words = shlex.split(" ".join(overrides))
     assert {*expected, "size=micro"} <= {*words}
-    again = depthlm.compose(words, here=False)
+    again = compose_anywhere(words)
     differing = compare(asdict(config), asdict(again))
     assert not [name for name in differing if not name.startswith("budget.")]
 
 
 def test_an_absolute_path_is_not_published() -> None:
-    config = depthlm.compose(
-        [*SMALL, "data=local", "data.source=/home/me/secret/text", "init_from=/srv/run"], here=False
-    )
+    config = compose_anywhere([*SMALL, "data=local", "data.source=/home/me/secret/text", "init_from=/srv/run"])
     overrides = train_overrides(config)
     assert overrides is not None
     assert {"data.source=/path/to/text", "init_from=/path/to/run"} <= {*overrides}

@@ -2,8 +2,7 @@
 
 import pytest
 
-from depthlm.config.saved import compare
-from depthlm.config.trust import check_trusted
+from depthlm.config.saved import check_trusted, compare
 from depthlm.errors import UserError
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 import depthlm
-from depthlm.config import trust
+from depthlm.config import compose_anywhere, saved
 from depthlm.config.arguments import read_arguments
-from depthlm.config.saved import is_own, saved_config, sealed_config_text
+from depthlm.config.keys import flatten, keys, replaced
+from depthlm.config.saved import is_own, load_config, signed_config_text
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import keys
+from depthlm.counts import Count
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.inspect import Inspect, inspect_run
@@ -38,11 +39,11 @@ def other_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     """Let this process become another user, with a key of its own."""
 
     def become() -> None:
-        trust._key.cache_clear()
+        saved._key.cache_clear()
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
 
     yield become
-    trust._key.cache_clear()
+    saved._key.cache_clear()
 
 
 @pytest.fixture
@@ -58,17 +59,15 @@ def run(make_run: MakeRun, tmp_path: Path) -> Path:
 
 def sign(run: Path, **changes: dict) -> None:
     config = depthlm.load(run)[1]
-    for name, values in changes.items():
-        for key, value in values.items():
-            setattr(getattr(config, name), key, value)
-    (run / "config.yaml").write_text(sealed_config_text(config))
+    config = replaced(config, flatten(changes))
+    (run / "config.yaml").write_text(signed_config_text(config))
 
 
 def test_every_text_in_the_schema_is_declared_to_reach_beyond_the_run_or_not() -> None:
     free = {
         name
         for name, key in keys().items()
-        if not key.choices and not key.metadata["count"] and not name.startswith("experiment.")
+        if not key.choices and key.plain_type is not Count and not name.startswith("experiment.")
         and key.plain_type not in (int, float, bool, list[int], list[float])
     }  # fmt: skip
     outside = {name for name, key in keys().items() if key.metadata["outside"]}
@@ -77,12 +76,12 @@ def test_every_text_in_the_schema_is_declared_to_reach_beyond_the_run_or_not() -
 
 def test_the_user_who_trained_a_run_needs_no_trust(run: Path, other_user: Callable[[], None]) -> None:
     assert is_own(run)
-    assert depthlm.compose([f"run={run}", "optimizer.lr=1e-3"], here=False).tracker.entity == "somebody"
+    assert compose_anywhere([f"run={run}", "optimizer.lr=1e-3"]).tracker.entity == "somebody"
     assert not (run.parent / "other").exists()
     other_user()
     assert not is_own(run)
     # another user can read it
-    assert saved_config(run)["tracker"]["entity"] == "somebody"
+    assert load_config(run).tracker.entity == "somebody"
 
 
 def refused(run: Path, *overrides: str) -> set[str]:
@@ -105,7 +104,7 @@ def test_what_the_run_of_somebody_else_names_is_refused_until_it_is_given_or_tru
     config = depthlm.compose([f"run={run}", *given, "tracker=none", "training.max_steps=10"])
     assert (config.data.source, config.tracker.entity) == (mine, None)
     # without checks of this machine, nothing reaches beyond the run
-    assert depthlm.compose([f"run={run}"], here=False).tracker.entity == "somebody"
+    assert compose_anywhere([f"run={run}"]).tracker.entity == "somebody"
     assert refused(run, "trust=[torch]") == names
     with pytest.raises(UserError) as caught:
         depthlm.compose([f"run={run}", "trust=[torch,run]"])
@@ -117,7 +116,7 @@ def test_a_signature_holds_for_its_own_text_only(run: Path) -> None:
     text = file.read_text()
     head, _, rest = text.partition("\n")
     changed = rest.replace("somebody", "intruder")
-    sealed = sealed_config_text(Config()).partition(",")[0]
+    sealed = signed_config_text(Config()).partition(",")[0]
     for forged in (changed, f"{sealed}, signed: {head.rpartition(' ')[2]}\n{changed}"):
         file.write_text(forged)
         assert not is_own(run)
@@ -128,11 +127,11 @@ def test_without_a_place_for_the_key_a_run_is_written_without_a_signature(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    trust._key.cache_clear()
+    saved._key.cache_clear()
     sign(run)
-    trust._key.cache_clear()
+    saved._key.cache_clear()
     assert "signed" not in (run / "config.yaml").read_text()
-    assert saved_config(run)["tracker"]["entity"] == "somebody"
+    assert load_config(run).tracker.entity == "somebody"
     assert not is_own(run)
 
 

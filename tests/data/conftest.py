@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from depthlm.config.schema import Data
+from depthlm.data.settings import Data
 
 WORDS = ["one", "two", "naïve", "Ω\tfour\r\n五", "🙂", "seven", "<|endoftext|>", "nine"]
 

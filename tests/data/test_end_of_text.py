@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Encoder
 
-from depthlm.config.schema import Data, Source
 from depthlm.data import DataError, Tokenizer, open_corpus, prepare, token_folders
+from depthlm.data.settings import Data, Source
 
 # ids 0 to 3 are in the model's vocabulary, 4 and 5 are added special tokens, 6 is added and not special
 VOCABULARY = {"</s>": 0, "a": 1, "one": 2, "<unk>": 3}

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.config.schema import Data, Source
 from depthlm.data import (
     DataError,
     Manifest,
@@ -24,6 +23,7 @@ from depthlm.data import (
     verify,
 )
 from depthlm.data.preparation.split_writer import SplitWriter
+from depthlm.data.settings import Data, Source
 
 Local = Callable[..., Data]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from depthlm.config.schema import Data
 from depthlm.data import DataError, Tokenizer, bytes_tokenizer, padded_vocab_size, train_bpe, vocab_size
+from depthlm.data.settings import Data
 
 ANY_TEXT = st.text(st.characters(codec="utf-8"))
 TEXTS = ["def f(x):\n    return x\n", "the cat and the hat — naïve\n"] * 20

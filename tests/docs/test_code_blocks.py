@@ -12,7 +12,7 @@ import yaml
 
 from depthlm.__main__ import COMMANDS
 from depthlm.commands.command_line import read_command_line
-from depthlm.config import compose
+from depthlm.config import compose_anywhere
 from depthlm.config.arguments import read_arguments
 from depthlm.evaluation.evaluate import Evaluate
 from depthlm.evaluation.writing import Generate
@@ -81,7 +81,7 @@ def check(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
     if is_sweep:
         points = sweep_points(overrides)
         overrides = points[0].overrides
-    compose(overrides, here=False)
+    compose_anywhere(overrides)
 
 
 @pytest.mark.parametrize("name", [name for name in page_names() if "your_own_mechanism" not in name])

@@ -7,7 +7,7 @@ import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from depthlm.config.schema.keys import keys
+from depthlm.config.keys import keys
 from depthlm.locations import REPOSITORY
 
 

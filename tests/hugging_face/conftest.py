@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import depthlm
-from depthlm.config import Config
+from depthlm.config import Config, compose_anywhere
+from depthlm.config.saved import config_text
 from depthlm.data import bytes_tokenizer
 from depthlm.files import digest
 from depthlm.model import Decoder, initialize
@@ -38,7 +38,7 @@ def awaken(model: Decoder, config: Config) -> Decoder:
 def composed(overrides: tuple[str, ...], config_dir: str | None) -> Config:
     """Return the configuration of a small decoder with these overrides, composed once for all tests."""
     settings = [*SHAPE, "data=local", "training.sequence_length=32", "training.max_steps=1", *overrides]
-    return depthlm.compose(settings, config_dir, here=False)
+    return compose_anywhere(settings, config_dir)
 
 
 def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -> Path:
@@ -48,7 +48,7 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -
     checkpoint.mkdir(parents=True)
     model = awaken(depthlm.build_model(config), config)
     save_file(model.state_dict(), checkpoint / WEIGHTS)
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    (directory / "config.yaml").write_text(config_text(config))
     bytes_tokenizer().save(directory)
     manifest = sealed(
         {

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from matplotlib.image import imread
 
 import depthlm
+from depthlm.config import compose_anywhere
 from depthlm.config.saved import compare, load_config
 from depthlm.hugging_face import export
 
@@ -65,7 +66,7 @@ def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
     command = text.partition("```sh\n")[2].partition("\n```")[0].replace("\\\n", "")
     name, verb, *overrides = shlex.split(command)
     assert (name, verb) == ("depthlm", "train")
-    assert compare(asdict(load_config(run)), asdict(depthlm.compose(overrides, here=False))) == {}
+    assert compare(asdict(load_config(run)), asdict(compose_anywhere(overrides))) == {}
 
 
 def test_a_run_of_an_older_version_has_the_loss_of_its_last_batch(make_run: MakeRun) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config import ConfigError, compose
+from depthlm.config import ConfigError, compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.machine.gpu import Gpu, driver_version, unusable
@@ -93,8 +93,8 @@ def test_an_unusable_gpu_is_an_error_unless_the_cpu_is_requested(old_driver: Non
             environment.usable_device(choice)
     assert compose(["device=cpu"]).device == "cpu"
     assert environment.usable_device("cpu") == "cpu"
-    # `here=False` skips checks of this machine
-    assert compose([], here=False).device == "auto"
+    # `compose_anywhere` skips checks of this machine
+    assert compose_anywhere().device == "auto"
 
 
 def test_cuda_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.config import compose_anywhere
 from depthlm.inspect import collect
 from depthlm.locations import CONF, REPOSITORY
 
@@ -69,7 +70,7 @@ def test_the_folders_of_operators_are_named_as_mechanisms() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_pictures_begin_with_the_name(preset: str) -> None:
-    config = depthlm.compose([f"model={preset}", "size=micro"], here=False)
+    config = compose_anywhere([f"model={preset}", "size=micro"])
     pictures: list[Any] = collect(depthlm.build_model(config), [torch.zeros(1, 8, dtype=torch.long)])[0]
     assert all(picture.name.startswith(f"{mechanism_of(preset)}_") for picture in pictures)
     assert bool(pictures) == (preset != "vanilla")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import depthlm
+from depthlm.config import compose_anywhere
 from depthlm.evaluation import generate
 from depthlm.locations import CONF
 from depthlm.mechanisms.hyper_connections import State
@@ -362,9 +363,9 @@ def test_every_model_composes_at_every_size() -> None:
         # the vocabulary of a size grows to that of the tokenizer unless it is given
         keys = [f"size.{key}={value}" for key, value in size.items() if key != "vocab_size"]
         for preset in PRESETS:
-            config = depthlm.compose([f"model={preset}", *keys], here=False)
+            config = compose_anywhere([f"model={preset}", *keys])
             assert (config.model.name, config.size.name) == (preset, path.stem)
-        chosen = depthlm.compose([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"], here=False)
+        chosen = compose_anywhere([f"model={PRESETS[number % len(PRESETS)]}", f"size={path.stem}"])
         assert chosen.size == replace(config.size, vocab_size=chosen.size.vocab_size)
         assert chosen.size.vocab_size >= size["vocab_size"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from depthlm.config import Config, compose
+from depthlm.config import Config, compose_anywhere
+from depthlm.config.experiment import Column, Experiment
 from depthlm.config.resolve import run_directory
-from depthlm.config.schema.experiment import Column, Experiment
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import gather
 from depthlm.report.sweep import LOSS, Sweep
@@ -60,7 +60,7 @@ def reported(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -
 
 @functools.cache
 def default_config(budget: str) -> Config:
-    return compose([f"budget={budget}"], here=False)
+    return compose_anywhere([f"budget={budget}"])
 
 
 def write_run(

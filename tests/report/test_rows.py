@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config.schema.experiment import Column, Experiment
+from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
 from depthlm.report.series import reference_of, series_names
 from depthlm.runs.records import read_run

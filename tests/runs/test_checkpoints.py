@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import depthlm
 from depthlm.config import Config
+from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.run_directory import RunDirectory
@@ -42,7 +42,7 @@ def written(config: Config) -> Path:
     start_distributed(ranks())
     engine = build_engine(config, make_plan(config, ranks()), depthlm.build_model(config))
     directory = Path(config.output_dir or "")
-    OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
+    (directory / "config.yaml").write_text(config_text(config))
     about = {"corpus": "c", "world_size": 1, "stage": 0, "config": asdict(config)}
     saver = Saver(engine, directory, config.training, about)
     for step in (1, 2):
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(
 
 def test_a_checkpoint_may_differ_from_the_run_in_changeable_settings(saved: Path, config: Config) -> None:
     others = replace(config.training, max_steps=77, micro_batch_size=1, log_every=3)
-    OmegaConf.save(OmegaConf.structured(replace(config, training=others)), saved / "config.yaml")
+    (saved / "config.yaml").write_text(config_text(replace(config, training=others)))
     assert newest(saved) == "step-00000002"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from depthlm.config import Config
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.layer import UNOBSERVED
-from depthlm.optimizers import build_optimizer
+from depthlm.optimizers.build import build_optimizer
 from depthlm.runs.checkpoints import STATE
 from depthlm.training.engine import Engine
 from depthlm.training.engine.finite import nonfinite

@@ -48,7 +48,7 @@ def all_updates(runs: list[list[str]]) -> list[tuple[list[float], dict[str, np.n
 
     In bf16, a difference in the last bit of a gradient becomes one of about a percent of an update.
     """
-    with mock.patch("depthlm.optimizers.DTYPE", torch.float32):
+    with mock.patch("depthlm.optimizers.muon.DTYPE", torch.float32):
         return [updates(overrides) for overrides in runs]
 
 

@@ -7,7 +7,7 @@ import torch
 
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator
-from depthlm.config import Config
+from depthlm.config import Config, compose_anywhere
 from depthlm.distributed.launchers import ALONE, Ranks
 from depthlm.errors import UserError
 from depthlm.training import memory_check, train
@@ -19,7 +19,7 @@ EIGHT = Ranks(0, 0, 8, 8, "torchrun")
 
 def small(*overrides: str) -> Config:
     settings = ["size=micro", "size.num_layers=3", "training.batch_size=64", "precision=bf16", *overrides]
-    return depthlm.compose(settings, here=False)
+    return compose_anywhere(settings)
 
 
 def fitting(error: pytest.ExceptionInfo[UserError]) -> list[list[str]]:
@@ -52,10 +52,9 @@ def test_on_several_ranks_zero_stages_that_fit_are_suggested():
     stages = [overrides for overrides in fitting(error) if overrides[0].startswith("deepspeed=")]
     assert stages
     for overrides in stages:
-        again = depthlm.compose(
+        again = compose_anywhere(
             ["size=micro", "size.num_layers=3", "training.batch_size=64", "precision=bf16", "size.hidden_size=512",
-             "training.sequence_length=16", *overrides], here=False,
-        )  # fmt: skip
+             "training.sequence_length=16", *overrides])  # fmt: skip
         assert check_memory(again, EIGHT, GPU, available) is not None
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import depthlm
+from depthlm.config.schema import Training
 from depthlm.data import Batches, open_corpus
 from depthlm.runs.manifest import sealed
 from depthlm.runs.records import read_metrics
@@ -264,11 +265,10 @@ def test_bad_batches_count_in_a_row_until_an_update_is_kept(progress: Progress, 
 
 
 def test_a_spike_needs_half_a_window_of_losses() -> None:
-    training = depthlm.compose(["training.max_steps=1"]).training
-    training.spike_window, training.spike_deviations = 6, 2.0
+    training = Training(spike_window=6, spike_deviations=2.0)
     assert spike_limit(training, [4.0, 6.0], 100) == float("inf")
     assert spike_limit(training, [4.0, 5.0, 6.0], 100) == 700
-    training.spike_deviations = None
+    training = Training(spike_window=6, spike_deviations=None)
     assert spike_limit(training, [4.0, 5.0, 6.0], 100) == float("inf")
 
 

@@ -1,21 +1,14 @@
-"""Checks of a configuration: each field alone, then combinations of fields. All mistakes are reported."""
+"""Checks of a configuration across its fields. All mistakes are reported."""
 
-from omegaconf import DictConfig, OmegaConf
+from collections.abc import Set
 
-from depthlm.config.resolve import LENGTHS, tokenizer_exists
-from depthlm.config.schema import Config
-from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves, plain, validate
-from depthlm.config.schema.length import run_steps, warmup_steps
-from depthlm.config.schema.sources import check_sources
-from depthlm.config.validate.errors import listed, nearest
-from depthlm.config.validate.machine import check_machine
-from depthlm.config.validate.mechanism import check_target, check_values, reads_across_layers
-from depthlm.data import (
-    DataError,
-    padded_vocab_size,
-    shares,
-    train_sources,
-)
+from depthlm.config.budget import LENGTHS
+from depthlm.config.errors import listed
+from depthlm.config.resolve import tokenizer_exists
+from depthlm.config.schema import Config, run_steps, warmup_steps
+from depthlm.config.validate.machine import check_divides
+from depthlm.config.validate.mechanism import check_values, reads_across_layers
+from depthlm.data import DataError, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.fields import TINY
@@ -25,30 +18,10 @@ from depthlm.model.shape import Backbone, Size
 OPTIMIZER_CLASS = ("optimizer", "optimizer._target_")
 
 
-def check_fields(raw: DictConfig) -> list[str]:
-    """Return the mistakes in single fields: choices, bounds, and settings that a class does not accept."""
-    known, errors = keys(), []
-    for name in leaves(raw):
-        if name not in known and not any(name.startswith(f"{key}.") for key in known):
-            errors.append(f"{name}={OmegaConf.select(raw, name)}: no such key{nearest(name, known)}")
-    values = {name: plain(OmegaConf.select(raw, name, throw_on_missing=True)) for name in known}
-    for name in FREE_GROUPS:
-        settings = values.pop(name)
-        if name == "optimizer.settings":
-            # its class is beside them
-            settings["_target_"] = raw.optimizer._target_
-        errors.extend(check_target(name, settings))
-    _, wrong = validate(Config, values)
-    for key in (known[name] for name in known if name in wrong):
-        value = values[key.name]
-        errors.append(f"{key.name}={value}: must be {key.wanted}" + nearest(str(value), key.choices))
-    return errors + check_sources(raw)
+def check_together(config: Config, given: Set[str]) -> list[str]:
+    """Return the mistakes across fields: indivisible shapes, conflicting settings.
 
-
-def check_together(config: Config, given: set[str], here: bool) -> list[str]:
-    """Return the mistakes across fields: indivisible shapes, conflicting settings, unsupported devices.
-
-    given: the keys and groups that the overrides set. here: whether the run is for this machine.
+    given: the keys and groups that the overrides set.
     """
     return [
         *_check_shape(config, given),
@@ -60,13 +33,12 @@ def check_together(config: Config, given: set[str], here: bool) -> list[str]:
         *_check_evaluation(config),
         *_check_recomputation(config),
         *_check_sharding(config),
-        *_check_spread(config, launchers.ranks().world_size if here else None),
+        *_check_spread(config),
         *_check_data(config),
-        *(check_machine(config) if here else []),
     ]
 
 
-def _check_shape(config: Config, given: set[str]) -> list[str]:
+def _check_shape(config: Config, given: Set[str]) -> list[str]:
     size, backbone, errors = config.size, config.backbone, []
     if size.num_heads % size.num_kv_heads:
         errors.append(
@@ -124,7 +96,7 @@ def _check_experts(size: Size, backbone: Backbone) -> list[str]:
     return errors
 
 
-def _check_batch(config: Config, given: set[str]) -> list[str]:
+def _check_batch(config: Config, given: Set[str]) -> list[str]:
     training, ranks = config.training, launchers.ranks().world_size
     length = training.sequence_length
     if training.batch_tokens is not None:
@@ -183,8 +155,8 @@ def check_steps(config: Config, steps: int) -> list[str]:
     return errors
 
 
-def _check_optimizer(config: Config, given: set[str]) -> list[str]:
-    from depthlm.optimizers import (
+def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
+    from depthlm.optimizers.build import (
         SHARED,
         arguments,
         averages_weights,
@@ -265,14 +237,7 @@ def _check_evaluation(config: Config) -> list[str]:
 
 
 def _check_recomputation(config: Config) -> list[str]:
-    how = config.training.activation_checkpointing
-    is_known = how in (True, False, "selective") if type(how) in (bool, str) else type(how) is int and how > 0
-    if not is_known:
-        return [
-            f"training.activation_checkpointing={how}: must be true, false, selective, or a number n above 1, which "
-            "recomputes every n-th layer"
-        ]
-    if how == "selective" and config.training.compile is True:
+    if config.training.activation_checkpointing == "selective" and config.training.compile is True:
         return [
             "training.activation_checkpointing=selective with training.compile=true: compiled sublayers already store "
             "their matrix products and recompute the rest; allowed: activation_checkpointing=false, true or n, or "
@@ -295,11 +260,9 @@ def _check_sharding(config: Config) -> list[str]:
     return []
 
 
-def _check_spread(config: Config, ranks: int | None) -> list[str]:
-    """Return the mistake in the spread of experts, if any. ranks: None for a run on other machines."""
-    experts, count = config.deepspeed.experts, config.size.num_experts
-    given = f"deepspeed.experts={experts}"
-    if experts == 1:
+def _check_spread(config: Config) -> list[str]:
+    given = f"deepspeed.experts={config.deepspeed.experts}"
+    if config.deepspeed.experts == 1:
         return []
     if config.backbone.mlp != "experts":
         return [
@@ -311,11 +274,9 @@ def _check_spread(config: Config, ranks: int | None) -> list[str]:
             f"{given} with deepspeed.stage=3: DeepSpeed cannot spread experts whose weights ZeRO 3 shards; allowed: "
             "deepspeed=zero0, zero1 or zero2, or leave it out"
         ]
-    for number, what in ((count, f"size.num_experts={count}"), (ranks, f"the number of ranks of this run, {ranks}")):
-        if number is not None and number % experts:
-            allowed = listed(n for n in range(1, number + 1) if number % n == 0)
-            return [f"{given}: must divide {what}; allowed: {allowed}"]
-    return []
+    return check_divides(
+        config.deepspeed.experts, config.size.num_experts, f"size.num_experts={config.size.num_experts}"
+    )
 
 
 def _check_data(config: Config) -> list[str]:
@@ -326,7 +287,7 @@ def _check_data(config: Config) -> list[str]:
         )
     elif data.sources:
         try:
-            shares([source.weight for source in data.sources.values()])
+            shares([source.weight or 0.0 for source in data.sources.values()])
         except DataError as error:
             errors.append(f"{error.where}: {error.what}; {error.remedy}")
     if both := sorted(data.validation.keys() & train_sources(data).keys()):

@@ -10,14 +10,13 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from depthlm.config.errors import listed, nearest
 from depthlm.config.hydra_context import available_groups, value_text
-from depthlm.config.schema.keys import FREE_GROUPS, keys, leaves
-from depthlm.config.schema.sources import NAMED
-from depthlm.config.validate.checks import check_fields
-from depthlm.config.validate.errors import listed, nearest
+from depthlm.config.keys import FREE_GROUPS, NAMED, flatten, keys
+from depthlm.config.validate.fields import check_fields
 from depthlm.files import read_yaml
 from depthlm.locations import CONF
 
@@ -66,17 +65,17 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
     composed, failure = attempt(*groups)
     if composed is None:
         return [*errors, *failure]
-    base = set(check_fields(composed))
+    base = set(check_fields(composed)[1])
     for text, override in values.items():
         alone, failure = attempt(*groups, text)
         if alone is None:
             errors.append(_explain_value(override, composed, available, failure, config_dir))
         else:
-            errors.extend(error for error in check_fields(alone) if error not in base)
+            errors.extend(error for error in check_fields(alone)[1] if error not in base)
     # keys that a group leaves unset, such as data.source of data=local, unless an override sets them
     everything, failure = attempt(*groups, *values)
     if everything is not None:
-        errors.extend(check_fields(everything))
+        errors.extend(check_fields(everything)[1])
     elif not errors:
         errors.extend(failure)
     return errors
@@ -168,7 +167,7 @@ def _explain_value(
         if "interpolation" in failure[0].lower():
             return f"{text}: {failure[0].split(': ', 1)[-1]}"
         return f"{text}: must be {known[name].wanted}"
-    present = list(dict.fromkeys([*known, *leaves(composed), *groups]))
+    present = list(dict.fromkeys([*known, *_leaves(composed), *groups]))
     if name in present or name.startswith("hydra"):
         return f"{text}: {failure[0]}"
     sections = {key.rsplit(".", 1)[0] for key in known if "." in key}
@@ -191,6 +190,13 @@ def _owners(group: str, setting: str, groups: dict[str, list[str]], config_dir: 
                 presets.append(f"model={preset}")
                 used.add(entry[part])
     return presets + [f"{group}={option}" for option in having if option not in used]
+
+
+def _leaves(raw: DictConfig) -> list[str]:
+    """Return the dotted name of every value in a composed configuration."""
+    nested = OmegaConf.to_container(raw, resolve=False)
+    assert isinstance(nested, dict)
+    return list(flatten(nested))
 
 
 def option_file(group: str, option: str, config_dir: str | Path | None) -> Path:

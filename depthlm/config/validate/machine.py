@@ -5,9 +5,11 @@ import os
 import shutil
 from pathlib import Path
 
+from depthlm.config.errors import listed
 from depthlm.config.resolve import tokenizer_exists
 from depthlm.config.schema import Config
 from depthlm.data import Manifest, token_folder, train_sources, validation_sources
+from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.locations import install_command
 from depthlm.machine import environment
@@ -18,8 +20,24 @@ OPTIONAL_TRACKERS = ("tensorboard", "trackio")
 
 
 def check_machine(config: Config) -> list[str]:
-    """Return the mistakes that only this machine has: no such device, no such file, a package not installed."""
-    return [*_check_device(config), *_check_files(config), *_check_tracker(config)]
+    """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
+    return [*_check_ranks(config), *_check_device(config), *_check_files(config), *_check_tracker(config)]
+
+
+def check_divides(experts: int, number: int, what: str) -> list[str]:
+    """Return the mistake of ranks over which experts are spread, if they do not divide a number."""
+    if number % experts == 0:
+        return []
+    allowed = listed(n for n in range(1, number + 1) if number % n == 0)
+    return [f"deepspeed.experts={experts}: must divide {what}; allowed: {allowed}"]
+
+
+def _check_ranks(config: Config) -> list[str]:
+    experts, ranks = config.deepspeed.experts, launchers.ranks().world_size
+    if config.backbone.mlp != "experts" or config.deepspeed.stage == 3 or config.size.num_experts % experts:
+        # another mistake
+        return []
+    return check_divides(experts, ranks, f"the number of ranks of this run, {ranks}")
 
 
 def check_starts(config: Config, starts: set[str]) -> list[str]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 
+from depthlm.config.errors import listed, nearest
 from depthlm.config.schema import Config, Model
-from depthlm.config.validate.errors import listed, nearest
 from depthlm.locations import install_command
 from depthlm.model.shape import SublayerSpec
 

@@ -6,14 +6,12 @@ import platform
 import sysconfig
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from depthlm.data.corpora.folders import matches, walk
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.errors import DataError
-
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data, Source
+from depthlm.data.settings import Data, Source
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class TextFiles:
     unread: tuple[str, ...] = ()
 
 
-def train_sources(data: "Data") -> dict[str, "Source"]:
+def train_sources(data: Data) -> dict[str, Source]:
     """Return the sources to train on, by name: those of a mixture, with missing settings from `data`, else one source.
 
     data.path, where given, is a mixture's parent folder, with one folder per source.
@@ -46,7 +44,7 @@ def train_sources(data: "Data") -> dict[str, "Source"]:
     }
 
 
-def validation_sources(data: "Data") -> dict[str, "Source"]:
+def validation_sources(data: Data) -> dict[str, Source]:
     """Return the further validation sets by name; a missing text field or missing suffixes come from `data`."""
     return {
         name: replace(
@@ -59,12 +57,12 @@ def validation_sources(data: "Data") -> dict[str, "Source"]:
     }
 
 
-def is_remote(source: "Source") -> bool:
+def is_remote(source: Source) -> bool:
     """Return whether the text comes from the hub."""
     return source.source is None and source.hub is not None
 
 
-def text_files(name: str, source: "Source", revision: str | None = None) -> TextFiles:
+def text_files(name: str, source: Source, revision: str | None = None) -> TextFiles:
     """Return the files of a source. revision: the hub's commit, where known; null: resolve source.revision.
 
     Raises DataError where there is no text, no file matches, or the hub cannot be reached.
@@ -74,7 +72,7 @@ def text_files(name: str, source: "Source", revision: str | None = None) -> Text
     return _local_files(name, source)
 
 
-def root_of(name: str, source: "Source") -> Path:
+def root_of(name: str, source: Source) -> Path:
     """Return the local folder or file of the raw text. Raises DataError for a source without local text."""
     if source.source:
         return Path(source.source)
@@ -91,13 +89,13 @@ def root_of(name: str, source: "Source") -> Path:
     )
 
 
-def _with_defaults(source: "Source", data: "Data", path: str | None) -> "Source":
+def _with_defaults(source: Source, data: Data, path: str | None) -> Source:
     shared = {entry.name for entry in fields(source)} - {"weight", "path"}
     missing = {name: getattr(data, name) for name in shared if getattr(source, name) is None}
     return replace(source, path=path, **missing)
 
 
-def _hub_files(source: "Source", revision: str | None) -> TextFiles:
+def _hub_files(source: Source, revision: str | None) -> TextFiles:
     from depthlm.data.corpora.hub import hub_files
 
     assert source.hub is not None
@@ -108,7 +106,7 @@ def _hub_files(source: "Source", revision: str | None) -> TextFiles:
     return TextFiles(train, held_out[0] if held_out else None, description)
 
 
-def _local_files(name: str, source: "Source") -> TextFiles:
+def _local_files(name: str, source: Source) -> TextFiles:
     root = root_of(name, source)
     description: dict[str, Any] = {"root": str(root.resolve())}
     unread: tuple[str, ...] = ()
@@ -135,7 +133,7 @@ def _digest(listing: list[tuple[str | int, ...]]) -> str:
     return hashlib.sha256(repr(listing).encode()).hexdigest()
 
 
-def _matching(files: list[TextFile], source: "Source", root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
+def _matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
     """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
     patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
     given = {key: pattern for key, pattern in patterns.items() if pattern is not None}

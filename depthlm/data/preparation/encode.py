@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,9 @@ from depthlm.data.held_out import held_out_share, is_validation
 from depthlm.data.manifest import Manifest
 from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile
 from depthlm.data.preparation.split_writer import SplitWriter, dtype_of, little_endian
+from depthlm.data.settings import Data
 from depthlm.data.tokenizers import Tokenizer
 from depthlm.machine import environment
-
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data
 
 # Characters of a batch. Each core encodes batches of its own, which takes less processor time than all cores encoding a
 # batch together. The library needs some hundred bytes of memory for each character.
@@ -68,7 +66,7 @@ class Job:
     quota: int | None
     vocab_size: int
     settings: dict[str, Any]
-    data: "Data"
+    data: Data
 
     @cached_property
     def sections(self) -> list["Section"]:
@@ -190,7 +188,7 @@ def encoded_batches(
                 future.cancel()
 
 
-def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: "Data") -> float:
+def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: Data) -> float:
     """Return the share of documents to hold out: 0 with held-out files, else enough for at least one document."""
     if files.held_out is not None:
         return 0.0

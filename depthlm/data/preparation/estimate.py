@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from depthlm.counts import count_text
 from depthlm.data.corpora.formats import PARQUET, compression, split_codec
@@ -14,12 +13,10 @@ from depthlm.data.corpora.sources import is_remote, text_files, train_sources, v
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
 from depthlm.data.preparation.split_writer import dtype_of, little_endian
-from depthlm.data.settings import quota, token_folder
+from depthlm.data.settings import Data, Source
+from depthlm.data.token_folder import quota, token_folder
 from depthlm.data.tokenizers import vocab_size
 from depthlm.machine import environment
-
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data, Source
 
 log = logging.getLogger("depthlm")
 
@@ -68,7 +65,7 @@ class Estimate:
         return f"about {_size(self.disk_bytes)} of disk for {count_text(round(self.tokens))} tokens"
 
 
-def estimate(name: str, source: "Source", data: "Data") -> Estimate | None:
+def estimate(name: str, source: Source, data: Data) -> Estimate | None:
     """Return the estimate for a source; null where its size is unknown. Raises DataError where its text is missing."""
     text_bytes, download = source.text_bytes, source.download_bytes or 0
     per_token = 1.0 if data.tokenizer == "bytes" else BYTES_PER_TOKEN
@@ -114,7 +111,7 @@ def _absurd_compression(file: Path, size: int) -> float | None:
     return found
 
 
-def check_room(name: str, source: "Source", data: "Data", folder: Path, copies: int = 1) -> Estimate | None:
+def check_room(name: str, source: Source, data: Data, folder: Path, copies: int = 1) -> Estimate | None:
     """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take.
 
     copies: how often the disk must hold the tokens.
@@ -127,7 +124,7 @@ def check_room(name: str, source: "Source", data: "Data", folder: Path, copies: 
     return needed
 
 
-def check_prepared(data: "Data", command: Callable[[], str]) -> None:
+def check_prepared(data: Data, command: Callable[[], str]) -> None:
     """Raise DataError where a source is not prepared and is too large for training to prepare it on its own.
 
     command: returns the command that prepares it; called only for the error message.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -25,7 +25,8 @@ from depthlm.data.preparation.encode import Job, encode, held_out_fraction
 from depthlm.data.preparation.estimate import check_room
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.preparation.progress import training_bar
-from depthlm.data.settings import check_settings, quota, settings, token_folder
+from depthlm.data.settings import Data, Source
+from depthlm.data.token_folder import check_settings, quota, settings, token_folder
 from depthlm.data.tokenizers import (
     Tokenizer,
     bytes_tokenizer,
@@ -38,16 +39,10 @@ from depthlm.data.tokenizers import (
 from depthlm.data.tokenizers import vocab_size as vocab_size_of
 from depthlm.files import sync
 
-if TYPE_CHECKING:
-    from depthlm.config.schema import Data, Source
-
-
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
 
 
-def prepare(
-    data: "Data", progress: bool = True, only: Collection[str] = (), part: Part | None = None
-) -> dict[str, Path]:
+def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part: Part | None = None) -> dict[str, Path]:
     """Make the token files of this configuration unless they exist, and return the folder of each source, by name.
 
     only: the sources and validation sets to prepare; empty: all. part: encode only these files of each source, besides
@@ -75,7 +70,7 @@ def prepare(
     }
 
 
-def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
+def make_tokenizer(data: Data, console: Console) -> Tokenizer:
     """Return the tokenizer of this configuration; `bpe` is trained here, on documents that are not held out.
 
     Raises DataError where the tokenizer is not available, has more tokens than data.vocab_size or no end of text.
@@ -109,7 +104,7 @@ def make_tokenizer(data: "Data", console: Console) -> Tokenizer:
     return tokenizer
 
 
-def _text_for_training(data: "Data") -> Iterator[str]:
+def _text_for_training(data: Data) -> Iterator[str]:
     for name, source in train_sources(data).items():
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
         fraction = held_out_fraction(files, field, cut, data)
@@ -119,7 +114,7 @@ def _text_for_training(data: "Data") -> Iterator[str]:
 
 
 def _prepare(
-    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], console: Console, part: Part | None
+    name: str, source: Source, data: Data, tokenizer: Callable[[], Tokenizer], console: Console, part: Part | None
 ) -> Path:
     folder = token_folder(name, source, data)
     if Manifest.exists(folder):
@@ -146,8 +141,8 @@ def _prepare(
 
 def _encode_part(
     name: str,
-    source: "Source",
-    data: "Data",
+    source: Source,
+    data: Data,
     tokenizer: Callable[[], Tokenizer],
     target: Path,
     console: Console,
@@ -182,7 +177,7 @@ def _encode_part(
 
 
 def _make(
-    name: str, source: "Source", data: "Data", tokenizer: Callable[[], Tokenizer], target: Path, console: Console
+    name: str, source: Source, data: Data, tokenizer: Callable[[], Tokenizer], target: Path, console: Console
 ) -> None:
     start, partial = time.monotonic(), _partial(target)
     progress_file.check_mark(partial, settings(name, source, data))
@@ -204,8 +199,8 @@ def _make(
 
 def _begin(
     name: str,
-    source: "Source",
-    data: "Data",
+    source: Source,
+    data: Data,
     tokenizer: Callable[[], Tokenizer],
     target: Path,
     console: Console,
@@ -279,7 +274,7 @@ def _read_progress(partial: Path, wanted_settings: dict[str, object]) -> dict[st
     return progress if progress is not None and progress["settings"] == wanted_settings else None
 
 
-def _is_cut(source: "Source") -> bool:
+def _is_cut(source: Source) -> bool:
     return source.source is not None and Path(source.source).is_file()
 
 
@@ -305,7 +300,7 @@ def _warn_of_unknown(manifest: Manifest, folder: Path, console: Console) -> None
             )
 
 
-def _check_existing(name: str, source: "Source", data: "Data", folder: Path, console: Console) -> None:
+def _check_existing(name: str, source: Source, data: Data, folder: Path, console: Console) -> None:
     manifest = Manifest.read(folder)
     check_settings(name, source, data, manifest)
     check_sizes(folder, manifest)

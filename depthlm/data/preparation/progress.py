@@ -19,7 +19,7 @@ from depthlm.data.end_of_text import TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.preparation.split_writer import SplitWriter
-from depthlm.data.settings import differences
+from depthlm.data.token_folder import differences
 from depthlm.files import read_json, replace_text, sync
 
 FILE_NAME = "progress.json"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from depthlm.config.schema.experiment import Column
+from depthlm.config.experiment import Column
 from depthlm.counts import parse_count
 from depthlm.report.rows import Row, measured, paper
 from depthlm.report.series import reference_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.config.schema.experiment import Column
+from depthlm.config.experiment import Column
 from depthlm.report.figures.axis import axis_title, ordered, setting
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import save, short, subplots

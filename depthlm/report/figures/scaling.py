@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.config.schema.experiment import Column
+from depthlm.config.experiment import Column
 from depthlm.report.figures.stamp import stamp_of
 from depthlm.report.figures.style import Style, grid, log_ticks, save, short, style_of, subplots
 from depthlm.report.mechanism import mechanism_of

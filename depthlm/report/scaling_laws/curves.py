@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from depthlm.config.schema.experiment import Column
+from depthlm.config.experiment import Column
 from depthlm.report.rows import Measured, Row, difference, measured, pooled
 from depthlm.report.scaling_laws.fits import REACH, Needed, PowerLaw, fit_power_law, ratio_interval
 from depthlm.report.series import reference_of, series_names, series_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from depthlm.config import Config, bucket_elements
 from depthlm.model import Decoder, Loss, Observer
 from depthlm.model.layer import UNOBSERVED
-from depthlm.optimizers import build_optimizer
+from depthlm.optimizers.build import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import spread_states

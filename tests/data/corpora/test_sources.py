@@ -7,9 +7,9 @@ import pytest
 
 import depthlm
 from depthlm.config import ConfigError
-from depthlm.config.schema import Data, Source
 from depthlm.data import DataError, documents, open_corpus, prepare, text_files, train_sources, validation_sources
 from depthlm.data.corpora.documents import PIECE
+from depthlm.data.settings import Data, Source
 
 
 def docs(data: Data) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import pytest
 # Waits for a line or the end of stdin, then prepares slowly, so that a kill can interrupt any part of it.
 SLOW = """
 import sys, time
-from depthlm.config.schema import Data
+from depthlm.data.settings import Data
 from depthlm.data import prepare
 from depthlm.data.preparation import encode
 from depthlm.data.preparation.split_writer import SplitWriter

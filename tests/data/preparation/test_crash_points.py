@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.config.schema import Data
 from depthlm.data import DataError, Manifest, prepare
+from depthlm.data.settings import Data
 
 from ...crashes import Recorder, build, crashes
 from .preparing import content

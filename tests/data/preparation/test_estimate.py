@@ -8,9 +8,9 @@ import pytest
 
 import depthlm
 from depthlm.config import prepare_command
-from depthlm.config.schema import Data, Source
 from depthlm.data import DataError, check_prepared, prepare
 from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, check_room, estimate
+from depthlm.data.settings import Data, Source
 
 Local = Callable[..., Data]
 

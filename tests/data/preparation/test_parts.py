@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from depthlm.commands.prepare import main
-from depthlm.config.schema import Data
 from depthlm.data import DataError, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.preparation import parts
 from depthlm.data.preparation.parts import Part
+from depthlm.data.settings import Data
 
 from .preparing import content, left_over
 

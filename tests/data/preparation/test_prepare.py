@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from depthlm.config.schema import Data, Source
 from depthlm.data import Corpus, DataError, Manifest, open_corpus, prepare, token_folders, vocab_size
 from depthlm.data.corpora.documents import REASONS
+from depthlm.data.settings import Data, Source
 
 from ..conftest import WORDS
 from .preparing import content, go, left_over, ready

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from depthlm.config.schema import Data
 from depthlm.data import DataError, Manifest, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
 from depthlm.data.preparation.encode import encode
 from depthlm.data.preparation.parts import Part
 from depthlm.data.preparation.progress import ProgressFile
+from depthlm.data.settings import Data
 
 from ...forks import Forks
 from .preparing import SLOW, content, left_over
@@ -332,7 +332,7 @@ def test_preparing_resumes_after_a_full_disk(
     code = f"""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from depthlm.config.schema import Data
+from depthlm.data.settings import Data
 from depthlm.data import DataError, prepare
 from depthlm.data.preparation import encode
 from depthlm.data.preparation import split_writer

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import wandb
 
-from depthlm.config import compose
+from depthlm.config import compose, compose_anywhere
+from depthlm.config.errors import ConfigError
 from depthlm.config.schema import Tracker
 from depthlm.config.validate import machine
-from depthlm.config.validate.errors import ConfigError
 from depthlm.runs.trackers import start_trackers
 
 SETTINGS = {name: {"name": "any"} for name in ("model", "size", "data", "experiment")}
@@ -38,7 +38,7 @@ def test_a_service_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypat
      ("[tensorboard,trackio]", ["tensorboard", "trackio"])],
 )  # fmt: skip
 def test_tracker_is_one_service_or_a_list_of_them(choice: str, expected: list[str]) -> None:
-    tracker = compose([f"tracker={choice}"], here=False).tracker
+    tracker = compose_anywhere([f"tracker={choice}"]).tracker
     assert [name for name in ("wandb", "tensorboard", "trackio") if getattr(tracker, name)] == expected
 
 

@@ -5,6 +5,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,8 +217,10 @@ def test_a_checkpoint_is_due_checkpoint_minutes_after_the_last(
     monkeypatch.setattr(Saver, "_start", lambda *_, **__: "no room")
     saver.save({"step": 1}, last=False)
     assert not saver.due()
-    config.training.checkpoint_minutes = None
-    assert not saver.due()
+    unlimited = Saver(None, tmp_path, replace(config.training, checkpoint_minutes=None), {})
+    now["seconds"] = 10_000.0
+    assert saver.due()
+    assert not unlimited.due()
 
 
 def test_files_of_an_interrupted_save_are_removed_before_the_next(small_run: Overrides, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.config.schema.keys import on_resume
+from depthlm.config.keys import on_resume
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Observer, SublayerSpec

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from depthlm.model.experts import spread_of
 from depthlm.model.parameters import shape_of
-from depthlm.optimizers import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
+from depthlm.optimizers.muon import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
 from depthlm.training.engine.zero.partitions import Fragment, Partition, partitions
 
 

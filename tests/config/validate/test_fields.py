@@ -4,7 +4,7 @@ import pytest
 
 import depthlm
 from depthlm.config import ConfigError
-from depthlm.config.schema import Source
+from depthlm.data.settings import Source
 
 LOCAL = ["data=local", "data.source=."]
 

@@ -1,0 +1,210 @@
+"""The flat list of a schema's keys, each with its type and documentation, and the validation of values by pydantic."""
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Optional, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from depthlm.config.schema import Config, Recomputation
+from depthlm.counts import Count
+from depthlm.data.settings import Source
+from depthlm.fields import OnResume
+
+# the types of keys in error messages
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Count: "a whole number such as 2000000, 300M or 10B",
+    Recomputation: "true, false, selective, or a number n above 1, which recomputes every n-th layer",
+    list[int]: "a list of integers",
+    list[float]: "a list of numbers",
+    list[str]: "a list of texts",
+}
+
+# the class of a mechanism or of an optimizer defines its settings, so the schema does not list them
+FREE_GROUPS = ("model.connection", "model.attention", "optimizer.settings")
+# groups of sources whose names the user chooses
+NAMED = ("data.sources", "data.validation")
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A leaf of the schema. metadata: the arguments of `depthlm.fields.key`, by pydantic's names."""
+
+    name: str
+    type: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def doc(self) -> str:
+        """The meaning of the key."""
+        return self.metadata["description"]
+
+    @property
+    def optional(self) -> bool:
+        """Whether null is allowed."""
+        return types.NoneType in typing.get_args(self.type)
+
+    @property
+    def plain_type(self) -> Any:
+        """The type without null."""
+        inner = [member for member in typing.get_args(self.type) if member is not types.NoneType]
+        return inner[0] if self.optional else self.type
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a list."""
+        return typing.get_origin(self.plain_type) is list
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the value is text, perhaps one of the choices."""
+        choices = typing.get_args(self.plain_type) if typing.get_origin(self.plain_type) is Literal else ()
+        return self.plain_type is str or (bool(choices) and all(isinstance(value, str) for value in choices))
+
+    @property
+    def choices(self) -> list[str]:
+        """The allowed values as a user writes them; empty if there is no list of them."""
+        literal = typing.get_args(self.plain_type)[0] if self.is_list else self.plain_type
+        values = typing.get_args(literal) if typing.get_origin(literal) is Literal else ()
+        return [str(value).lower() if isinstance(value, bool) else value for value in values]
+
+    @property
+    def wanted(self) -> str:
+        """The allowed values, in words."""
+        if self.choices:
+            return ("a list of one or more of " if self.is_list else "one of ") + ", ".join(self.choices)
+        words = WORDS.get(self.plain_type, "a list" if self.is_list else "a group")
+        for name, text in (("ge", "at least"), ("gt", "above"), ("le", "at most")):
+            if name in self.metadata:
+                words += f", {text} {self.metadata[name]}"
+        return words + (", or null" if self.optional else "")
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the value is allowed."""
+        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(self.name.split(".")), value)
+        return not validate(Config, nested)[1]
+
+    def shown(self, value: Any) -> str:
+        """Return a value that is not allowed as an error message shows it."""
+        return override_text(float(value) if self.plain_type is float and type(value) is int else value)
+
+
+@functools.cache
+def keys(schema: type = Config) -> dict[str, Key]:
+    """Return every key of a schema by its dotted name."""
+    return {key.name: key for key in _walk(schema, "", {})}
+
+
+def validate(schema: type[Settings], values: Mapping[str, Any]) -> tuple[Settings | None, list[tuple[str, ...]]]:
+    """Return the values as an instance of a schema, or None and the places of all values that are not allowed."""
+    try:
+        return _adapter(schema).validate_python(values), []  # type: ignore[arg-type]
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+        return None, [tuple(map(str, mistake["loc"])) for mistake in mistakes]
+
+
+def replaced(settings: Settings, values: Mapping[str, Any]) -> Settings:
+    """Return settings with other values, by dotted name."""
+    direct: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, inner = name.partition(".")
+        if inner:
+            nested.setdefault(section, {})[inner] = value
+        else:
+            direct[section] = value
+    direct |= {section: replaced(getattr(settings, section), inner) for section, inner in nested.items()}
+    return dataclasses.replace(settings, **direct)  # type: ignore[type-var]
+
+
+def value_of(settings: Any, name: str) -> Any:
+    """Return the value of a key by its dotted name."""
+    return functools.reduce(getattr, name.split("."), settings)
+
+
+def value_at(values: Mapping[str, Any], name: str) -> Any:
+    """Return what nested values contain under a dotted name, None if there is nothing."""
+    inner: Any = values
+    for part in name.split("."):
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    return inner
+
+
+def declaration(name: str) -> Key | None:
+    """Return the key of a setting; a named source has the keys of `Source`."""
+    if name in keys():
+        return keys()[name]
+    return keys(Source).get(name.rpartition(".")[2]) if name.startswith(tuple(f"{group}." for group in NAMED)) else None
+
+
+def on_resume(name: str) -> OnResume:
+    """Return whether a run may resume with another value of a key or group (see `depthlm.fields.key`)."""
+    return "free" if name.split(".")[0].split("/")[0] == "hydra" else _declared(name, "on_resume", "fixed")
+
+
+def in_protocol(name: str) -> bool:
+    """Return whether runs that are compared must share the value of a key or group."""
+    return on_resume(name) == "fixed" and _declared(name, "protocol", True)
+
+
+@functools.cache
+def _declared(name: str, attribute: str, default: Any) -> Any:
+    """Return an attribute of a key; of a group, such as tracker, if its keys share it; or of a name inside a group."""
+    if name in keys():
+        return keys()[name].metadata[attribute]
+    values = {key.metadata[attribute] for other, key in keys().items() if other.startswith(f"{name}.")}
+    parent = name.rpartition(".")[0]
+    return values.pop() if len(values) == 1 else _declared(parent, attribute, default) if parent else default
+
+
+def flatten(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name; lists and empty groups are values."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def override_text(value: Any) -> str:
+    """Return a value in the syntax of an override."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"[{','.join(map(override_text, value))}]" if isinstance(value, list) else str(value)
+
+
+def split_list(text: str) -> list[str]:
+    """Split the text of a command's argument, `a,b` or `[a,b]`."""
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return [part.strip() for part in inside.split(",") if part.strip()]
+
+
+def _walk(schema: type, prefix: str, inherited: Mapping[str, Any]) -> Iterator[Key]:
+    hints = typing.get_type_hints(schema, include_extras=True)
+    for entry in dataclasses.fields(schema):
+        metadata = {**entry.metadata, **inherited}
+        if dataclasses.is_dataclass(hints[entry.name]):
+            yield from _walk(hints[entry.name], f"{prefix}{entry.name}.", metadata)
+        else:
+            yield Key(prefix + entry.name, hints[entry.name], metadata)
+
+
+@functools.cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    config = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    # pydantic takes a configuration beside a dataclass only if the type is a union
+    return TypeAdapter(Optional[schema], config=config)
