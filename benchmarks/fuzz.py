@@ -173,7 +173,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
     def newest(_: Path) -> Any:
         found = newest_checkpoint(run)
         lost(run, 4)
-        return None if found is None else found[1]["step"] in (2, 4)
+        return None if found is None else found[1].step in (2, 4)
 
     def records(_: Path) -> Any:
         record = read_run(run)

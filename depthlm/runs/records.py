@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from depthlm.config.renamed import use_new_names
 from depthlm.config.schema.keys import flatten
 from depthlm.files import open_regular, read_json, read_yaml
 from depthlm.run_directory import RunDirectory
@@ -94,9 +93,7 @@ def read_run(directory: str | Path) -> RunRecord:
 
 def recorded_settings(directory: str | Path) -> dict[str, Any]:
     """Return the settings of a run by their dotted keys; {} where config.yaml is missing or broken."""
-    saved = read_yaml(RunDirectory(Path(directory)).config)
-    use_new_names(saved)
-    return flatten(saved)
+    return flatten(read_yaml(RunDirectory(Path(directory)).config))
 
 
 def read_metrics(
@@ -129,11 +126,8 @@ def _rows(file: BinaryIO, needed: Set[str], lists: Collection[str]) -> Iterator[
 
 
 def training_loss(row: Mapping[str, Any]) -> float | None:
-    """Return the training loss of a row in nats per token, or None if it is not finite.
-
-    It is the mean over the logging interval; rows of older versions only have the loss of the last batch.
-    """
-    return finite(row["mean_loss"] if "mean_loss" in row else row.get("loss"))
+    """Return the mean training loss over the logging interval of a row, in nats per token; None if it has none."""
+    return finite(row.get("mean_loss"))
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from depthlm.model.layer import UNOBSERVED
 from depthlm.model.parameters import seed_for
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
+from depthlm.runs.manifest import Progress
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.checkpoint.saving import Saver
@@ -31,7 +32,6 @@ from depthlm.training.monitoring.sample import log_sample
 from depthlm.training.monitoring.sublayer_norms import BlockMeter
 from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
 from depthlm.training.plan import Due, is_multiple
-from depthlm.training.progress import Progress
 from depthlm.training.schedules import learning_rate
 from depthlm.training.setup import Cost, Setup
 from depthlm.training.step import Step, train_step

@@ -70,7 +70,7 @@ def _find_source(config: Config) -> Source:
     path = Path(config.init_from or "")
     if not is_pretrained(path):
         checkpoint, manifest = checkpoint_of(path, "init_from")
-        return Source(checkpoint, manifest["config"])
+        return Source(checkpoint, manifest.config)
     pretrained = read_pretrained(path)
     if errors := differences(pretrained, config):
         raise ConfigError(errors)

@@ -5,7 +5,6 @@ from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.settings import autocast
 from depthlm.training.engine.sharding import draw_shards, undo_sharding, writable
 from depthlm.training.engine.spreading import draw_spread
-from depthlm.training.engine.zero.loadable import needs_repartition, saved_experts
 
 __all__ = [
     "Engine",
@@ -13,8 +12,6 @@ __all__ = [
     "build_engine",
     "draw_shards",
     "draw_spread",
-    "needs_repartition",
-    "saved_experts",
     "undo_sharding",
     "writable",
 ]

@@ -9,9 +9,9 @@ from typing import Any
 from depthlm.files import replace_text
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
+from depthlm.runs.manifest import Progress
 from depthlm.runs.validation_losses import ValidationLosses, perplexity
 from depthlm.training.monitoring.describe import show_summary
-from depthlm.training.progress import Progress
 
 log = logging.getLogger("depthlm")
 

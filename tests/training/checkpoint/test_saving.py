@@ -30,7 +30,7 @@ Overrides = Callable[..., list[str]]
 def saved_steps(directory: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, after validating each of them."""
     paths = sorted((directory / "checkpoints").glob("step-*"))
-    return [read_manifest(path)["step"] for path in paths]
+    return [read_manifest(path).step for path in paths]
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def test_files_outside_of_a_checkpoint_are_refused(run: Path, tmp_path: Path) ->
             read_manifest(part.parent)
         part.unlink()
         (tmp_path / name).rename(part)
-        assert read_manifest(part.parent)["step"] == 4
+        assert read_manifest(part.parent).step == 4
 
 
 def test_links_into_the_blobs_of_a_cache_are_followed(run: Path, tmp_path: Path) -> None:
