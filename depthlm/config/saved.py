@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import hmac
 import inspect
 import re
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from depthlm.config.renamed import use_new_names
 from depthlm.config.schema import Config
-from depthlm.config.schema.keys import flatten, on_resume
+from depthlm.config.schema.keys import FREE_GROUPS, flatten, keys, on_resume, plain, validate
 from depthlm.config.schema.sources import type_sources
 from depthlm.config.trust import check_outside, outside_settings, signature
 from depthlm.config.validate.explain import one_line
@@ -26,7 +25,7 @@ from depthlm.errors import UserError
 from depthlm.files import DEEPEST, read_text
 from depthlm.run_directory import RunDirectory
 
-SEAL, SIGNED, END = "# sha256 of the lines below: ", ", signed: ", "# end\n"
+SIGNED = "# signed: "
 
 
 class Loader(get_yaml_loader()):  # type: ignore[misc]
@@ -54,19 +53,11 @@ def config_text(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
-def sealed_config_text(config: Config) -> str:
-    """Return a configuration as config.yaml contains it, with its SHA-256 in the first line and a mark in the last.
-
-    The first line also has the user's signature. A text that has lost some of its lines has at most one of the two
-    lines; one that never had a digest has neither.
-    """
+def signed_config_text(config: Config) -> str:
+    """Return a configuration as config.yaml contains it, with the user's signature in the first line."""
     text = config_text(config)
     signed = signature(text)
-    return _sealed(text, "" if signed is None else f"{SIGNED}{signed}")
-
-
-def _sealed(text: str, signed: str) -> str:
-    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}{signed}\n{text}{END}"
+    return text if signed is None else f"{SIGNED}{signed}\n{text}"
 
 
 def is_own(directory: Path) -> bool:
@@ -76,7 +67,7 @@ def is_own(directory: Path) -> bool:
     except (OSError, ValueError):
         return False
     head, _, rest = text.partition("\n")
-    wanted, given = signature(rest.removesuffix(END)), head.partition(SIGNED)[2]
+    wanted, given = signature(rest), head.partition(SIGNED)[2]
     return wanted is not None and hmac.compare_digest(given.encode(), wanted.encode())
 
 
@@ -93,19 +84,11 @@ def check_reach(directory: Path, config: Config, trust: Sequence[str], needed: C
 def saved_config(directory: Path) -> dict[str, Any]:
     """Return the configuration saved in a run directory, as plain data: nothing in it is interpolated.
 
-    Raises UserError if it cannot be read or was changed.
+    Raises UserError if it cannot be read.
     """
     path = RunDirectory(directory).config
     try:
-        text = read_text(path)
-        head, _, rest = text.partition("\n")
-        signed = "".join(head.partition(SIGNED)[1:])
-        if (SEAL in text or END in text) and text != _sealed(rest.removesuffix(END), signed):
-            raise UserError(
-                f"{path} is not what was saved (its SHA-256 differs); restore it, or, if the change is intended, "
-                "delete its first and its last line"
-            )
-        saved = yaml.load(text, Loader=Loader)
+        saved = yaml.load(read_text(path), Loader=Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
@@ -124,15 +107,21 @@ def as_text(value: Any) -> Any:
 
 
 def load_config(directory: Path) -> Config:
-    """Return the resolved configuration saved in a run directory. Raises UserError if there is none."""
+    """Return the resolved configuration saved in a run directory. Raises UserError if there is none, or a wrong one."""
     path = RunDirectory(directory).config
     if not path.is_file():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(_schema(), as_text(saved_config(directory))))
+        merged = OmegaConf.merge(_schema(), as_text(saved_config(directory)))
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: not the configuration of a run of this version ({one_line(error)})") from None
     assert isinstance(config, Config)
+    values = {name: plain(OmegaConf.select(merged, name)) for name in keys() if name not in FREE_GROUPS}
+    _, wrong = validate(Config, values)
+    if wrong:
+        errors = [f"{name}={values[name]}: must be {keys()[name].wanted}" for name in sorted(wrong)]
+        raise UserError(f"{path}: {'; '.join(errors)}")
     type_sources(config.data)
     return config
 

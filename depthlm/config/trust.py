@@ -66,8 +66,8 @@ def check_outside(settings: Mapping[str, Any], trust: Sequence[str], where: str)
     if settings and RUN not in trust:
         listed = "\n".join(f"  - {name}: {value}" for name, value in settings.items())
         raise UserError(
-            f"{where}: you did not train this run on this machine, and its config.yaml names paths, addresses or "
-            f"services:\n{listed}\nGive each of them, or trust={RUN} to take them from the run."
+            f"{where}: you did not train this run on this machine, or its config.yaml was edited. It names paths, "
+            f"addresses or services:\n{listed}\nGive each of them, or trust={RUN} to take them from the run."
         )
 
 

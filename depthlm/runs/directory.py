@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from depthlm.config import Config
 from depthlm.config.resolve import LENGTHS
-from depthlm.config.saved import compare, saved_config, sealed_config_text
+from depthlm.config.saved import compare, saved_config, signed_config_text
 from depthlm.config.schema.keys import on_resume
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError
@@ -163,7 +163,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
-        replace_text(run.config, sealed_config_text(config))
+        replace_text(run.config, signed_config_text(config))
         run.environment.write_text(
             json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
         )

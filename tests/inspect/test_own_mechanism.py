@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import depthlm
-from depthlm.config.saved import sealed_config_text
+from depthlm.config.saved import signed_config_text
 from depthlm.inspect import collect, depth_mixing
 from depthlm.report.figures.style import style_of
 from depthlm.report.mechanism import mechanism_of, mechanism_of_run
@@ -98,7 +98,7 @@ def test_a_report_of_runs_imports_it_only_for_the_user_who_trained_them(config_d
     run = tmp_path / "run"
     run.mkdir()
     file = run / "config.yaml"
-    file.write_text(sealed_config_text(config))
+    file.write_text(signed_config_text(config))
     assert mechanism_of_run("leaky", run, recorded_settings(run)).colour == "#123456"
     # the text without its first line has no signature
     file.write_text("".join(file.read_text().splitlines(keepends=True)[1:-1]))
