@@ -17,8 +17,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import newest_checkpoint, read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
-from depthlm.training.checkpoint.saving import Saver
-from depthlm.training.checkpoint.snapshot import Snapshot, pin
+from depthlm.training.checkpoint.saving import Saver, Snapshot, pin
 
 from ...two_ranks import TwoRanks, train_on_ranks
 from ..run_files import assert_same, curve, weights
