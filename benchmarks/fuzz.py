@@ -173,7 +173,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
     def newest(_: Path) -> Any:
         found = newest_checkpoint(run)
         lost(run, 4)
-        return None if found is None else found[1]["step"] in (2, 4)
+        return None if found is None else found[1].step in (2, 4)
 
     def records(_: Path) -> Any:
         record = read_run(run)
@@ -204,7 +204,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         return asdict(config)
 
     return [
-        Target("config.yaml", run / "config.yaml", configuration, True, (*loading, *resuming)),
+        Target("config.yaml", run / "config.yaml", configuration, False, (*loading, *resuming)),
         Target("manifest.json", checkpoint / "manifest.json", newest, True, (*loading, *resuming)),
         Target("model.safetensors", checkpoint / "model.safetensors", weights, True, loading[:1]),
         Target("states.pt", next((checkpoint / "deepspeed").glob("*.pt")), newest, True, resuming[:1]),

@@ -32,7 +32,7 @@ def key(
     with a line in the log, since it affects at most rounding or the treatment of bad batches; fixed: no.
     protocol: whether runs that are compared must share the value.
     outside: whether the value names something outside of the run, such as a path, an address or a service. Only the
-    user's own runs may name it freely (`depthlm.config.trust`).
+    user's own runs may name it freely (`depthlm.config.saved`).
     """
     metadata = {"description": doc, "on_resume": on_resume, "protocol": protocol, "outside": outside}
     bounds = {"ge": minimum, "le": maximum, "gt": above, "min_length": min_length}

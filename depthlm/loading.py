@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +16,7 @@ from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
+from depthlm.runs.manifest import Manifest
 
 
 def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
@@ -32,7 +32,7 @@ def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[st
 
 def load_checkpoint(
     run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()
-) -> tuple[Decoder, Config, dict[str, Any]]:
+) -> tuple[Decoder, Config, Manifest]:
     """Like `load`, and also return the manifest of the loaded checkpoint."""
     directory = Path(run)
     config = load_config(directory)
@@ -49,7 +49,7 @@ def load_checkpoint(
     return model, config, manifest
 
 
-def _load_newest(config: Config, directory: Path, device: str | torch.device) -> tuple[Decoder, dict[str, Any]]:
+def _load_newest(config: Config, directory: Path, device: str | torch.device) -> tuple[Decoder, Manifest]:
     while (checkpoint := newest_checkpoint(directory)) is not None:
         path, manifest = checkpoint
         try:

@@ -183,5 +183,5 @@ class RunDirectory:
         return self.checkpoints / f".saving-step-{step:08d}"
 
     def leftovers(self) -> list[Path]:
-        """Folders of checkpoints that were being written, or (before 0.2) converted, when a process ended."""
-        return [*self.checkpoints.glob(".saving-*"), *self.checkpoints.glob(".universal-*")]
+        """Staging directories of checkpoints that were being written when a process ended."""
+        return [*self.checkpoints.glob(".saving-*")]

@@ -51,4 +51,4 @@ def test_a_checkpoint_that_training_removes_meanwhile_gives_way_to_the_newest(
 
     monkeypatch.setattr("depthlm.runs.checkpoints.digest", verify)
     monkeypatch.setattr("depthlm.loading.with_weights", load)
-    assert load_checkpoint(run)[2]["step"] == 2
+    assert load_checkpoint(run)[2].step == 2

@@ -75,10 +75,10 @@ def _serve(pipe: Connection) -> None:
     from depthlm.distributed.launchers import ranks
     from depthlm.distributed.process_group import start_distributed
     from depthlm.training import setup
-    from depthlm.training.monitoring import results
+    from depthlm.training.monitoring import describe
 
     # as in the tests of training in one process
-    results.plot_loss = lambda *_: None
+    describe.plot_loss = lambda *_: None
     setup.check_memory = lambda *_: None
     torch.set_num_threads(1)
     start_distributed(ranks())

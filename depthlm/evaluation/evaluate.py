@@ -22,6 +22,7 @@ from depthlm.fields import key
 from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import Device, usable_device
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.manifest import Manifest
 from depthlm.runs.trackers import start_trackers
 
 
@@ -97,7 +98,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
                 results |= scores
                 # a score on a part of the questions is not the task's score
                 if arguments.limit is None:
-                    _write(directory, manifest["step"], scores)
+                    _write(directory, manifest.step, scores)
         except FailedTasksError as error:
             failure = str(error)
     _show(results)
@@ -125,19 +126,19 @@ def _check(arguments: Evaluate) -> None:
 
 
 def _record(
-    directory: Path, config: Config, manifest: dict[str, Any], results: dict[str, Any], trust: Sequence[str]
+    directory: Path, config: Config, manifest: Manifest, results: dict[str, Any], trust: Sequence[str]
 ) -> dict[str, Any]:
     """Add results to evaluation.json, and to the trackers of the user's own run."""
-    recorded = _write(directory, manifest["step"], results)
+    recorded = _write(directory, manifest.step, results)
     tracker = config.tracker
     if not is_own(directory) and RUN not in trust and tracker != Tracker():
         # with the user's credentials, but to the project that somebody else has chosen
         stdout_console().print(f"not sent to the trackers of {directory}, which you did not train; trust={RUN} does")
         tracker = Tracker()
     # the weights were uploaded at the end of training, and a W&B run that did not exist then is not created now
-    wandb = tracker.wandb and manifest.get("wandb_id") is not None
+    wandb = tracker.wandb and manifest.wandb_id is not None
     trackers = start_trackers(
-        replace(tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.get("wandb_id")
+        replace(tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.wandb_id
     )
     trackers.close(recorded)
     stdout_console().print(f"written: {RunDirectory(directory).evaluation}", markup=False, soft_wrap=True)

@@ -195,8 +195,7 @@ def losses(config: Config, results: Results, has_curve: bool) -> str:
         notes.append(f"Validation: {sets}, after step {results.measured_at:,}.")
     if results.training is not None:
         rows.append(["training", number(results.training), number(perplexity(results.training)), number(None)])
-        of = "mean over the last logging interval" if results.is_mean else "of the last logged batch"
-        notes.append(f"Training: {of}.")
+        notes.append("Training: mean over the last logging interval.")
     if not rows:
         return ""
     head = ["", "loss (nats per token)", "perplexity", "bits per byte"]

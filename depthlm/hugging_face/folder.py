@@ -91,14 +91,14 @@ def export(
                 Path(run),
                 model,
                 config,
-                manifest["step"],
+                manifest.step,
                 native=native is not None,
                 name=repository or "path/to/this/folder",
                 license=license,
             )
             names = sorted(file.name for file in new.iterdir())
             about = {"run": Path(run).absolute().name, "mechanism": config.model.name, "parameters": parameters}
-            about |= {"step": manifest["step"], "files": names, "card": digest(new / CARD)}
+            about |= {"step": manifest.step, "files": names, "card": digest(new / CARD)}
             (new / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"to={folder}: cannot be written ({error.strerror or error})") from None

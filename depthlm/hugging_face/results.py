@@ -15,8 +15,8 @@ class Results(NamedTuple):
 
     step: of the checkpoint. is_complete: whether the run ended with it. validation: of this step, or the newest before
     it. measured_at: the step of the validation; None without one. is_evaluation: whether `evaluate` measured it, which
-    reads whole validation sets. bits_per_byte: by validation set, from `evaluate`. training: the last logged loss; the
-    mean over its logging interval if is_mean, which older versions did not record.
+    reads whole validation sets. bits_per_byte: by validation set, from `evaluate`. training: the mean loss over the
+    last logging interval.
     """
 
     step: int
@@ -26,22 +26,21 @@ class Results(NamedTuple):
     is_evaluation: bool
     bits_per_byte: Mapping[str, float | None]
     training: float | None
-    is_mean: bool
 
 
 def results_at(record: RunRecord, step: int) -> Results:
     """Return what a run recorded about the weights after a step."""
     is_complete = record.summary.get("steps") == step
     logged = [row for row in record.rows if row["step"] <= step]
-    training, is_mean = (training_loss(logged[-1]), "mean_loss" in logged[-1]) if logged else (None, False)
+    training = training_loss(logged[-1]) if logged else None
     measured = next((row for row in reversed(logged) if ValidationLosses.of_row(row)), None)
     validation, at = ValidationLosses.of_row(measured or {}), None if measured is None else measured["step"]
     evaluated = ValidationLosses.of_row(record.evaluation if is_complete else {})
     # `evaluate` may have measured other sets only
     if not evaluated or not validation.by_set.keys() <= evaluated.by_set.keys():
-        return Results(step, is_complete, validation, at, False, {}, training, is_mean)
+        return Results(step, is_complete, validation, at, False, {}, training)
     bits = {name: finite(record.evaluation.get(f"validation/{name}/bits_per_byte")) for name in evaluated.by_set}
-    return Results(step, is_complete, evaluated, step, True, bits, training, is_mean)
+    return Results(step, is_complete, evaluated, step, True, bits, training)
 
 
 def environment_of(run: Path) -> dict[str, Any]:

@@ -23,13 +23,13 @@ from depthlm.errors import UserError
 from depthlm.files import digest, is_inside
 from depthlm.locations import command
 from depthlm.run_directory import MANIFEST, RunDirectory, is_checkpoint, step_of
-from depthlm.runs.manifest import CheckpointError, parse_manifest
+from depthlm.runs.manifest import CheckpointError, Manifest, parse_manifest
 
 log = logging.getLogger("depthlm")
 STATE, WEIGHTS = "deepspeed", "model.safetensors"
 
 
-def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest_checkpoint(directory: Path) -> tuple[Path, Manifest] | None:
     """Return the newest valid checkpoint of a run directory and its manifest; None if there never was a checkpoint.
 
     A checkpoint that is damaged or belongs to another run is ignored, with a warning that gives the reason.
@@ -42,7 +42,7 @@ def newest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     for path in paths:
         try:
             manifest = read_manifest(path)
-            _check_own(path, manifest, asdict(load_config(directory)))
+            _check_config(path, manifest, asdict(load_config(directory)))
             return path, manifest
         except CheckpointError as error:
             reasons.append(str(error))
@@ -71,7 +71,7 @@ def lost(directory: Path, step: int) -> str | None:
     if not (path / MANIFEST).is_file():
         return f"{path / MANIFEST if path.exists() else path} is missing"
     try:
-        files = parse_manifest(path)["files"]
+        files = parse_manifest(path).files
     except CheckpointError as error:
         return str(error)
     missing = [name for name in files if not (path / name).is_file()]
@@ -84,10 +84,10 @@ def has_checkpoint(directory: Path, step: int) -> bool:
         checkpoint = newest_checkpoint(directory)
     except CheckpointError:
         return False
-    return checkpoint is not None and checkpoint[1]["step"] >= step
+    return checkpoint is not None and checkpoint[1].step >= step
 
 
-def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:
+def checkpoint_of(source: Path, key: str) -> tuple[Path, Manifest]:
     """Return the checkpoint at `source`, or the newest valid one of that run directory, and its manifest.
 
     key: the setting that names the source, for the message. Raises UserError if there is no such checkpoint.
@@ -103,10 +103,10 @@ def checkpoint_of(source: Path, key: str) -> tuple[Path, dict[str, Any]]:
     return checkpoint
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint after verifying it and the hash of every file. Raises CheckpointError."""
     manifest = parse_manifest(path)
-    files = manifest["files"]
+    files = manifest.files
     # a link to a folder counts as a file, so that it is refused
     everything = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
     existing = {str(file.relative_to(path)) for file in everything} - {MANIFEST}
@@ -158,8 +158,8 @@ def _digests(path: Path, names: dict[str, str]) -> Iterator[tuple[str, str]]:
         yield from zip(names, pool.map(lambda name: digest(path / name), names), strict=True)
 
 
-def _check_own(path: Path, manifest: dict[str, Any], config: dict[str, Any]) -> None:
-    differences = compare(manifest["config"], config)
+def _check_config(path: Path, manifest: Manifest, config: dict[str, Any]) -> None:
+    differences = compare(manifest.config, config)
     foreign = sorted(name for name in differences if on_resume(name) == "fixed" and name not in LENGTHS)
     if foreign:
         raise CheckpointError(f"{path}: it belongs to another run ({foreign[0]} differs)")

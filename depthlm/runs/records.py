@@ -126,11 +126,8 @@ def _rows(file: BinaryIO, needed: Set[str], lists: Collection[str]) -> Iterator[
 
 
 def training_loss(row: Mapping[str, Any]) -> float | None:
-    """Return the training loss of a row in nats per token, or None if it is not finite.
-
-    It is the mean over the logging interval; rows of older versions only have the loss of the last batch.
-    """
-    return finite(row["mean_loss"] if "mean_loss" in row else row.get("loss"))
+    """Return the mean training loss over the logging interval of a row, in nats per token; None if it has none."""
+    return finite(row.get("mean_loss"))
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

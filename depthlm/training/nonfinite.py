@@ -9,14 +9,13 @@ import torch
 
 from depthlm.config.schema import Training
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.manifest import Progress
 from depthlm.runs.trackers import Trackers
 from depthlm.runs.validation_losses import finite
-from depthlm.training.checkpoint.finite import lost_state
-from depthlm.training.checkpoint.restoring import rewind_to
+from depthlm.training.checkpoint.restoring import lost_state, rewind_to
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.metrics import MetricsFile
-from depthlm.training.progress import Progress
 from depthlm.training.setup import Setup
 from depthlm.training.step import Step
 

@@ -2,8 +2,11 @@
 
 import dataclasses
 import logging
+import time
 from contextlib import ExitStack
 from typing import Any
+
+import torch
 
 from depthlm.config import Config
 from depthlm.distributed.collectives import on_rank_0
@@ -24,14 +27,15 @@ from depthlm.runs.directory import (
     record_failure,
     write_failure,
 )
+from depthlm.training.checkpoint.init_from import check_token_ids
 from depthlm.training.checkpoint.restoring import find_resume_point, restore
 from depthlm.training.checkpoint.saving import NotSavedError, Saver
-from depthlm.training.checkpoint.token_ids import check_token_ids
-from depthlm.training.dry_run import dry_run
 from depthlm.training.monitoring.describe import show_summary
-from depthlm.training.monitoring.display import log_to
+from depthlm.training.monitoring.display import log_to, show_table
+from depthlm.training.monitoring.metrics import peak_memory_gib
 from depthlm.training.nonfinite import DivergedError
 from depthlm.training.setup import build, prepare_run, process_group, start_process
+from depthlm.training.step import train_step
 from depthlm.training.trainer import COMPLETE, Trainer
 
 log = logging.getLogger("depthlm")
@@ -125,3 +129,32 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:
     show_summary("This run is complete", directory, summary, rank)
     if missing := lost(directory, summary["steps"]):
         log.warning("its last checkpoint is not: %s; %s", missing, retrain(directory))
+
+
+def dry_run(config: Config) -> None:
+    """Check a validated configuration, take two steps on the global batch, and print their peak memory and time.
+
+    No run directory is written. Raises UserError if the run could not start.
+    """
+    ranks = start_process(config)
+    with process_group(config, ranks) as (device, activity):
+        on_rank_0(lambda: check_run_directory(config))
+        setup = prepare_run(config, ranks, device, activity)
+        on_rank_0(lambda: check_token_ids(config, setup.corpus.tokenizer))
+        engine, _ = build(setup, import_initial=True)
+        plan, batch = setup.plan, setup.batches[0].to(device)
+        seconds = []
+        # the second step is timed: the first one allocates optimizer states and compiles
+        for _ in range(2):
+            started = time.perf_counter()
+            nll = train_step(engine, batch, plan, config.training.z_loss)
+            loss = nll.item() / plan.tokens_per_step
+            seconds.append(time.perf_counter() - started)
+        rows = {
+            "peak memory": f"{peak_memory_gib(device):.2f} GiB",
+            "step": f"{seconds[1]:.2f} s ({seconds[0]:.2f} s the first), "
+            f"{plan.tokens_per_step / seconds[1]:,.0f} tokens/s",
+            "whole run": f"about {seconds[1] * plan.max_steps / 3600:.2f} hours of steps",
+            "loss": f"{loss:.4f} after one step",
+        }
+        show_table("One full-size step", rows, torch.distributed.get_rank())

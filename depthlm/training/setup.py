@@ -1,34 +1,45 @@
 """What a run and a dry run have in common: their process, their data, and the model in its engine."""
 
+import dataclasses
 import gc
+import hashlib
+import inspect
+import json
 import logging
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from hydra.utils import get_class
 
 from depthlm.accounting import count_parameters, flops_per_token
 from depthlm.accounting.memory import Memory
 from depthlm.build import build_model, draw_weights
 from depthlm.config import Config, prepare_command
+from depthlm.config.keys import flatten
+from depthlm.config.saved import targets
 from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
 from depthlm.distributed import launchers
-from depthlm.distributed.collectives import on_rank_0, smallest
+from depthlm.distributed.collectives import gather, on_rank_0, smallest
 from depthlm.distributed.launchers import Ranks
 from depthlm.distributed.process_group import leave_distributed, start_distributed
 from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
+from depthlm.locations import PACKAGE
 from depthlm.machine import environment
+from depthlm.machine.environment import versions
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
 from depthlm.model.decoder import SELECTIVE
 from depthlm.ops.backend import missing
-from depthlm.training.agreement import check_same_corpus, check_same_run
 from depthlm.training.checkpoint.init_from import import_weights
 from depthlm.training.engine import Engine, build_engine, draw_shards, draw_spread, undo_sharding
 from depthlm.training.memory_check import check_memory
@@ -37,6 +48,9 @@ from depthlm.training.monitoring.display import show_table, start_logging
 from depthlm.training.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
+MAX_NAMED, MISSING = 8, "missing"
+# the packages that compute
+PACKAGES = ("torch", "triton", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -177,3 +191,52 @@ def compiles(config: Config, device: torch.device) -> bool:
     if lack := missing(device.type):
         log.warning("training.compile=auto: the sublayers are not compiled: %s", lack)
     return lack is None
+
+
+def check_same_run(config: Config) -> None:
+    """Raise UserError on all ranks if one has another configuration or other code than rank 0; collective."""
+    if torch.distributed.get_world_size() == 1:
+        return
+    # a node may have its own copy of the token files, which are compared by their digests
+    settings = {
+        name: value
+        for name, value in flatten(dataclasses.asdict(config)).items()
+        if not (name.startswith("data.") and name.endswith("path"))
+    }
+    packages = {f"the version of {name}": version for name, version in versions().items() if name in PACKAGES}
+    classes = {*targets(config.model).values(), config.optimizer._target_}
+    files = {f"the file of {name}": digest([Path(inspect.getfile(get_class(name)))]) for name in sorted(classes)}
+    _check_same({**settings, "the code of depthlm": digest(PACKAGE.rglob("*.py")), **packages, **files})
+
+
+def check_same_corpus(corpus: Corpus) -> None:
+    """Raise UserError on all ranks if one has other token files than rank 0, by their manifests; collective."""
+    _check_same(
+        {
+            f"the digest of the token files of {name}": f"{manifest.digest()}, tokenizer {manifest.tokenizer}"
+            for name, manifest in corpus.manifests.items()
+        }
+    )
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Return the SHA-256 of files."""
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
+
+
+def _check_same(here: Mapping[str, Any]) -> None:
+    """Raise UserError with the differences if a rank has other values than rank 0."""
+    if len(set(gather(hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()))) == 1:
+        return
+    (_, expected), *others = gather((socket.gethostname(), dict(here)))
+    lines = [
+        f"  - rank {rank} on {host}: {name} is {other.get(name, MISSING)}, and on rank 0 {expected.get(name, MISSING)}"
+        for rank, (host, other) in enumerate(others, 1)
+        for name in {**expected, **other}
+        if other.get(name, MISSING) != expected.get(name, MISSING)
+    ]
+    more = [f"  - and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
+    raise UserError(
+        "\n".join(["the ranks would train different runs:", *lines[:MAX_NAMED], *more])
+        + "\nStart all ranks with the same command, code and token files"
+    )

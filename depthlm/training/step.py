@@ -8,7 +8,7 @@ import torch
 
 from depthlm.model.layer import UNOBSERVED, Observer
 from depthlm.training.engine import Engine
-from depthlm.training.monitoring.routing import RoutingMeter
+from depthlm.training.monitoring.meters import RoutingMeter
 from depthlm.training.plan import Plan
 
 

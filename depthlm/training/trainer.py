@@ -17,25 +17,27 @@ from depthlm.model.layer import UNOBSERVED
 from depthlm.model.parameters import seed_for
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
+from depthlm.runs.manifest import Progress
 from depthlm.runs.trackers import Trackers, start_trackers
 from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
-from depthlm.training.monitoring.bar import Bar
-from depthlm.training.monitoring.display import row_text, validation_text
-from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, open_metrics, peak_flops, peak_memory_gib
-from depthlm.training.monitoring.profiling import Profiler
-from depthlm.training.monitoring.results import summary_of, write_results
-from depthlm.training.monitoring.routing import meter_of
-from depthlm.training.monitoring.sample import log_sample
-from depthlm.training.monitoring.sublayer_norms import BlockMeter
+from depthlm.training.monitoring.describe import summary_of, write_results
+from depthlm.training.monitoring.display import Bar, row_text, validation_text
+from depthlm.training.monitoring.meters import BlockMeter, meter_of
+from depthlm.training.monitoring.metrics import (
+    MetricsFile,
+    Profiler,
+    Stopwatch,
+    open_metrics,
+    peak_flops,
+    peak_memory_gib,
+)
 from depthlm.training.nonfinite import BadBatches, DivergedError, spike_limit
-from depthlm.training.plan import Due, is_multiple
-from depthlm.training.progress import Progress
-from depthlm.training.schedules import learning_rate
+from depthlm.training.plan import Due, is_multiple, learning_rate
 from depthlm.training.setup import Cost, Setup
 from depthlm.training.step import Step, train_step
-from depthlm.training.validation import ValidationStopped, mechanism_diagnostics, validate
+from depthlm.training.validation import ValidationStopped, log_sample, mechanism_diagnostics, validate
 
 log = logging.getLogger("depthlm")
 

@@ -1,5 +1,6 @@
-"""Validation during training: losses, and the mechanism's diagnostics."""
+"""Validation during training: losses, the mechanism's diagnostics, and a sample of text."""
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -10,13 +11,14 @@ from depthlm.data import Corpus, TokenFiles, validation_batches
 from depthlm.distributed.collectives import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
-from depthlm.evaluation import diagnose, total_loss
+from depthlm.evaluation import diagnose, generate, total_loss
 from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.engine import Engine, autocast
 from depthlm.training.plan import Plan
 
 # validation batches between two checks of whether any rank has received a signal
 STOP_CHECK_EVERY = 8
+log = logging.getLogger("depthlm")
 
 
 class ValidationStopped(Exception):
@@ -70,3 +72,16 @@ def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Te
         rank=torch.distributed.get_rank(),
         ranks=plan.world_size,
     )
+
+
+def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
+    """Log the model's continuation of training.sample; collective, since at ZeRO 3 no rank can compute alone."""
+    prompt = config.training.sample
+    if prompt is None:
+        return
+    tokens = torch.tensor([[corpus.tokenizer.end_of_text, *corpus.tokenizer.encode_batch([prompt])[0]]])
+    generator = torch.Generator(engine.device).manual_seed(config.seed)
+    # compiling for every length of a sample would take longer than the sample
+    with engine.evaluated(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
+        sampled = generate(engine.model, tokens.to(engine.device), 64, temperature=0.7, top_k=50, generator=generator)
+    log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))

@@ -52,7 +52,7 @@ def write_run(directory: Path, *overrides: str, config_dir: str | None = None) -
     bytes_tokenizer().save(directory)
     manifest = sealed(
         {
-            **{"step": 1, "world_size": 1, "stage": 0, "corpus": ""},
+            **{"step": 1, "world_size": 1, "stage": 0, "experts": 1, "corpus": ""},
             "config": dataclasses.asdict(config),
             "files": {WEIGHTS: digest(checkpoint / WEIGHTS)},
         }

@@ -69,12 +69,12 @@ def test_the_card_of_a_complete_run(make_run: MakeRun) -> None:
     assert compare(asdict(load_config(run)), asdict(compose_anywhere(overrides))) == {}
 
 
-def test_a_run_of_an_older_version_has_the_loss_of_its_last_batch(make_run: MakeRun) -> None:
+def test_a_run_without_a_validation_has_its_training_loss(make_run: MakeRun) -> None:
     run = make_run("backbone=kimi_linear", "size.num_layers=9")
-    write(run, metrics=[{"step": 1, "tokens": 256, "loss": 5.5}])
+    write(run, metrics=[{"step": 1, "tokens": 256, "loss": 5.0, "mean_loss": 5.5}])
     text = card_of(run).text
     assert "| training | 5.5000 |" in text
-    assert "Training: of the last logged batch." in text
+    assert "Training: mean over the last logging interval." in text
     assert "| mixers | delta in 6 layers, latent in 3 layers |" in text
 
 

@@ -78,7 +78,8 @@ def write_run(
     rows: list[dict[str, Any]] = []
     for step in range(1, round(done * STEPS) + 1):
         now = loss + 2.5 * math.exp(-9 * step / STEPS)
-        row: dict[str, Any] = {"step": step, "tokens": step * 1000, "loss": now + 0.02 * math.sin(step * step)}
+        noisy = now + 0.02 * math.sin(step * step)
+        row: dict[str, Any] = {"step": step, "tokens": step * 1000, "loss": noisy, "mean_loss": noisy}
         if step % (STEPS // 4) == 0:
             row["validation/set/loss"] = now
         rows.append(row)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROW = {"step": 10, "tokens": 5000, "loss": 3.25}
+ROW = {"step": 10, "tokens": 5000, "loss": 3.25, "mean_loss": 3.25}
 
 
 def write_run(

@@ -13,7 +13,7 @@ from depthlm.runs.loss_curve import plot_loss, title_of
 
 
 def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, rendered: None) -> None:
-    rows = [{"step": s, "tokens": s * 1000, "loss": None if s == 2 else 5.0 / s} for s in (1, 2, 3)]
+    rows = [{"step": s, "tokens": s * 1000, "loss": 5.0, "mean_loss": None if s == 2 else 5.0 / s} for s in (1, 2, 3)]
     rows[-1]["validation/set/loss"] = 2.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     picture = plot_loss(tmp_path, unigram_entropy=4.0).read_bytes()
@@ -22,7 +22,7 @@ def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, render
 
 
 def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1000, "loss": 5.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 1000, "loss": 5.0, "mean_loss": 5.0}\n')
     earlier = matplotlib.get_backend()
     try:
         matplotlib.use("svg")
@@ -36,11 +36,8 @@ def test_a_plot_leaves_the_figures_of_a_notebook_alone(tmp_path: Path) -> None:
         matplotlib.use(earlier)
 
 
-def test_the_mean_loss_of_the_interval_is_plotted_where_a_row_has_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_loss_of_the_interval_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        {"step": 1, "tokens": 1_000_000, "loss": 5.0},
         {"step": 4, "tokens": 4_000_000, "loss": 4.0, "mean_loss": 4.5},
         {"step": 8, "tokens": 8_000_000, "loss": None, "mean_loss": 3.5, "validation/set/loss": 3.0},
         {"step": 9, "tokens": 9_000_000, "loss": 3.4, "mean_loss": None},
@@ -50,7 +47,7 @@ def test_the_mean_loss_of_the_interval_is_plotted_where_a_row_has_one(
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.extend(figure.axes[0].lines))
     plot_loss(tmp_path)
     training, validation = drawn
-    assert training.get_xydata().tolist() == [[1.0, 5.0], [4.0, 4.5], [8.0, 3.5]]
+    assert training.get_xydata().tolist() == [[4.0, 4.5], [8.0, 3.5]]
     assert validation.get_xydata().tolist() == [[8.0, 3.0]]
 
 

@@ -24,7 +24,7 @@ def plain_linear_after_the_module() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_loss_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Complete runs without a picture, which other tests check: it takes as long as several steps."""
-    monkeypatch.setattr("depthlm.training.monitoring.results.plot_loss", lambda *_: None)
+    monkeypatch.setattr("depthlm.training.monitoring.describe.plot_loss", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from depthlm.model.layer import UNOBSERVED
 from depthlm.optimizers.build import build_optimizer
 from depthlm.runs.checkpoints import STATE
 from depthlm.training.engine import Engine
-from depthlm.training.engine.finite import nonfinite
 from depthlm.training.engine.interface import copy_to_cpu
+from depthlm.training.engine.partitions import nonfinite
 from depthlm.training.plan import Plan
 
 FILE = "state.pt"

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from depthlm.config.saved import END
 from depthlm.runs.records import read_metrics
 
 CURVE = ("step", "tokens", "loss", "learning_rate", "grad_norm", "mean_loss")
@@ -21,11 +20,6 @@ def curve(directory: Path) -> list[tuple[Any, ...]]:
 def checkpoint(directory: Path, step: int | None = None) -> Path:
     """Return the folder of the checkpoint of a step, or of the newest."""
     return max(directory.glob(f"checkpoints/step-{'*' if step is None else f'{step:08d}'}"))
-
-
-def unsealed(directory: Path) -> str:
-    """Return config.yaml without its digest, so that it can be changed."""
-    return (directory / "config.yaml").read_text().partition("\n")[2].removesuffix(END)
 
 
 def manifest(directory: Path, step: int | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 
 import depthlm
 from depthlm.training import train
-from depthlm.training.engine.zero.partitions import Fragment, Partition, partitions
+from depthlm.training.engine.partitions import Fragment, Partition, partitions
 from depthlm.training.trainer import Trainer
 
 # the term added to the loss of a step, and the factor on one of its gradients

@@ -13,8 +13,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.training import train
 from depthlm.training.engine import build_engine
-from depthlm.training.plan import make_plan
-from depthlm.training.schedules import learning_rate
+from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 
 from ..two_ranks import TwoRanks, train_and_resume, train_on_ranks

@@ -11,13 +11,12 @@ import torch
 import depthlm
 from depthlm.config.schema import Training
 from depthlm.data import Batches, open_corpus
-from depthlm.runs.manifest import sealed
+from depthlm.runs.manifest import Progress, sealed
 from depthlm.runs.records import read_metrics
 from depthlm.runs.trackers import Trackers
 from depthlm.training import FAILED, train
 from depthlm.training.checkpoint import restoring
 from depthlm.training.nonfinite import spike_limit
-from depthlm.training.progress import Progress
 
 from ..two_ranks import TwoRanks
 from .run_files import assert_same, bad_batches, curve, manifest, states, weights

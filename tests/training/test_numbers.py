@@ -16,8 +16,7 @@ from depthlm.model import optimizer_groups
 from depthlm.training.engine import build_engine
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.engine.sharding import PLAIN_LINEAR
-from depthlm.training.plan import make_plan
-from depthlm.training.schedules import learning_rate
+from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 
 from .synthetic import losses, synthetic_tokens

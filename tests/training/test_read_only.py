@@ -109,7 +109,7 @@ def test_a_file_system_that_becomes_read_only_costs_only_the_checkpoints_of_that
     log = run.log.read_text()
     assert "step-00000004 was not saved: [Errno 30] Read-only file system" in log
     assert log.count("its rows are kept in memory") == 1
-    steps = [read_manifest(path)["step"] for path in run.checkpoint_folders()]
+    steps = [read_manifest(path).step for path in run.checkpoint_folders()]
     assert steps == ([8, 6, 2] if code == 0 else [2])
     if code:
         assert "the last checkpoint could not be written: [Errno 30] Read-only file system" in log

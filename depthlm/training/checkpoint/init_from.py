@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as Encoder
 from torch import Tensor
 
 from depthlm.config import Config, ConfigError
 from depthlm.config.saved import compare
+from depthlm.data import Tokenizer
+from depthlm.data.tokenizers import FILE_NAME
 from depthlm.distributed.collectives import on_rank_0
 from depthlm.errors import UserError
 from depthlm.model import Decoder
@@ -26,6 +29,7 @@ from depthlm.pretrained.folder import (
     load_weights,
     read_pretrained,
 )
+from depthlm.run_directory import is_checkpoint
 from depthlm.runs.checkpoints import WEIGHTS, checkpoint_of
 from depthlm.training.engine import writable
 
@@ -66,17 +70,6 @@ class Source(NamedTuple):
     pretrained: Pretrained | None = None
 
 
-def _find_source(config: Config) -> Source:
-    path = Path(config.init_from or "")
-    if not is_pretrained(path):
-        checkpoint, manifest = checkpoint_of(path, "init_from")
-        return Source(checkpoint, manifest["config"])
-    pretrained = read_pretrained(path)
-    if errors := differences(pretrained, config):
-        raise ConfigError(errors)
-    return Source(path, pretrained.settings, pretrained)
-
-
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
     """Copy weights into a model by name; returns the names of the parameters that the source does not have.
@@ -105,6 +98,28 @@ def copy_weights(source: Mapping[str, Tensor], model: Decoder) -> list[str]:
     return [name for name, source_name in pairs.items() if source_name not in source]
 
 
+def check_token_ids(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a token has another id, or none, in the tokenizer of `init_from` or `fork_from`.
+
+    The source is a run directory, one of its checkpoints or a Hugging Face folder. Without a tokenizer.json there,
+    nothing is compared, which is logged. tokenizer: of this run.
+    """
+    for key, source in (("init_from", config.init_from), ("fork_from", config.fork_from)):
+        if source is not None:
+            _check(f"{key}={source}", Path(source), tokenizer.vocabulary())
+
+
+def _find_source(config: Config) -> Source:
+    path = Path(config.init_from or "")
+    if not is_pretrained(path):
+        checkpoint, manifest = checkpoint_of(path, "init_from")
+        return Source(checkpoint, manifest.config)
+    pretrained = read_pretrained(path)
+    if errors := differences(pretrained, config):
+        raise ConfigError(errors)
+    return Source(path, pretrained.settings, pretrained)
+
+
 def _name_in_source(name: str, source: Mapping[str, Tensor]) -> str:
     single_norm = re.sub(r"^(layers\.\d+\.attention_norm)\.\d+\.", r"\1.", name)
     return single_norm if name not in source and single_norm in source else name
@@ -114,3 +129,21 @@ def _grouped(texts: Iterable[str]) -> list[str]:
     """Merge texts that differ only in numbers between dots, such as layer indices, into one line each."""
     counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", text) for text in texts)
     return [text if count == 1 else f"{text} ({count} of them)" for text, count in counts.items()]
+
+
+def _check(words: str, source: Path, ours: dict[str, int]) -> None:
+    # a checkpoint is at <run directory>/checkpoints/<step>
+    file = (source.absolute().parent.parent if is_checkpoint(source) else source) / FILE_NAME
+    if not file.is_file():
+        log.warning("%s: no %s there, so its token ids are not compared with the run's", words, FILE_NAME)
+        return
+    try:
+        theirs = Encoder.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library raises no narrower type
+        raise UserError(f"{words}: {FILE_NAME} is not a valid tokenizer ({error})") from None
+    token = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    if token is not None:
+        raise UserError(
+            f"{words}: its tokenizer differs from the run's: {token!r} has id {theirs.get(token, 'none')} in the "
+            f"folder and {ours[token]} in the run; give data.tokenizer={file}"
+        )

@@ -1,34 +1,45 @@
-"""Find the checkpoint from which a run resumes or forks, and load it into the engine."""
+"""Find the checkpoint from which a run resumes or forks, and load it into the engine.
+
+Which checkpoints of other ranks, or another ZeRO stage, can be loaded:
+
+    saved -> loaded stage  same number of ranks  another number of ranks
+    0 -> 0                 by DeepSpeed          by DeepSpeed
+    1, 2 -> 1, 2           by DeepSpeed          repartitioned by the engine
+    3 -> 3                 by DeepSpeed          repartitioned by the engine
+    any other              refused               refused
+
+A checkpoint at ZeRO 1 or 2 whose experts are spread over another number of ranks is repartitioned in any case.
+"""
 
 import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from depthlm.config import Config
 from depthlm.config.saved import compare
-from depthlm.distributed.collectives import on_rank_0
+from depthlm.distributed.collectives import gather, on_rank_0
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers
-from depthlm.runs.manifest import CheckpointError
-from depthlm.training.checkpoint.finite import lost_state
-from depthlm.training.engine import Engine, needs_repartition, saved_experts
+from depthlm.runs.manifest import CheckpointError, Manifest, Progress
+from depthlm.training.engine import Engine
 from depthlm.training.plan import Plan
-from depthlm.training.progress import Progress
 
 log = logging.getLogger("depthlm")
+
+# optimizer states can be loaded at stages of the same layout
+STATE_LAYOUTS = {0: "replicated", 1: "flat", 2: "flat", 3: "sharded"}
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint a run starts from. repartition: whether `needs_repartition` holds."""
+    """The checkpoint a run starts from. repartition: whether other ranks wrote the states of its optimizer."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     forked: bool
     repartition: bool
 
@@ -47,20 +58,19 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
     if own is None and config.fork_from is None:
         return None
     path, manifest = own or checkpoint_of(Path(config.fork_from or ""), "fork_from")
-    if manifest["corpus"] != corpus:
+    if manifest.corpus != corpus:
         if own is not None:
             raise UserError(
                 f"{path} was trained on other tokens than those prepared now; restore the text they were made of, "
                 "or give another output_dir="
             )
         log.info("forked with other tokens than those of %s", path)
-    if manifest["step"] > plan.max_steps:
+    if manifest.step > plan.max_steps:
         raise UserError(
-            f"{path} has done {manifest['step']} steps, more than the {plan.max_steps} of this run; increase "
+            f"{path} has done {manifest.step} steps, more than the {plan.max_steps} of this run; increase "
             "training.max_steps"
         )
-    sharding = config.deepspeed
-    repartition = needs_repartition(path, manifest, sharding.stage, plan.world_size, sharding.experts)
+    repartition = needs_repartition(path, manifest, config, plan)
     if own is None:
         _check_fork(path, manifest, config)
     return ResumePoint(path, manifest, own is None, repartition)
@@ -80,7 +90,7 @@ def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progr
         raise UserError(
             f"{start.path}: {reason}; give an older checkpoint, or remove this one to resume from an older one"
         )
-    progress = read_progress(start.manifest)
+    progress = start.manifest.progress()
     if start.forked:
         progress.wandb_id, progress.row = None, {}
         progress.begin_interval()
@@ -95,13 +105,11 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
 
     Returns None and logs the reason if that checkpoint is missing or invalid; the engine is then unchanged.
     """
-    run, sharding = RunDirectory.of(config.output_dir), config.deepspeed
+    path = RunDirectory.of(config.output_dir).checkpoint(step)
 
     def find_checkpoint() -> ResumePoint:
-        path = run.checkpoint(step)
         manifest = read_manifest(path)
-        repartition = needs_repartition(path, manifest, sharding.stage, plan.world_size, sharding.experts)
-        return ResumePoint(path, manifest, False, repartition)
+        return ResumePoint(path, manifest, False, needs_repartition(path, manifest, config, plan))
 
     try:
         start = on_rank_0(find_checkpoint)
@@ -109,27 +117,45 @@ def rewind_to(config: Config, plan: Plan, engine: Engine, step: int) -> Progress
         log.info("cannot rewind to step %d: %s", step, error)
         return None
     _load(engine, start)
-    return read_progress(start.manifest)
+    return start.manifest.progress()
+
+
+def needs_repartition(path: Path, manifest: Manifest, config: Config, plan: Plan) -> bool:
+    """Return whether the checkpoint must be repartitioned for the ranks of this run.
+
+    Raises UserError if it cannot be loaded at the ZeRO stage of this run.
+    """
+    saved, stage = manifest.stage, config.deepspeed.stage
+    if STATE_LAYOUTS[saved] != STATE_LAYOUTS[stage]:
+        raise UserError(
+            f"{path} was written at ZeRO {saved}, and its optimizer cannot be converted to ZeRO {stage}; resume with "
+            f"deepspeed=zero{saved}, or start with its weights alone: init_from={path.parent.parent}"
+        )
+    ranks = (plan.world_size, config.deepspeed.experts)
+    return saved > 0 and (manifest.world_size, manifest.experts) != ranks
+
+
+def lost_state(engine: Engine) -> str | None:
+    """Describe a weight or a state of the optimizer that is not finite on some rank; None if all are. Collective."""
+    names = gather(engine.nonfinite())
+    rank = next((rank for rank, name in enumerate(names) if name is not None), None)
+    if rank is None:
+        return None
+    return f"{names[rank]} is not finite" + (f" on rank {rank}" if len(names) > 1 else "")
 
 
 def _load(engine: Engine, start: ResumePoint) -> None:
     if not start.repartition:
         return engine.load_state(start.path)
-    engine.load_state(start.path, saved_experts(start.manifest))
+    engine.load_state(start.path, start.manifest.experts)
     world_size = torch.distributed.get_world_size()
-    log.info("repartitioned the checkpoint of %d ranks for %d ranks", start.manifest["world_size"], world_size)
+    log.info("repartitioned the checkpoint of %d ranks for %d ranks", start.manifest.world_size, world_size)
 
 
-def read_progress(manifest: dict[str, Any]) -> Progress:
-    """Return the progress of the run at the checkpoint."""
-    names = {field.name for field in dataclasses.fields(Progress)}
-    return Progress(**{name: value for name, value in manifest.items() if name in names})
-
-
-def _check_fork(path: Path, manifest: dict[str, Any], config: Config) -> None:
+def _check_fork(path: Path, manifest: Manifest, config: Config) -> None:
     """Log the settings that differ. Raises UserError if the state cannot be used: another model or optimizer."""
     current = dataclasses.asdict(config)
-    differences = compare(manifest["config"], current)
+    differences = compare(manifest.config, current)
     # at stage 0 weights and optimizer states are fp32 at any precision
     fixed = (
         "model.",

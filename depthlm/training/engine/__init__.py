@@ -1,11 +1,10 @@
 """The training engine: one interface, and DeepSpeed behind it."""
 
 from depthlm.training.engine.deepspeed import build_engine
+from depthlm.training.engine.experts import draw_spread
 from depthlm.training.engine.interface import Engine
 from depthlm.training.engine.settings import autocast
 from depthlm.training.engine.sharding import draw_shards, undo_sharding, writable
-from depthlm.training.engine.spreading import draw_spread
-from depthlm.training.engine.zero.loadable import needs_repartition, saved_experts
 
 __all__ = [
     "Engine",
@@ -13,8 +12,6 @@ __all__ = [
     "build_engine",
     "draw_shards",
     "draw_spread",
-    "needs_repartition",
-    "saved_experts",
     "undo_sharding",
     "writable",
 ]

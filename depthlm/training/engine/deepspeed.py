@@ -19,19 +19,16 @@ from depthlm.model.layer import UNOBSERVED
 from depthlm.optimizers.build import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
-from depthlm.training.engine import spread_states
-from depthlm.training.engine.averages import averaged, show
-from depthlm.training.engine.counters import count_updates
-from depthlm.training.engine.finite import nonfinite
+from depthlm.training.engine import experts
+from depthlm.training.engine.experts import experts_detected, mark_experts, spread_weights
+from depthlm.training.engine.fp32 import keep_fp32, take_fp32
 from depthlm.training.engine.interface import Engine, copy_to_cpu
-from depthlm.training.engine.reduction import Reducer
+from depthlm.training.engine.optimizers import averaged, count_updates, show, split_matrices
+from depthlm.training.engine.partitions import nonfinite
+from depthlm.training.engine.reduction import Reducer, agree_on_bf16_norm, guard_step
+from depthlm.training.engine.repartition import load_repartitioned
 from depthlm.training.engine.settings import deepspeed_settings, half_dtype
 from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
-from depthlm.training.engine.skipping import agree_on_bf16_norm, guard_step
-from depthlm.training.engine.spreading import experts_detected, mark_experts, spread_weights
-from depthlm.training.engine.zero.fp32 import keep_fp32, take_fp32
-from depthlm.training.engine.zero.matrices import split_matrices
-from depthlm.training.engine.zero.repartition import load_repartitioned
 from depthlm.training.plan import Plan
 
 # what our parameter groups have besides the arguments of the class, and what DeepSpeed's groups of experts have
@@ -68,7 +65,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         # at the smallest scale DeepSpeed would raise an exception, but training.on_nonfinite decides what happens
         engine.optimizer.loss_scaler.raise_error_at_min_scale = False
     if config.deepspeed.experts > 1 and config.deepspeed.stage > 0:
-        spread_states.name_parts(engine, model)
+        experts.name_parts(engine, model)
     if in_fp32:
         keep_fp32(engine.optimizer, in_fp32)
         show(engine.optimizer)
@@ -135,12 +132,12 @@ class DeepSpeedEngine:
         # DeepSpeed would copy its recovery script into the folder
         self.deepspeed._copy_recovery_script = lambda _: None
         try:
-            with spread_states.as_dense(self.deepspeed):
+            with experts.as_dense(self.deepspeed):
                 self.deepspeed.save_checkpoint(str(checkpoint), tag=STATE, save_latest=False)
         finally:
             self.deepspeed.checkpoint_engine = original
         stage = self.deepspeed.zero_optimization_stage()
-        return spread_states.complete(collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage)
+        return experts.complete(collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage)
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         import deepspeed
@@ -150,7 +147,7 @@ class DeepSpeedEngine:
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
                 with deepspeed.zero.GatheredParameters(tensor):
-                    whole = spread_states.gather(tensor)
+                    whole = experts.gather(tensor)
                     if is_rank_0:
                         # averages are in the model only now
                         weights[name] = keep(name, whole.clone() if hasattr(self.optimizer, "eval") else whole)
@@ -162,11 +159,11 @@ class DeepSpeedEngine:
     def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
         optimizer = self.optimizer
         fixed = settings_of(optimizer)
-        spread = spread_weights(self.model) or spread_states.spread_files(checkpoint / STATE)
-        load = (lambda **_: spread_states.load_weights(checkpoint, self.model)) if spread else None
+        spread = spread_weights(self.model) or experts.spread_files(checkpoint / STATE)
+        load = (lambda **_: experts.load_weights(checkpoint, self.model)) if spread else None
         repartition = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts or 1)
         with (
-            spread_states.as_dense(self.deepspeed),
+            experts.as_dense(self.deepspeed),
             loading_with(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
         ):
             loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
@@ -175,7 +172,7 @@ class DeepSpeedEngine:
         # of the parameters kept in fp32, DeepSpeed loads only the fp32 weights
         show(self.zero)
         if spread and self.reducer is not None:
-            spread_states.load_states(checkpoint, optimizer, self.model)
+            experts.load_states(checkpoint, optimizer, self.model)
         # a fork may have other settings, and experts may have been spread
         for group, own in zip(optimizer.param_groups, fixed, strict=True):
             for key in GROUP_KEYS & group.keys() - own.keys():

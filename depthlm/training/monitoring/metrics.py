@@ -1,4 +1,4 @@
-"""Measurements of a run: metrics.jsonl, training time, peak memory, peak FLOP/s."""
+"""Measurements of a run: metrics.jsonl, training time, peak memory, peak FLOP/s, and a profiler trace."""
 
 import json
 import logging
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from depthlm.machine.memory import peak_process_bytes
+from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import row_of
 
 log = logging.getLogger("depthlm")
-
 # dense bf16 (or fp16) TFLOP/s by torch's device name, from the vendors' data sheets, without sparsity
 PEAK_TFLOPS = {
     "NVIDIA GB300": 2500,
@@ -47,6 +47,7 @@ PEAK_TFLOPS = {
     "Tesla V100-SXM2-16GB": 125,
     "Tesla V100-SXM2-32GB": 125,
 }
+FIRST, LAST = 3, 5  # the first steps warm up allocators and compilers
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -128,10 +129,6 @@ def open_metrics(path: Path, after_step: int, saved: dict[str, Any]) -> MetricsF
     return metrics
 
 
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps(row) + "\n"
-
-
 def cut_after(path: Path, step: int) -> dict[str, Any]:
     """Truncate a file after its last complete row of at most this step, and return that row; {} if there is none.
 
@@ -182,3 +179,43 @@ class Stopwatch:
         if running:
             self.start()
         return seconds
+
+
+class Profiler:
+    """Records the steps FIRST to LAST of this process in profile/trace.json (open it in ui.perfetto.dev)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = RunDirectory(directory).trace
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_initialized():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.steps_seen = 0
+        self.profile: torch.profiler.profile | None = torch.profiler.profile(activities=activities)
+
+    def step(self, last: bool) -> None:
+        """Count a finished step, from 1 in each process, also in a resumed run. last: no step follows."""
+        self.steps_seen += 1
+        if self.profile is None:
+            return
+        if self.steps_seen == FIRST - 1 and not last:
+            self.profile.start()
+        elif self.steps_seen == LAST:
+            self.close()
+
+    def close(self) -> None:
+        """Write the recorded steps, even if the run ends before step LAST."""
+        if self.profile is None:
+            return
+        recorded = min(self.steps_seen, LAST) - FIRST + 1
+        if recorded > 0:
+            self.profile.stop()
+            self.path.parent.mkdir(exist_ok=True)
+            self.profile.export_chrome_trace(str(self.path))
+            log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.path)
+        else:
+            log.warning("no trace: profiling begins at step %d of a process, and this one ran fewer", FIRST)
+        self.profile = None
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"

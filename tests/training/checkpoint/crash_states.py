@@ -47,14 +47,14 @@ def wrong(folder: Path, marks: list[str], start: int = 0, saved: int = 0) -> str
         summary = finished(run)
     except UserError as error:
         return str(error)
-    step = start if checkpoint is None else checkpoint[1]["step"]
+    step = start if checkpoint is None else checkpoint[1].step
     if step < (least := max(steps, default=saved)):
         return f"step {least} was saved, and step {step} is there"
     if summary is not None and step < STEPS:
         return f"complete, and step {step} is there"
     if step == start:
         return None
-    MetricsFile(run / "metrics.jsonl", step, checkpoint[1]["row"] if checkpoint else None)
+    MetricsFile(run / "metrics.jsonl", step, checkpoint[1].row if checkpoint else None)
     rows = [row["step"] for row in read_metrics(run / "metrics.jsonl")]
     return None if rows == list(range(start + 1, step + 1)) else f"the rows of step {step} are {rows}"
 

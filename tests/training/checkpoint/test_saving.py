@@ -18,8 +18,7 @@ from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import newest_checkpoint, read_manifest
 from depthlm.training import train
 from depthlm.training.checkpoint import saving
-from depthlm.training.checkpoint.saving import Saver
-from depthlm.training.checkpoint.snapshot import Snapshot, pin
+from depthlm.training.checkpoint.saving import Saver, Snapshot, pin
 
 from ...two_ranks import TwoRanks, train_on_ranks
 from ..run_files import assert_same, curve, weights
@@ -31,7 +30,7 @@ Overrides = Callable[..., list[str]]
 def saved_steps(directory: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, after validating each of them."""
     paths = sorted((directory / "checkpoints").glob("step-*"))
-    return [read_manifest(path)["step"] for path in paths]
+    return [read_manifest(path).step for path in paths]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,6 @@ from depthlm.files import digest
 from depthlm.runs.checkpoints import read_manifest
 from depthlm.runs.manifest import CheckpointError, sealed
 from depthlm.training import train
-
-from ..run_files import unsealed
 
 Overrides = Callable[..., list[str]]
 
@@ -76,7 +75,7 @@ def test_loading_and_init_from_never_unpickle(run: Path, small_run: Overrides, t
 
 def test_a_configuration_is_read_as_data(run: Path, tmp_path: Path) -> None:
     vouch(run)
-    text = unsealed(run)
+    text = (run / "config.yaml").read_text()
     tagged = (f"x: !!python/object/apply:os.mkdir ['{tmp_path}/trace']", "y: !!python/name:os.system")
     for line in (*tagged, "x: &x [1]\ny: *x"):
         (run / "config.yaml").write_text(f"{text}\n{line}\n")
@@ -93,21 +92,25 @@ def test_interpolations_in_the_configuration_of_a_run_are_text(
 ) -> None:
     vouch(run)
     monkeypatch.setenv("SECRET", "known only to the user")
-    text = unsealed(run)
+    text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("project: depthlm", "project: ${oc.env:SECRET}"))
     _, config = depthlm.load(run)
     assert config.tracker.project == "${oc.env:SECRET}"
     assert depthlm.compose([f"run={run}", "training.log_every=3", "trust=run"]).tracker.project == "${oc.env:SECRET}"
 
 
-def test_a_configuration_that_was_changed_is_refused(run: Path) -> None:
+def test_a_changed_configuration_is_validated_and_compared_with_that_of_each_checkpoint(run: Path) -> None:
     vouch(run)
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("project: depthlm", "project: another"))
-    with pytest.raises(UserError, match=r"run/config\.yaml is not what was saved"):
-        depthlm.load(run)
-    (run / "config.yaml").write_text(unsealed(run))
+    file = run / "config.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("project: depthlm", "project: another"))
     assert depthlm.load(run)[1].tracker.project == "another"
+    file.write_text(re.sub("log_every: .*", "log_every: -10", text))
+    with pytest.raises(UserError, match=r"run/config\.yaml: training\.log_every=-10: must be"):
+        depthlm.load(run)
+    file.write_text(re.sub("norm_eps: .*", "norm_eps: 0.5", text))
+    with pytest.raises(UserError, match=r"no checkpoint in it is valid .*norm_eps differs"):
+        depthlm.load(run)
 
 
 def test_files_outside_of_a_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_files_outside_of_a_checkpoint_are_refused(run: Path, tmp_path: Path) ->
             read_manifest(part.parent)
         part.unlink()
         (tmp_path / name).rename(part)
-        assert read_manifest(part.parent)["step"] == 4
+        assert read_manifest(part.parent).step == 4
 
 
 def test_links_into_the_blobs_of_a_cache_are_followed(run: Path, tmp_path: Path) -> None:

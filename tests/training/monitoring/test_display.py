@@ -1,10 +1,25 @@
 """The log line of a row of metrics."""
 
+import codecs
+import fcntl
+import io
+import os
+import pty
+import re
+import select
+import struct
+import termios
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from depthlm.training.monitoring.display import row_text, step_time_text
+from depthlm.training.monitoring.display import Bar, SmoothMean, row_text, step_time_text
+
+from ...forks import Forks, environment_with
 
 ROW = {"step": 20, "loss": 9.0, "mean_loss": 3.25, "learning_rate": 1e-3, "grad_norm": 1.5, "tokens_per_second": 2048.0,
        "mfu": None, "data_seconds": 0.5}  # fmt: skip
@@ -27,3 +42,203 @@ def test_a_short_step_has_a_decimal() -> None:
     assert [step_time_text(seconds) for seconds in (0.0025, 0.25, 12.0)] == [
         "2.5 ms/step", "250 ms/step", "12,000 ms/step",
     ]  # fmt: skip
+
+
+# draws the bar at each line of its input, and a log line at each `log`
+DRAWING = """
+import sys
+from depthlm.console import stdout_console
+from depthlm.training.monitoring.display import Bar
+console = stdout_console()
+with Bar(0, 1000, 0, 512, lambda speed: 0.4, on=console) as bar:
+    bar.row({"peak_memory_gib": 1.5})
+    for step, line in enumerate(sys.stdin, 1):
+        bar.step(step, 512 * step, 3.0, 0.25)
+        if line.strip() == "log":
+            console.print(f"logged line {step}")
+        bar.progress.refresh()
+        if line.strip() == "end":
+            break
+"""
+SIZE_VARIABLES = {"COLUMNS", "LINES"}
+CODE = re.compile(r"\x1b\[(\?)?([\d;]*)([A-Za-z])")
+
+
+class Terminal:
+    """A terminal that shows logical lines in rows, and wraps them again when its width changes, as most do.
+
+    lines: the logical lines. line, column: of the cursor. It knows the codes that the bar needs.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width, self.wraps, self.pending = width, True, ""
+        self.lines, self.line, self.column = [""], 0, 0
+
+    def feed(self, text: str) -> None:
+        """Show what a process has written; a code that is not complete yet waits for the rest."""
+        text, self.pending = self.pending + text, ""
+        while text:
+            if text[0] == "\x1b" and not CODE.match(text):
+                self.pending = text
+                return
+            match = CODE.match(text)
+            if match:
+                self._code(*match.groups())
+            elif text[0] == "\r":
+                self.column = self.column // self.width * self.width
+            elif text[0] == "\n":
+                self._next_row()
+            else:
+                self._put(text[0])
+            text = text[match.end() if match else 1 :]
+
+    def _next_row(self) -> None:
+        line, row_end = self.lines[self.line], (self.column // self.width + 1) * self.width
+        if len(line) > row_end:
+            # the row below belongs to the same line
+            self.lines[self.line : self.line + 1] = [line[:row_end], line[row_end:]]
+        self.line, self.column = self.line + 1, 0
+        self.lines += [""] * (self.line + 1 - len(self.lines))
+
+    def _put(self, character: str) -> None:
+        row_end = (self.column // self.width + 1) * self.width
+        line = self.lines[self.line].ljust(self.column)
+        self.lines[self.line] = line[: self.column] + character + line[self.column + 1 :]
+        if self.wraps or self.column + 1 < row_end:
+            self.column += 1
+
+    def _code(self, private: str | None, number: str, letter: str) -> None:
+        line, row = self.lines[self.line], self.column // self.width * self.width
+        if letter == "K":
+            assert number == "2"
+            self.lines[self.line] = line[:row] + " " * len(line[row : row + self.width]) + line[row + self.width :]
+        elif letter == "J":
+            assert number in ("", "0")
+            self.lines[self.line] = line[: self.column]
+            del self.lines[self.line + 1 :]
+        elif private and number == "7":
+            self.wraps = letter == "h"
+        else:
+            assert letter in "mhl", f"unknown code {private}{number}{letter}"
+
+    def rows(self) -> list[str]:
+        """Return what the screen shows, without empty rows."""
+        chunks = [line[at : at + self.width] for line in self.lines for at in range(0, max(len(line), 1), self.width)]
+        return [row.rstrip() for row in chunks if row.strip()]
+
+
+def drawn(width: int, *, mfu: float | None = 0.412, memory: float | None = 1.5, loss: float | None = 3.0) -> str:
+    """Return the last line that a bar draws on a terminal of this width."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=10, color_system=None)
+    with Bar(5, 100, 0, 512, lambda speed: mfu, on=console) as bar:
+        if memory is not None:
+            bar.row({"peak_memory_gib": memory})
+        bar.step(6, 1_200_000, loss, 0.25)
+    terminal = Terminal(width)
+    terminal.feed(console.file.getvalue())
+    rows = terminal.rows()
+    assert len(rows) <= 1
+    return "".join(rows)
+
+
+def test_a_wide_terminal_shows_all_numbers() -> None:
+    line = drawn(200)
+    for part in ("step 6/100", "━", "loss 3.0000", "1.2M tokens", "250 ms/step", "2,048 tokens/s", "mfu 41.2%",
+                 "1.50 GiB", "0:00:00", "left"):  # fmt: skip
+        assert part in line, part
+
+
+def test_numbers_that_are_not_known_are_not_shown() -> None:
+    line = drawn(200, mfu=None, memory=None, loss=None)
+    assert not re.search("mfu|GiB|loss|None", line)
+    assert "2,048 tokens/s" in line
+
+
+@given(st.integers(1, 250))
+def test_the_line_is_shorter_than_the_terminal_is_wide(width: int) -> None:
+    assert len(drawn(width)) < width
+
+
+def test_a_narrow_terminal_keeps_the_most_important_numbers() -> None:
+    assert drawn(30).split("  ") == ["step 6/100", "loss 3.0000"]
+    assert "left" in drawn(60)
+
+
+def test_a_bar_without_a_terminal_and_on_other_ranks_draws_nothing() -> None:
+    for rank, terminal in ((0, False), (1, True)):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        with Bar(0, 10, rank, 512, on=console) as bar:
+            bar.row({"peak_memory_gib": 1.5})
+            bar.step(1, 512, 3.0, 0.1)
+        assert console.file.getvalue() == ""
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1), st.sampled_from([0.5, 0.9, 0.98]))
+def test_a_smooth_mean_weights_the_newest_values_and_has_no_bias(values: list[float], decay: float) -> None:
+    mean = SmoothMean(decay)
+    assert mean.value is None
+    for value in values:
+        mean.add(value)
+    weights = [decay**age for age in range(len(values))][::-1]
+    expected = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    assert mean.value == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_loss_that_is_not_finite_does_not_spoil_the_mean() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with Bar(0, 3, 0, 512, on=console) as bar:
+        for step, loss in enumerate((2.0, None, 2.0), 1):
+            bar.step(step, 512 * step, loss, 0.1)
+    assert "loss 2.0000" in console.file.getvalue()
+
+
+class Drawing:
+    """A process that draws a bar on a terminal whose width changes."""
+
+    def __init__(self, forks: Forks, width: int) -> None:
+        self.outside, inside = pty.openpty()
+        self.terminal, self.decoder = Terminal(width), codecs.getincrementaldecoder("utf-8")()
+        self.resize(width)
+        settings = termios.tcgetattr(inside)
+        settings[3] &= ~termios.ECHO
+        termios.tcsetattr(inside, termios.TCSANOW, settings)
+        # these two would fix the width
+        kept = {name: value for name, value in environment_with(TERM="xterm").items() if name not in SIZE_VARIABLES}
+        self.process = forks.start(["-c", DRAWING], environment=kept, stdout=inside, terminal=True)
+        os.close(inside)
+
+    def resize(self, width: int) -> None:
+        """Change the width; the kernel sends SIGWINCH."""
+        fcntl.ioctl(self.outside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        self.terminal.width = width
+
+    def draw(self, word: str, until: str) -> None:
+        """Send a line, and show all output until the bar contains a text, or until the process ends."""
+        os.write(self.outside, f"{word}\n".encode())
+        deadline, new = time.monotonic() + 60, ""
+        while until not in new or not new.endswith("\r"):
+            assert time.monotonic() < deadline, new
+            if select.select([self.outside], [], [], 0.1)[0]:
+                try:
+                    part = self.decoder.decode(os.read(self.outside, 65536))
+                except OSError:
+                    return
+                new += part
+                self.terminal.feed(part)
+
+
+def test_a_terminal_whose_width_changes_shows_the_bar_once_and_every_log_line(forks: Forks) -> None:
+    drawing = Drawing(forks, 150)
+    rows = drawing.terminal.rows
+    try:
+        for step, width in enumerate((150, 60, 60, 25, 40, 120, 33), 1):
+            drawing.resize(width)
+            drawing.draw("log" if step % 2 else "bar", until=f"step {step}/1000")
+            assert [row.startswith("step ") for row in rows()] == [False] * (len(rows()) - 1) + [True], rows()
+            assert len(rows()[-1]) < width
+        drawing.draw("end", until="no text")
+        assert drawing.process.wait(60) == 0
+        assert rows()[:-1] == [f"logged line {step}" for step in (1, 3, 5, 7)]
+    finally:
+        drawing.process.kill()
+        os.close(drawing.outside)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from depthlm.model.parameters import fp32_parameters
+from depthlm.training.engine.partitions import Fragment, Partition, partitions
 from depthlm.training.engine.sharding import writable
-from depthlm.training.engine.zero.partitions import Fragment, Partition, partitions
 
 # whole and flat, by parameter
 Values = dict[nn.Parameter, Tensor]

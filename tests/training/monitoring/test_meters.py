@@ -16,7 +16,7 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Observer, SublayerSpec
 from depthlm.training import train
 from depthlm.training.engine import build_engine
-from depthlm.training.monitoring.sublayer_norms import BlockMeter
+from depthlm.training.monitoring.meters import BlockMeter
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthlm.config.schema import Schedule
-from depthlm.training.schedules import lr_factor
+from depthlm.training.plan import lr_factor
 
 SHAPES = ("cosine", "inverse_sqrt", "wsd", "constant")
 

@@ -1,8 +1,9 @@
-"""Muon at ZeRO 1 to 3: matrices whose elements are divided over ranks are orthogonalized on one rank each."""
+"""What optimizers need around DeepSpeed: averages of weights, counters of updates, and whole matrices for Muon."""
 
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,85 @@ from torch import Tensor
 from depthlm.model.experts import spread_of
 from depthlm.model.parameters import shape_of
 from depthlm.optimizers.muon import MATRICES, MuonAndAdamW, Orthogonalized, orthogonalized
-from depthlm.training.engine.zero.partitions import Fragment, Partition, partitions
+from depthlm.training.engine.partitions import Fragment, Partition, partitions
+
+
+@contextmanager
+def averaged(optimizer: Any, zero: Any | None) -> Iterator[None]:
+    """Give the model the averages of an optimizer while the block runs, and then its weights, bit for bit; collective.
+
+    Does nothing for an optimizer without averages. zero: DeepSpeed's optimizer around it at ZeRO 1 to 3.
+    """
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    with all_parameters(zero):
+        flats: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # `train` computes the weights from the averages, with other rounding
+        weights = [flat.detach().clone() for flat in flats]
+        optimizer.eval()
+    show(zero)
+    try:
+        yield
+    finally:
+        with all_parameters(zero), torch.no_grad():
+            optimizer.train()
+            for flat, saved in zip(flats, weights, strict=True):
+                flat.copy_(saved)
+        show(zero)
+
+
+@contextmanager
+def all_parameters(zero: Any | None) -> Iterator[None]:
+    """Give the groups of an optimizer their parameters, which DeepSpeed's ZeRO 3 removes between updates."""
+    is_sharded = hasattr(zero, "fp32_partitioned_groups_flat")
+    if is_sharded:
+        zero._set_fp32_optimizer_param_groups()  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if is_sharded:
+            zero._clear_fp32_optimizer_param_groups()  # type: ignore[union-attr]
+
+
+def show(zero: Any | None) -> None:
+    """Copy the fp32 weights of ZeRO 1 to 3 to the model; collective."""
+    if zero is None:
+        return
+    if not hasattr(zero, "fp32_partitioned_groups_flat"):
+        zero.update_lp_params()
+        return
+    zero.checkpoint_event_prologue()
+    for number in range(len(zero.fp32_partitioned_groups_flat)):
+        zero._reassign_or_swap_out_partitioned_parameters(number)
+    zero.checkpoint_event_epilogue()
+
+
+def count_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Make `optimizer.step` ignore groups without parameters, and count the parts of a group as one update."""
+    update = optimizer.step
+    # by group, its entries before the update in progress, and the parts that have been updated since
+    before: dict[int, dict[str, Any]] = {}
+    updated: dict[int, list[Tensor]] = {}
+
+    def step(*_: Any) -> None:
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups):
+            if not group["params"]:
+                continue
+            (part,) = group["params"]
+            if number not in updated or any(part is other for other in updated[number]):
+                before[number], updated[number] = {k: v for k, v in group.items() if k != "params"}, []
+            elif updated[number]:
+                for key in group.keys() - before[number].keys() - {"params"}:
+                    del group[key]
+                group |= before[number]
+            updated[number].append(part)
+            optimizer.param_groups = [group]
+            update()
+        optimizer.param_groups = groups
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
 def split_matrices(optimizer: torch.optim.Optimizer, zero: Any, device: torch.device) -> None:

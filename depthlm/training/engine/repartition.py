@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from depthlm.model.experts import spread_of
 from depthlm.runs.manifest import CheckpointError
-from depthlm.training.engine.spread_states import expert_weights, part_name
-from depthlm.training.engine.zero.partitions import Partition, divide_each, partitions
+from depthlm.training.engine.experts import expert_weights, part_name
+from depthlm.training.engine.partitions import Partition, divide_each, partitions
 
 # the name of the fp32 weights among the states of a parameter
 MASTER = "fp32"
