@@ -106,7 +106,7 @@ def test_a_snapshot_copies_the_checkout(tmp_path: Path, monkeypatch: pytest.Monk
         take_snapshot(next_snapshot(Path("there")), ["a", "b"])
         folder = tmp_path / "there" / f"{number:04d}"
         assert (folder / "points").read_text() == "a\nb\n"
-        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema/config.py", "depthlm/slurm/train.sbatch"):
+        for name in ("train.py", "conf/config.yaml", "depthlm/config/schema.py", "depthlm/slurm/train.sbatch"):
             assert (folder / "code" / name).read_bytes() == (REPOSITORY / name).read_bytes()
         assert not (folder / "code/.venv").exists()
         assert json.loads((folder / "code/git.json").read_text()).keys() == {"commit", "changed"}

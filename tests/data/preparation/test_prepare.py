@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,7 +219,7 @@ def test_each_source_of_a_mixture_gets_its_share_of_max_tokens_and_further_sets_
     # without max_tokens the weights do not change the folders
     again = dataclasses.replace(data, max_tokens=None)
     first = prepare(again)
-    again.sources["low"].weight = 7
+    again.sources["low"] = replace(again.sources["low"], weight=7)
     assert prepare(again) == first
 
 
