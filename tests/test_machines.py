@@ -1,11 +1,10 @@
-"""The files for other machines name what exists."""
+"""The Dockerfiles name what exists."""
 
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from depthlm.locations import REPOSITORY
 
@@ -23,11 +22,3 @@ def test_a_dockerfile_copies_files_and_installs_extras_that_exist(file: Path) ->
     # the build context has neither runs nor packages of this machine
     ignored = (REPOSITORY / ".dockerignore").read_text().split()
     assert {".git", ".venv", "outputs", "data/tokens"} <= set(ignored)
-
-
-def test_the_task_of_skypilot_has_ten_lines_and_the_commands_of_the_readme() -> None:
-    file = REPOSITORY / "docker/skypilot.yaml"
-    task = yaml.safe_load(file.read_text())
-    assert len(file.read_text().splitlines()) <= 10
-    assert task["setup"] == "make install"
-    assert "train.py $ARGS" in task["run"]

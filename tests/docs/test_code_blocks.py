@@ -29,7 +29,6 @@ SCRIPTS = {
     "train.py": "train",
     "data/prepare.py": "prepare",
     "slurm/submit.py": "submit",
-    "depthlm/slurm/train.sbatch": "train",
 }
 SCHEMAS = {"evaluate": Evaluate, "generate": Generate, "export": ExportArguments, "inspect": Inspect}
 # the directory of a run that the reader has trained
@@ -93,8 +92,9 @@ def test_commands_are_valid(name: str, capsys: pytest.CaptureFixture[str]) -> No
             pytest.fail(f"{name}: {command} {shlex.join(arguments)}\n{error!r}")
 
 
-def test_the_readme_has_commands_and_a_broken_one_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(list(commands("README.md"))) > 20
+def test_pages_have_commands_and_a_broken_one_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(list(commands("README.md"))) > 5
+    assert len(list(commands("docs/commands.md"))) > 20
     for command, arguments in (
         ("train", ["model=mch"]), ("train", ["-m", "optimzer.lr=1,2"]), ("train", ["--hlep"]),
         ("evaluate", ["tasks=piqa"]), ("submit", ["model=mhc", "slurm.nodse=2"]), ("summary", ["--jsn"]),
