@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from depthlm.distributed.launchers import ranks
 from depthlm.files import replace_text
 from depthlm.machine import environment
 
@@ -124,7 +123,7 @@ def result_path(benchmark: str) -> Path:
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
     """Write results together with the machine that they were measured on. An interruption leaves the earlier file."""
-    machine = environment.describe(ranks(), environment.device_type())
+    machine = environment.describe(environment.device_type())
     for name in ("command", "code"):
         machine.pop(name)
     machine["threads"] = torch.get_num_threads()

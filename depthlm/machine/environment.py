@@ -8,15 +8,12 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import depthlm
 from depthlm.errors import UserError
 from depthlm.locations import IS_CHECKOUT, REPOSITORY
 from depthlm.machine.gpu import probe, unusable
-
-if TYPE_CHECKING:
-    from depthlm.distributed.launchers import Ranks
 
 # the values of `device` in a configuration or a command
 Device = Literal["auto", "cpu", "cuda"]
@@ -65,12 +62,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads(ranks: "Ranks") -> int:
-    """Return the CPU threads of this rank: all its cores if srun bound it to some, else its share of the node's."""
-    bound = ranks.launcher == "srun" and cores() < (os.cpu_count() or 1)
-    return cores() if bound else max(1, cores() // ranks.local_world_size)
-
-
 def fast_precision(device: str) -> str:
     """Return `bf16` if the device (`cuda` or `cpu`) multiplies it faster than fp32, else `fp32`.
 
@@ -95,8 +86,8 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def describe(here: "Ranks", device: str) -> dict[str, Any]:
-    """Return the content of `environment.json`: versions, git commit, command, device (`cuda` or `cpu`)."""
+def describe(device: str) -> dict[str, Any]:
+    """Return what `environment.json` says of this process: versions, git commit, command, device (`cuda` or `cpu`)."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -107,9 +98,6 @@ def describe(here: "Ranks", device: str) -> dict[str, Any]:
         "device": device_name(device),
         "device_type": device,
         "cores": cores(),
-        "world_size": here.world_size,
-        "launcher": here.launcher,
-        "nodes": here.nodes,
     }
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthlm.data import padded_vocab_size, vocab_size
+from depthlm.data.settings import Data
 from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
 from depthlm.pretrained.experts import stack_experts
 from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight
-
-if TYPE_CHECKING:
-    from depthlm.config import Config
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -71,16 +69,18 @@ def read_pretrained(folder: Path) -> Pretrained:
     return source
 
 
-def differences(source: Pretrained, config: "Config") -> list[str]:
+def differences(source: Pretrained, settings: Mapping[str, Any], data: Data) -> list[str]:
     """Return errors for all settings with which these weights would compute something else; [] if there are none.
 
     Each error names its key, and the last one lists the overrides that fix them. Another mechanism is no error, since
     init_from can add a mechanism to a trained decoder.
+
+    settings: size, backbone and model of the run.
     """
     errors = [f"init_from={source.folder}: it has {feature}, which is not supported" for feature in source.beyond]
     fixes = []
     for part, theirs in source.settings.items():
-        ours = getattr(config, part)
+        ours = settings[part]
         if part == "model" and theirs["name"] != ours.name:
             continue
         for key, value, our_value in _pairs(theirs, ours):
@@ -88,10 +88,10 @@ def differences(source: Pretrained, config: "Config") -> list[str]:
                 errors.append(f"{part}.{key}={shown(our_value)}: the weights have {shown(value)}")
                 fixes.append(f"{part}.{key}={shown(value)}")
     wanted = source.settings["size"]["vocab_size"]
-    if vocab_size(config.data) > wanted:
+    if vocab_size(data) > wanted:
         own = source.folder / TOKENIZER
         fixes.append(f"data.tokenizer={own if own.is_file() else '<its tokenizer.json>'}")
-    elif padded_vocab_size(config.data) > wanted:
+    elif padded_vocab_size(data) > wanted:
         fixes.append("data.pad_vocab_multiple=1")
     return (
         [*errors, f"init_from={source.folder}: to start from these weights, give {' '.join(fixes)}"] if errors else []

@@ -164,9 +164,9 @@ def describe_run(config: Config, ranks: Ranks) -> None:
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
         replace_text(run.config, signed_config_text(config))
-        run.environment.write_text(
-            json.dumps(environment.describe(ranks, environment.device_type(config.device)), indent=1) + "\n"
-        )
+        launched = {"world_size": ranks.world_size, "launcher": ranks.launcher, "nodes": ranks.nodes}
+        described = environment.describe(environment.device_type(config.device)) | launched
+        run.environment.write_text(json.dumps(described, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"output_dir={run.path}: cannot be written to ({error})") from None
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from depthlm.config import compose_anywhere
-from depthlm.distributed.launchers import ranks
 from depthlm.machine import environment
 from depthlm.sweeps.points import sweep_points
 
@@ -102,7 +101,7 @@ def test_a_point_repeats_to_the_last_digit(study, tmp_path: Path) -> None:
     archive = study("archive")
     (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_60k", "model=vanilla", "seed=1"])
     line = archive.lines_of("scaling")[Path(point.directory).name]
-    here = study("collect").place(environment.describe(ranks(), "cpu"))
+    here = study("collect").place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
     if not here.items() <= line["environment"].items() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this machine or its packages differ from those of the recorded run")
