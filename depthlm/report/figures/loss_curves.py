@@ -1,6 +1,7 @@
 """The training losses of many runs in one figure: a panel per task, and a curve per row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from depthlm.counts import count_text
-from depthlm.report.figures.end_labels import LINE, End, label_ends, width_of
-from depthlm.report.figures.panels import LossCurve, Panel
-from depthlm.report.figures.style import Style, grid, save, short, style_of, subplots
-from depthlm.report.mechanism import Mechanism
+from depthlm.report.figures.style import Mechanism, Style, grid, mechanism_of, save, short, style_of, subplots
+from depthlm.report.rows import Row, setting_title
+from depthlm.report.sweep import Sweep
 from depthlm.runs.records import COMPLETE, RunRecord, training_loss
 from depthlm.runs.validation_losses import finite
 
@@ -23,6 +23,84 @@ SMOOTHABLE = 24
 # with more curves in a panel, only one of each mechanism is named
 MOST_NAMED = 24
 ACROSS = 3
+# points of the text at the end of a curve, and of one line of it
+TEXT, LINE = 8, 10
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Runs that differ only in the seed. mechanism: its colour is that of the curve."""
+
+    name: str
+    mechanism: Mechanism
+    runs: list[RunRecord]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The loss curves of one task."""
+
+    title: str
+    curves: list[LossCurve]
+
+
+@dataclass(frozen=True)
+class End:
+    """The right end of a curve, in data coordinates, and its name."""
+
+    name: str
+    colour: str
+    x: float
+    y: float
+
+
+def panels_of(sweep: Sweep) -> list[Panel]:
+    """Return a panel for each group of rows that are compared with the same baseline, in the order of the rows.
+
+    Where no row is compared with another one, there is a panel for each model size.
+    """
+    groups = sweep.compared()
+    sizes = {row.label: config.size.name for row, config in zip(sweep.rows, sweep.configs, strict=True)}
+    if len(groups) == 1:
+        title = sizes[sweep.rows[0].label] if len(set(sizes.values())) == 1 else ""
+        return [_panel(title, sweep.rows, [row.label for row in sweep.rows])]
+    if len(groups) == len(sweep.rows):
+        titles = list(dict.fromkeys(sizes.values()))
+        groups = [[row for row in sweep.rows if sizes[row.label] == title] for title in titles]
+    else:
+        titles = _titles(sweep, groups)
+    return [_panel(title, rows, _names(rows)) for title, rows in zip(titles, groups, strict=True)]
+
+
+def _panel(title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
+    curves = [LossCurve(name, mechanism_of(row.points[0]), row.runs) for row, name in zip(rows, names, strict=True)]
+    return Panel(title, curves)
+
+
+def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
+    """Return what distinguishes the groups: their tasks' names, one setting if that is enough, or several.
+
+    Where nothing does, it is the label of each group's first row.
+    """
+    tasks = [name for row in sweep.rows for name in sweep.task_of(row)]
+    others = [name for row in sweep.rows for name in row.settings if name != sweep.experiment.series]
+    titles: list[list[str]] = []
+    for name in dict.fromkeys(["task", "size", *tasks, *others]):
+        values = [{(row.settings | sweep.task_of(row)).get(name) for row in rows} for rows in groups]
+        texts = [str(text) for of_group in values for text in of_group if text is not None]
+        if len(texts) == sum(map(len, values)) == len(groups) and len(set(texts)) > 1:
+            # the value of a group, `size=tiny`, says what it is; a number does not
+            titles.append(texts if "." not in name else [f"{setting_title(name)} {text}" for text in texts])
+    several = [", ".join(texts) for texts in zip(*titles, strict=True)]
+    distinct = (texts for texts in [*titles, several] if len(set(texts)) == len(groups))
+    return next(distinct, [rows[0].label for rows in groups])
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Return the labels without the parts that all rows share, where the rest still distinguishes them."""
+    shared = set.intersection(*(set(row.parts.items()) for row in rows))
+    names = [", ".join(text for part, text in row.parts.items() if (part, text) not in shared) for row in rows]
+    return names if all(names) and len(set(names)) == len(names) else [row.label for row in rows]
 
 
 def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[str] | None:
@@ -34,7 +112,9 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[st
     down = -(-len(panels) // across)
     names = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
     inner = max(2.6 if len(panels) > 1 else 3.6, names * LINE / 72)
-    wide = width_of([_name(curve) for panel in panels for curve in panel.curves])
+    longest = max(len(_name(curve)) for panel in panels for curve in panel.curves)
+    # the width of the names is about 0.6 of their height
+    wide = longest * 0.6 * TEXT / 72
     width = ((6.5 if across == 1 else 3.7) + wide) * across
     figure, axes = subplots(across, width, (inner + 0.9) * down, rows=down)
     for place, panel in zip(axes.flat, panels, strict=False):
@@ -164,3 +244,45 @@ def _limit(axes: Any, drawn: Sequence[tuple[Any, Any]]) -> None:
     if values.size:
         margin = 0.05 * (values.max() - values.min()) or 0.1
         axes.set_ylim(values.min() - margin, values.max() + margin)
+
+
+def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:
+    """Write each name at the right of the axes, at the height of its curve's end if there is space.
+
+    Names that would overlap are moved apart and connected to their ends by a thin line, if these are inside the limits
+    of the axes, which must be set before. height: that of the axes, in inches.
+    """
+    low, high = axes.get_ylim()
+    wanted = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
+    for end, place in zip(ends, moved_apart(wanted, LINE / (72 * height)), strict=True):
+        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "relpos": (0, 0.5), "shrinkA": 1}
+        axes.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(1.06, place),
+            textcoords="axes fraction",
+            annotation_clip=False,
+            color=end.colour,
+            size=TEXT,
+            va="center",
+            arrowprops=line if low <= end.y <= high else None,
+        )
+
+
+def moved_apart(wanted: Sequence[float], gap: float) -> list[float]:
+    """Return positions at least `gap` apart, in the order of those wanted, with the least sum of squared moves.
+
+    Positions that are equal keep their order. They stay between 0 and 1 where there is space for all.
+    """
+    from scipy.optimize import isotonic_regression
+
+    if not wanted:
+        return []
+    order = np.argsort(wanted, kind="stable")
+    steps = gap * np.arange(len(wanted))
+    # without the gaps between them, the positions must not fall
+    levels = isotonic_regression(np.asarray(wanted)[order] - steps).x
+    places = np.empty(len(wanted))
+    # the highest level at which all positions above it fit, and not below the axes
+    places[order] = np.clip(levels, 0.0, max(1 - steps[-1], 0.0)) + steps
+    return [float(place) for place in places]
