@@ -39,14 +39,14 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
         raise UserError(f"wandb={project}: must be <project> or <team>/<project>")
     if runs is not None and overrides:
         raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
-    if runs is None and not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
-        raise UserError(USAGE)
     if runs is not None:
         return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT, project=project)
+    if not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
+        raise UserError(USAGE)
     sweep = read_sweep(overrides, config_dir)
     # reports with other overrides (budget, size, seed) have other folders
-    named = run_name(overrides).replace("base", "")
-    folder = Path(to or "-".join(filter(None, [f"outputs/{sweep.experiment.name}/report", named])))
+    name = run_name(overrides)
+    folder = Path(to or f"outputs/{sweep.experiment.name}/report{'' if name == 'base' else f'-{name}'}")
     path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}."], project)
     return path

@@ -10,8 +10,6 @@ from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text
 
 # the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
 SIDE_BY_SIDE, WIDEST = 3, 10
-# the cells of a column, by its name
-ColumnCells = Callable[[Sweep, str, Column], list[Cell]]
 
 
 def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
@@ -43,24 +41,31 @@ def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table
 
 def _apart(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
     """Return separate tables for ours, the paper's and the differences, each of nearly equal width."""
-    prefix = f"{group}: " if group else ""
     width = math.ceil(len(columns) / math.ceil(len(columns) / WIDEST))
-    items = list(columns.items())
+    names = list(columns)
     tables = []
-    for start in range(0, len(items), width):
-        part = items[start : start + width]
-
-        def table(title: str, column_cells: ColumnCells, part: list[tuple[str, Column]] = part) -> Table:
-            return _table(sweep, [(_heading(*item), column_cells(sweep, *item)) for item in part], title)
-
-        if not any(sweep.is_printed(name) for name, _ in part):
-            tables.append(table(group, _ours))
+    for start in range(0, len(names), width):
+        part = {name: columns[name] for name in names[start : start + width]}
+        if not any(sweep.is_printed(name) for name in part):
+            tables.append(_of_one_kind(sweep, part, group, _ours))
             continue
-        tables += [table(f"{prefix}ours", _ours), table(f"{prefix}the paper's", _papers)]
-        differences = table(f"{prefix}ours - the paper's", _differences)
+        prefix = f"{group}: " if group else ""
+        tables.append(_of_one_kind(sweep, part, f"{prefix}ours", _ours))
+        tables.append(_of_one_kind(sweep, part, f"{prefix}the paper's", _papers))
+        differences = _of_one_kind(sweep, part, f"{prefix}ours - the paper's", _differences)
         if sweep.as_printed and any(cell.text != DASH for row in differences.rows for cell in row[1:]):
             tables.append(differences)
     return tables
+
+
+def _of_one_kind(
+    sweep: Sweep,
+    columns: dict[str, Column],
+    title: str,
+    column_cells: Callable[[Sweep, str, Column], list[Cell]],
+) -> Table:
+    shown = [(_heading(name, column), column_cells(sweep, name, column)) for name, column in columns.items()]
+    return _table(sweep, shown, title)
 
 
 def _table(sweep: Sweep, columns: Sequence[tuple[str, list[Cell]]], title: str) -> Table:
@@ -128,25 +133,25 @@ def against_table(sweep: Sweep) -> Table | None:
     Our differences have 95% intervals, with the deviation between seeds pooled over the rows of a series.
     """
     name, column = sweep.first
-    references = [sweep.reference_of(row) for row in sweep.rows]
-    baselines = list(dict.fromkeys(reference.label for reference in references if reference is not None))
-    if not baselines or all(row is reference for row, reference in zip(sweep.rows, references, strict=True)):
+    pairs = [(row, sweep.reference_of(row), ours) for row, ours in zip(sweep.rows, sweep.differences(), strict=True)]
+    baselines = list(dict.fromkeys(reference.label for _, reference, _ in pairs if reference is not None))
+    pairs = [pair for pair in pairs if pair[0] is not pair[1]]
+    if not baselines or not pairs:
         return None
-    printed, single = sweep.is_printed(name), len(baselines) == 1
-    rows = []
-    for row, reference, ours in zip(sweep.rows, references, sweep.differences(), strict=True):
-        if row is reference:
-            continue
-        texts = [row.label]
-        if not single:
-            texts.append(DASH if reference is None else reference.label)
-        texts.append(_difference_text(row, reference, ours, column))
-        if printed:
+    head, rows = ["", "ours"], []
+    for row, reference, ours in pairs:
+        texts = [row.label, _difference_text(row, reference, ours, column)]
+        if len(baselines) > 1:
+            texts.insert(1, DASH if reference is None else reference.label)
+        if sweep.is_printed(name):
             theirs = None if reference is None else paper_difference(row, reference, name)
             texts.append(signed_text(theirs, column.digits))
         rows.append(cells(texts))
-    head = ["", *([] if single else ["against"]), "ours", *(["paper"] if printed else [])]
-    baseline = baselines[0] if single else "the baseline of the same task"
+    if len(baselines) > 1:
+        head.insert(1, "against")
+    if sweep.is_printed(name):
+        head.append("paper")
+    baseline = baselines[0] if len(baselines) == 1 else "the baseline of the same task"
     return Table(head, rows, f"{title_of(name, column)}, against {baseline}")
 
 

@@ -99,20 +99,17 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """The log of a row's loss over the baseline's, paired by seed."""
+class Saving:
+    """What the baseline needs to reach the loss of one size of another series, in each view; None: unknown.
 
+    reference: the baseline's size of the same task. log_ratio: the log of the size's loss over the reference's, paired
+    by seed.
+    """
+
+    curve: Curve
     size: Size
     reference: Size
     log_ratio: Measured
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What the baseline needs to reach the loss of one size of another series, in each view; None: unknown."""
-
-    curve: Curve
-    gap: Gap
     needs: dict[str, Needed | None]
 
 
@@ -178,49 +175,48 @@ def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
     return next((curve for curve in fitted if curve.series == sweep.experiment.baseline), None)
 
 
-def gaps(sweep: Sweep, curve: Curve, baseline: Curve) -> list[Gap]:
-    """Return the gap of each size of a series to the baseline's row of the same task, with pooled deviations."""
-    pairs = []
-    for size in curve.sizes:
-        row = sweep.reference_of(size.row)
-        pairs += [(size, reference) for reference in baseline.sizes if reference.row is row]
-    log_ratios = pooled([difference(size.row, other.row, sweep.first[1], math.log) for size, other in pairs])
-    # without a common seed, a ratio would mostly show the difference between the seeds
-    return [
-        Gap(size, reference, log_ratio)
-        for (size, reference), log_ratio in zip(pairs, log_ratios, strict=True)
-        if log_ratio is not None and log_ratio.count
-    ]
-
-
 def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
     """Return, for each size of every other series, what the baseline needs to reach its loss.
 
     By the baseline's law, log L falls by b for each unit of log x. So from its own size, the baseline reaches a loss
-    whose log is lower by g with x times exp(g / b).
+    whose log is lower by g with x times exp(g / b). The deviations of g are pooled over the sizes of a series.
     """
     baseline = baseline_of(sweep, fitted)
     if baseline is None:
         return []
-    return [
-        Saving(curve, gap, {view: _needed(law, gap, view) for view, law in baseline.laws.items()})
-        for curve in fitted
-        if curve is not baseline
-        for gap in gaps(sweep, curve, baseline)
-    ]
+    result = []
+    for curve in (curve for curve in fitted if curve is not baseline):
+        pairs = [
+            (size, reference)
+            for size in curve.sizes
+            for reference in baseline.sizes
+            if sweep.reference_of(size.row) is reference.row
+        ]
+        log_ratios = pooled([difference(size.row, other.row, sweep.first[1], math.log) for size, other in pairs])
+        for (size, reference), log_ratio in zip(pairs, log_ratios, strict=True):
+            # without a common seed, a ratio would mostly show the difference between the seeds
+            if log_ratio is not None and log_ratio.count:
+                needs = {
+                    view: _needed(law, size.x[view], reference.x[view], log_ratio)
+                    for view, law in baseline.laws.items()
+                }
+                result.append(Saving(curve, size, reference, log_ratio, needs))
+    return result
 
 
-def _needed(law: PowerLaw | None, gap: Gap, view: str) -> Needed | None:
-    """Return the factor between the size's own x and the baseline's at the same loss; None if the law is not usable."""
+def _needed(law: PowerLaw | None, own: float, reference: float, log_ratio: Measured) -> Needed | None:
+    """Return the factor from a size's own x to the baseline's at the same loss; None if the law is not usable.
+
+    reference: the x of the baseline's size, whose loss differs by log_ratio.
+    """
     if law is None or law.b_interval is None or not law.usable:
         return None
-    reference, own = gap.reference.x[view], gap.size.x[view]
-    x = reference * _exp(gap.log_ratio.mean / law.b)
+    x = reference * _exp(log_ratio.mean / law.b)
     if not law.lowest / REACH <= x <= law.highest * REACH:
         return None
     interval = None
-    if (half_width := gap.log_ratio.interval) is not None:
-        ends = ratio_interval(gap.log_ratio.mean, half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
+    if (half_width := log_ratio.interval) is not None:
+        ends = ratio_interval(log_ratio.mean, half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
         if ends is None:
             return None
         interval = reference / own * _exp(ends[0]), reference / own * _exp(ends[1])
@@ -278,7 +274,7 @@ def savings_table(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]
     digits = sweep.first[1].digits
     rows = []
     for entry in saved:
-        size = entry.gap.size
+        size = entry.size
         facts = [size.row.label, count_text(size.x["parameters"]), number_text(size.loss, digits)]
         rows.append(cells([*facts, *(needed_text(needs) for needs in entry.needs.values())]))
     head = ["", "parameters", "loss", *(NEEDS[view] for view in baseline.laws)]

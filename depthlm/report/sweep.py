@@ -1,6 +1,6 @@
 """The sweep of a report: the experiment, its rows, and the row with which each is compared."""
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,19 +135,18 @@ class Sweep:
         paper's numbers; if ours are not comparable with them, it says so.
         """
         budgets = " and ".join(dict.fromkeys(config.budget.name for config in self.configs))
-        has_paper = bool(self.experiment.fits) or any(point.paper for row in self.rows for point in row.points)
-        seeds = {sum(run.state == COMPLETE for run in row.runs) for row in self.rows} - {0}
-        seeds_text = f"{_range(seeds)} seed{'' if max(seeds) == 1 else 's'}" if seeds else "no complete run"
+        complete = {sum(run.state == COMPLETE for run in row.runs) for row in self.rows} - {0}
+        seeds = f"{_range(complete)} seed{'s' * (max(complete) > 1)}" if complete else "no complete run"
         if beside_paper and not self.as_printed:
             changed = " with a changed protocol" if self.changed else ""
-            return f"ours: budget {budgets}{changed}, {seeds_text}; not comparable with the paper's numbers"
-        if has_paper or budgets != "paper":
-            return f"budget {budgets}, {seeds_text}"
-        tokens = [count for run in self.runs if (count := number(run, "tokens")) is not None]
-        return f"{_range(tokens)} tokens, {seeds_text}" if tokens else seeds_text
+            return f"ours: budget {budgets}{changed}, {seeds}; not comparable with the paper's numbers"
+        if budgets != "paper" or self.experiment.fits or any(row.points[0].paper for row in self.rows):
+            return f"budget {budgets}, {seeds}"
+        tokens = {count for run in self.runs if (count := number(run, "tokens")) is not None}
+        return f"{_range(tokens)} tokens, {seeds}" if tokens else seeds
 
 
-def _range(numbers: Collection[float]) -> str:
+def _range(numbers: Set[float]) -> str:
     low, high = count_text(min(numbers)), count_text(max(numbers))
     return low if low == high else f"{low} to {high}"
 

@@ -264,14 +264,15 @@ def expand(experiment: Experiment) -> list[Point]:
 
 def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
     """Yield the points of a line. The label of a point has the values that the line varies, or all without a name."""
-    axes = {key: value if isinstance(value, list) else [value] for key, value in line.items() if key not in NAMES}
     names = {name: str(line[name]) for name in ("label", "task") if line.get(name)}
+    axes = {key: value if isinstance(value, list) else [value] for key, value in line.items() if key not in NAMES}
     shown = [key for key, values in axes.items() if key != "seed" and (len(values) > 1 or not names)]
+    # the label comes first and the task last
+    order = ("label", *shown, "task")
     for values in itertools.product(*axes.values()):
-        settings = {key: override_text(value) for key, value in zip(axes, values, strict=True)}
-        # the label comes first and the task last
-        parts = {"label": ""} | {key: settings[key] for key in shown} | names
-        yield Point([], settings, {name: text for name, text in parts.items() if text}, line.get("paper") or {})
+        settings = dict(zip(axes, map(override_text, values), strict=True))
+        texts = settings | names
+        yield Point([], settings, {name: texts[name] for name in order if name in texts}, line.get("paper") or {})
 
 
 def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> str:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import linregress
 
 from depthlm.report.rows import student_t
-from depthlm.report.scaling_laws import Needed, curves, fit_power_law, gaps, needed_text, ratio_interval, savings
+from depthlm.report.scaling_laws import Needed, curves, fit_power_law, needed_text, ratio_interval, savings
 
 from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
 
@@ -65,14 +65,13 @@ def test_seeds_give_intervals_that_cover_the_truth() -> None:
     of = trained(noisy, seeds)
     trained_sweep = sweep(of, seeds=seeds)
     fitted = curves(trained_sweep)
-    apart = gaps(trained_sweep, fitted[1], fitted[0])
-    assert len(apart) == len(SIZES)
-    for gap in apart:
-        assert gap.log_ratio.interval is not None
+    saved = savings(trained_sweep, fitted)
+    assert len(saved) == len(SIZES)
+    for entry in saved:
+        assert entry.log_ratio.interval is not None
         # pairing removes the noise that the mechanisms share; an interval at 95% may miss the truth, but hardly by far
-        assert 0.001 < gap.log_ratio.interval < 0.006
-        assert abs(gap.log_ratio.mean - math.log(1.25**-0.1)) < 1.5 * gap.log_ratio.interval
-    for entry in savings(trained_sweep, fitted):
+        assert 0.001 < entry.log_ratio.interval < 0.006
+        assert abs(entry.log_ratio.mean - math.log(1.25**-0.1)) < 1.5 * entry.log_ratio.interval
         needs = entry.needs["parameters"]
         assert needs is not None
         assert needs.interval is not None
@@ -84,7 +83,7 @@ def test_seeds_give_intervals_that_cover_the_truth() -> None:
     assert row(text, "dca, 2", 2)[2].startswith("1.2")
 
 
-def test_without_a_common_seed_there_is_no_gap() -> None:
+def test_without_a_common_seed_there_is_no_saving() -> None:
     of = trained(noisy, ("1", "2", "3"))
     whole = sweep(of, seeds=("1", "2", "3"))
     vanilla, dca = whole.rows[3], whole.rows[7]
@@ -93,8 +92,7 @@ def test_without_a_common_seed_there_is_no_gap() -> None:
             if seed != kept:
                 (run.directory / "summary.json").unlink()
     partial = sweep(of, seeds=("1", "2", "3"))
-    fitted = curves(partial)
-    assert [gap.size.row.label for gap in gaps(partial, fitted[1], fitted[0])] == ["dca, 1", "dca, 2", "dca, 4"]
+    assert [entry.size.row.label for entry in savings(partial, curves(partial))] == ["dca, 1", "dca, 2", "dca, 4"]
     assert "(other seeds)" in reported(of, seeds=("1", "2", "3"))
 
 

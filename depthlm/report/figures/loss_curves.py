@@ -84,16 +84,25 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
     """
     tasks = [name for row in sweep.rows for name in sweep.task_of(row)]
     others = [name for row in sweep.rows for name in row.settings if name != sweep.experiment.series]
-    titles: list[list[str]] = []
-    for name in dict.fromkeys(["task", "size", *tasks, *others]):
-        values = [{(row.settings | sweep.task_of(row)).get(name) for row in rows} for rows in groups]
-        texts = [str(text) for of_group in values for text in of_group if text is not None]
-        if len(texts) == sum(map(len, values)) == len(groups) and len(set(texts)) > 1:
-            # the value of a group, `size=tiny`, says what it is; a number does not
-            titles.append(texts if "." not in name else [f"{setting_title(name)} {text}" for text in texts])
-    several = [", ".join(texts) for texts in zip(*titles, strict=True)]
-    distinct = (texts for texts in [*titles, several] if len(set(texts)) == len(groups))
-    return next(distinct, [rows[0].label for rows in groups])
+    names = dict.fromkeys(["task", "size", *tasks, *others])
+    by_setting = [texts for name in names if (texts := _titles_by(name, groups)) and len(set(texts)) > 1]
+    several = [", ".join(texts) for texts in zip(*by_setting, strict=True)]
+    for titles in (*by_setting, several):
+        if len(set(titles)) == len(groups):
+            return titles
+    return [rows[0].label for rows in groups]
+
+
+def _titles_by(name: str, groups: Sequence[Sequence[Row]]) -> list[str]:
+    """Return the value of a setting, or of the task, in each group; empty if a group does not have exactly one."""
+    titles = []
+    for rows in groups:
+        values = {(row.parts | row.settings).get(name) for row in rows}
+        if len(values) > 1 or None in values:
+            return []
+        # the value of a group, `size=tiny`, says what it is; a number does not
+        titles.append(f"{setting_title(name)} {values.pop()}" if "." in name else str(values.pop()))
+    return titles
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.style import Style, grid, log_ticks, mechanism_of, save, short, style_of, subplots
-from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Gap, Needed, Saving, baseline_of, gaps, paper_fit
+from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, paper_fit
 from depthlm.report.sweep import Sweep, title_of
 
 # the smallest factor that is drawn as a segment, which is then longer than a marker
@@ -32,47 +32,50 @@ def draw_scaling(
         return None
     styles = style_of([mechanism_of(curve.sizes[0].row.points[0]) for curve in shown])
     styled = list(zip(shown, styles, strict=True))
-    baseline, entry = baseline_of(sweep, fitted_curves), widest(saved)
-    differences = {} if baseline is None else _differences(sweep, shown, baseline)
-    has_differences = any(differences.values())
-    panels = len(views) + has_differences
+    panels = len(views) + bool(saved)
     columns = 2 if panels == 4 else panels
     rows = math.ceil(panels / columns)
     figure, axes = subplots(columns, 5.7 * columns, 4.8 * rows, rows)
-    places = dict(zip(views, axes.flat, strict=False))
+    places = dict(zip([*views, "differences"], axes.flat, strict=False))
+    baseline = baseline_of(sweep, fitted_curves)
     for view, column in views.items():
-        _draw_view(places[view], styled, view, column, baseline, entry)
+        _draw_view(places[view], styled, view, column, baseline, widest(saved))
         places[view].set_ylabel(title_of(*sweep.first))
-    has_paper_fits = sweep.as_printed and _draw_paper_fits(places["compute"], sweep, styled)
-    if baseline is not None and has_differences:
-        panel = axes.flat[len(views)]
-        _draw_differences(panel, styled, differences, baseline.name)
+    if sweep.as_printed:
+        _draw_paper_fits(places["compute"], sweep, styled)
+    if baseline is not None and saved:
+        panel = places["differences"]
+        _draw_differences(panel, styled, saved, baseline.name)
         panel.set_xlim(places["parameters"].get_xlim())
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
     handles, labels = places["parameters"].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(shown)))
-    with_bars = any(gap.log_ratio.interval is not None for series in differences.values() for gap in series)
-    save(figure, path, f"{sweep.stamp()}{'; error bars: 95% intervals' if with_bars else ''}")
+    bars = "; error bars: 95% intervals" if _has_bars(saved) else ""
+    save(figure, path, f"{sweep.stamp()}{bars}")
+    return _notes(sweep, shown, saved, baseline)
+
+
+def _has_bars(saved: Sequence[Saving]) -> bool:
+    return any(entry.log_ratio.interval is not None for entry in saved)
+
+
+def _notes(sweep: Sweep, shown: Sequence[Curve], saved: Sequence[Saving], baseline: Curve | None) -> list[str]:
     notes = []
     if any(law is not None and law.usable for curve in shown for law in curve.laws.values()):
         notes.append("Dashed lines: the fits with R² of at least 0.9, each over its own points.")
-    if has_paper_fits:
+    if sweep.as_printed and any(paper_fit(sweep, curve) for curve in shown):
         notes.append("Dotted lines, where visible: the paper's fits.")
-    if baseline is not None and entry is not None:
+    if baseline is None or not saved:
+        return notes
+    if (entry := widest(saved)) is not None:
         notes.append(
             f"Black dashed segments: what {baseline.name} needs, by the slope of its fit, for the loss of "
-            f"{entry.gap.size.row.label}."
+            f"{entry.size.row.label}."
         )
-    if baseline is not None and has_differences:
-        notes.append(f"The last panel compares runs of one size, protocol and seed with {baseline.name}.")
-    if with_bars:
+    notes.append(f"The last panel compares runs of one size, protocol and seed with {baseline.name}.")
+    if _has_bars(saved):
         notes.append("Its bars are 95% intervals, from the variance between seeds pooled over the sizes.")
     return notes
-
-
-def _differences(sweep: Sweep, shown: Sequence[Curve], baseline: Curve) -> dict[str, list[Gap]]:
-    """Return the gaps to the baseline of every other series."""
-    return {curve.series: gaps(sweep, curve, baseline) for curve in shown if curve is not baseline}
 
 
 def widest(saved: Sequence[Saving]) -> Saving | None:
@@ -81,7 +84,7 @@ def widest(saved: Sequence[Saving]) -> Saving | None:
     def order(entry: Saving) -> tuple[bool, float, float]:
         needs = entry.needs["parameters"]
         assert needs is not None
-        return not needs.extrapolated, round(math.log2(entry.gap.reference.x["parameters"]), 1), needs.factor
+        return not needs.extrapolated, round(math.log2(entry.reference.x["parameters"]), 1), needs.factor
 
     visible = [
         entry for entry in saved if (n := entry.needs["parameters"]) is not None and n.is_clear and n.factor > VISIBLE
@@ -112,13 +115,8 @@ def _draw_view(
     axes.set_xlabel(column.title)
     axes.set_title(f"loss over {column.title.partition(' (')[0]}", fontsize="medium")
     if entry is not None and (needs := entry.needs[view]) is not None and needs.is_clear:
-        _draw_segment(
-            axes,
-            entry.gap.size.x[view],
-            needs,
-            entry.gap.size.loss,
-            f"{short(entry.curve.name)}: {needs}\n{NEEDS[view]}",
-        )
+        text = f"{short(entry.curve.name)}: {needs}\n{NEEDS[view]}"
+        _draw_segment(axes, entry.size.x[view], needs, entry.size.loss, text)
 
 
 def _draw_segment(axes: Any, start: float, needs: Needed, loss: float, text: str) -> None:
@@ -131,31 +129,27 @@ def _draw_segment(axes: Any, start: float, needs: Needed, loss: float, text: str
     )
 
 
-def _draw_paper_fits(axes: Any, sweep: Sweep, styled: Sequence[tuple[Curve, Style]]) -> bool:
-    """Draw the paper's fits over the compute of our points. Returns whether there are any."""
-    fits = [(curve, style, fit) for curve, style in styled if (fit := paper_fit(sweep, curve)) is not None]
-    for curve, style, (a, b) in fits:
-        x = np.geomspace(curve.sizes[0].x["compute"], curve.sizes[-1].x["compute"], 2)
-        axes.plot(x, a * x**b, ls=":", lw=1.3, color=style.colour)
-    return bool(fits)
+def _draw_paper_fits(axes: Any, sweep: Sweep, styled: Sequence[tuple[Curve, Style]]) -> None:
+    """Draw the paper's fits over the compute of our points."""
+    for curve, style in styled:
+        if (fit := paper_fit(sweep, curve)) is not None:
+            x = np.geomspace(curve.sizes[0].x["compute"], curve.sizes[-1].x["compute"], 2)
+            axes.plot(x, fit[0] * x ** fit[1], ls=":", lw=1.3, color=style.colour)
 
 
-def _draw_differences(
-    axes: Any, styled: Sequence[tuple[Curve, Style]], differences: Mapping[str, Sequence[Gap]], baseline: str
-) -> None:
+def _draw_differences(axes: Any, styled: Sequence[tuple[Curve, Style]], saved: Sequence[Saving], baseline: str) -> None:
     """Draw the differences in percent over the parameters; error bars of several series lie side by side."""
     for number, (curve, style) in enumerate(styled):
-        series = differences.get(curve.series)
-        if not series:
-            continue
+        entries = [entry for entry in saved if entry.curve is curve]
         shift = 1 + 0.015 * (number - len(styled) / 2)
         means, lows, highs = (
-            np.array([100 * math.expm1(gap.log_ratio.mean + side * (gap.log_ratio.interval or 0)) for gap in series])
+            np.array([100 * math.expm1(e.log_ratio.mean + side * (e.log_ratio.interval or 0)) for e in entries])
             for side in (0, -1, 1)
         )
-        x = [shift * gap.reference.x["parameters"] for gap in series]
-        look = {"color": style.colour, "marker": style.marker, "ms": 7, "lw": 1.3, "capsize": 3}
-        axes.errorbar(x, means, [means - lows, highs - means], **look)
+        if entries:
+            x = [shift * entry.reference.x["parameters"] for entry in entries]
+            look = {"color": style.colour, "marker": style.marker, "ms": 7, "lw": 1.3, "capsize": 3}
+            axes.errorbar(x, means, [means - lows, highs - means], **look)
     axes.axhline(0, color="0.3", lw=1.3)
     axes.set(xscale="log", xlabel=f"parameters of {baseline}", ylabel=f"difference in loss from {baseline} (%)")
     axes.set_title(f"the same size, against {baseline}", fontsize="medium")
