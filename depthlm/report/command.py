@@ -33,13 +33,13 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
     Raises UserError for arguments that name no experiment or run, or where the report cannot be written.
     """
     options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
-    to, runs, project = options.get("to"), options.get("runs"), options.get("wandb")
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
-    if project is not None and (project.count("/") > 1 or not all(project.split("/"))):
+    to, runs, project = options.get("to"), options.get("runs"), options.get("wandb")
+    if project is not None and (project.count("/") > 1 or "" in project.split("/")):
         raise UserError(f"wandb={project}: must be <project> or <team>/<project>")
-    if runs is not None and overrides:
-        raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
     if runs is not None:
+        if overrides:
+            raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
         return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT, project=project)
     if not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
         raise UserError(USAGE)

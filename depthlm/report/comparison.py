@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from depthlm.config.schema.experiment import Column
-from depthlm.report.rows import FACTS, Measured, Row, measured, paper, paper_difference
-from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.rows import FACTS, measured, paper
+from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
 
 # the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
@@ -121,8 +121,8 @@ def _papers(sweep: Sweep, name: str, column: Column) -> list[Cell]:
 def _differences(sweep: Sweep, name: str, column: Column) -> list[Cell]:
     shown = []
     for row in sweep.rows:
-        ours, theirs = measured(row, column), paper(row, name)
-        value = None if ours is None or theirs is None else ours.mean - theirs
+        ours, printed = measured(row, column), paper(row, name)
+        value = None if ours is None or printed is None else ours.mean - printed
         shown.append(Cell(signed_text(value, column.digits)))
     return shown
 
@@ -133,39 +133,36 @@ def against_table(sweep: Sweep) -> Table | None:
     Our differences have 95% intervals, with the deviation between seeds pooled over the rows of a series.
     """
     name, column = sweep.first
-    pairs = [(row, sweep.reference_of(row), ours) for row, ours in zip(sweep.rows, sweep.differences(), strict=True)]
-    baselines = list(dict.fromkeys(reference.label for _, reference, _ in pairs if reference is not None))
-    pairs = [pair for pair in pairs if pair[0] is not pair[1]]
-    if not baselines or not pairs:
+    differences = sweep.differences()
+    references = {entry.reference.label for entry in differences if entry.reference is not None}
+    if not references:
         return None
-    head, rows = ["", "ours"], []
-    for row, reference, ours in pairs:
-        texts = [row.label, _difference_text(row, reference, ours, column)]
-        if len(baselines) > 1:
-            texts.insert(1, DASH if reference is None else reference.label)
-        if sweep.is_printed(name):
-            theirs = None if reference is None else paper_difference(row, reference, name)
-            texts.append(signed_text(theirs, column.digits))
+    against, printed = len(references) > 1, sweep.is_printed(name)
+    rows = []
+    for entry in differences:
+        texts = [entry.row.label]
+        if against:
+            texts.append(DASH if entry.reference is None else entry.reference.label)
+        texts.append(_difference_text(entry, column))
+        if printed:
+            texts.append(signed_text(entry.paper, column.digits))
         rows.append(cells(texts))
-    if len(baselines) > 1:
-        head.insert(1, "against")
-    if sweep.is_printed(name):
-        head.append("paper")
-    baseline = baselines[0] if len(baselines) == 1 else "the baseline of the same task"
-    return Table(head, rows, f"{title_of(name, column)}, against {baseline}")
+    head = ["", *(["against"] if against else []), "ours", *(["paper"] if printed else [])]
+    return Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}")
 
 
-def _difference_text(row: Row, reference: Row | None, value: Measured | None, column: Column) -> str:
+def _difference_text(entry: Difference, column: Column) -> str:
     """Return a difference with the bounds of its 95% interval, as in `-0.0500 [-0.0712, -0.0288]`."""
-    if value is None:
-        is_missing = reference is not None and not (row.any_complete and reference.any_complete)
+    number, reference = entry.ours, entry.reference
+    if number is None:
+        is_missing = reference is not None and not (entry.row.any_complete and reference.any_complete)
         return MISSING if is_missing else DASH
-    shown = signed_text(value.mean, column.digits)
+    shown = signed_text(number.mean, column.digits)
     if column.metric in FACTS:
         return shown
-    if value.count == 0:
+    if number.count == 0:
         return f"{shown} (other seeds)"
-    if value.interval is None:
+    if number.interval is None:
         return shown
-    low, high = (signed_text(value.mean + side * value.interval, column.digits) for side in (-1, 1))
+    low, high = (signed_text(number.mean + side * number.interval, column.digits) for side in (-1, 1))
     return f"{shown} [{low}, {high}]"

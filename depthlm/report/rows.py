@@ -87,8 +87,8 @@ def pooled(numbers: Sequence[Measured | None]) -> list[Measured | None]:
     freedom = sum(seeds for seeds, _ in known)
     if not freedom:
         return list(numbers)
-    deviation = math.sqrt(sum(seeds * own**2 for seeds, own in known) / freedom)
-    return [replace(n, deviation=deviation, freedom=freedom) if n is not None and n.count else n for n in numbers]
+    common = math.sqrt(sum(seeds * deviation**2 for seeds, deviation in known) / freedom)
+    return [replace(n, deviation=common, freedom=freedom) if n is not None and n.count else n for n in numbers]
 
 
 def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:
@@ -143,11 +143,11 @@ def difference(row: Row, reference: Row, column: Column, scale: Callable[[float]
 
     scale: applied to each number first, such as math.log for the log of their ratio.
     """
-    ours, theirs = by_seed(row, column), by_seed(reference, column)
-    paired = [scale(ours[seed]) - scale(theirs[seed]) for seed in ours if seed in theirs]
-    if paired or not ours or not theirs:
+    numbers, base = by_seed(row, column), by_seed(reference, column)
+    paired = [scale(numbers[seed]) - scale(base[seed]) for seed in numbers if seed in base]
+    if paired or not numbers or not base:
         return over_seeds(paired)
-    return Measured(scale(mean(ours.values())) - scale(mean(theirs.values())), None, 0)
+    return Measured(scale(mean(numbers.values())) - scale(mean(base.values())), None, 0)
 
 
 def over_seeds(values: Sequence[float]) -> Measured | None:

@@ -204,25 +204,25 @@ def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
     return result
 
 
-def _needed(law: PowerLaw | None, own: float, reference: float, log_ratio: Measured) -> Needed | None:
-    """Return the factor from a size's own x to the baseline's at the same loss; None if the law is not usable.
+def _needed(law: PowerLaw | None, x: float, reference: float, log_ratio: Measured) -> Needed | None:
+    """Return the factor from the x of a size to the baseline's at the same loss; None if the law is not usable.
 
     reference: the x of the baseline's size, whose loss differs by log_ratio.
     """
     if law is None or law.b_interval is None or not law.usable:
         return None
-    x = reference * _exp(log_ratio.mean / law.b)
-    if not law.lowest / REACH <= x <= law.highest * REACH:
+    needed = reference * _exp(log_ratio.mean / law.b)
+    if not law.lowest / REACH <= needed <= law.highest * REACH:
         return None
     interval = None
     if (half_width := log_ratio.interval) is not None:
         ends = ratio_interval(log_ratio.mean, half_width, law.b, (law.b_interval[1] - law.b_interval[0]) / 2)
         if ends is None:
             return None
-        interval = reference / own * _exp(ends[0]), reference / own * _exp(ends[1])
+        interval = reference / x * _exp(ends[0]), reference / x * _exp(ends[1])
     # a value at the edge does not count as outside
-    extrapolated = not law.lowest * (1 - 1e-9) <= x <= law.highest * (1 + 1e-9)
-    return Needed(x / own, interval, extrapolated)
+    extrapolated = not law.lowest * (1 - 1e-9) <= needed <= law.highest * (1 + 1e-9)
+    return Needed(needed / x, interval, extrapolated)
 
 
 def _exp(value: float) -> float:

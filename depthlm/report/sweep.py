@@ -11,7 +11,7 @@ from depthlm.config.schema.experiment import Column, Experiment
 from depthlm.config.schema.keys import on_resume
 from depthlm.config.validate.errors import ConfigError
 from depthlm.counts import count_text
-from depthlm.report.rows import Measured, Row, difference, gather, number, paper, pooled
+from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.points import expand, load_experiment, sweep_points, value_of
 
@@ -26,6 +26,16 @@ class Series:
     key: str
     name: str
     rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a row's first column differs from its reference, ours and the paper's; None where either has no number."""
+
+    row: Row
+    reference: Row | None
+    ours: Measured | None
+    paper: float | None
 
 
 @dataclass(frozen=True)
@@ -112,20 +122,18 @@ class Sweep:
             groups.setdefault(key, []).append(row)
         return list(groups.values())
 
-    def differences(self) -> list[Measured | None]:
-        """Return the difference of each row's first column from its reference, with the deviation pooled over a series.
-
-        None for a reference itself, and where either has no number.
-        """
-        result: dict[str, Measured | None] = {}
+    def differences(self) -> list[Difference]:
+        """Return the difference of each row but the references, with the deviation pooled over the rows of a series."""
+        name, column = self.first
+        result = {}
         for series in self.series:
             pairs = [(row, self.reference_of(row)) for row in series.rows]
-            numbers = [
-                None if reference is None or reference is row else difference(row, reference, self.first[1])
-                for row, reference in pairs
-            ]
-            result |= zip([row.label for row in series.rows], pooled(numbers), strict=True)
-        return [result[row.label] for row in self.rows]
+            pairs = [(row, reference) for row, reference in pairs if row is not reference]
+            ours = [None if reference is None else difference(row, reference, column) for row, reference in pairs]
+            for (row, reference), measured in zip(pairs, pooled(ours), strict=True):
+                printed = None if reference is None else paper_difference(row, reference, name)
+                result[row.label] = Difference(row, reference, measured, printed)
+        return [result[row.label] for row in self.rows if row.label in result]
 
     def stamp(self, beside_paper: bool = False) -> str:
         """Return what a figure shows, for readers who see it without its report, as in `budget smoke, 3 seeds`.
@@ -144,6 +152,12 @@ class Sweep:
             return f"budget {budgets}, {seeds}"
         tokens = {count for run in self.runs if (count := number(run, "tokens")) is not None}
         return f"{_range(tokens)} tokens, {seeds}" if tokens else seeds
+
+
+def references_text(differences: Sequence[Difference]) -> str:
+    """Return what the rows are compared with: the label of a row, or `the baseline of the same task`."""
+    labels = {entry.reference.label for entry in differences if entry.reference is not None}
+    return labels.pop() if len(labels) == 1 else "the baseline of the same task"
 
 
 def _range(numbers: Set[float]) -> str:

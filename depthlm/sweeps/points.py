@@ -222,11 +222,13 @@ def _combined(
     texts = [text for text in overrides if not by_name([text]).keys() & ignored]
     chosen = by_name(texts)
     settings = line.settings | chosen
-    own = {key: value for key, value in line.settings.items() if key not in chosen}
+    unchanged = {key: value for key, value in line.settings.items() if key not in chosen}
     starts = {
-        key: earlier[value[1:], settings.get("seed")].directory for key, value in own.items() if value.startswith("@")
+        key: earlier[value[1:], settings.get("seed")].directory
+        for key, value in unchanged.items()
+        if value.startswith("@")
     }
-    texts += [f"{key}={value}" for key, value in (own | starts).items()]
+    texts += [f"{key}={value}" for key, value in (unchanged | starts).items()]
     return Point(texts, settings, line.parts, line.paper, bool(starts), config_dir)
 
 

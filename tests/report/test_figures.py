@@ -13,7 +13,7 @@ from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
 from depthlm.report.figures.heatmap import cells_of, panels_of
-from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _shifts
+from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _settings, _shifts
 from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of, style_of
 from depthlm.report.rows import Row, measured, ordered, setting, setting_title
 from depthlm.sweeps.points import Point
@@ -76,7 +76,8 @@ def test_lines_over_text_values_keep_their_order() -> None:
     vanilla, dca = _lines(sweep(of), hollow=False)
     # a row without the setting has the same value for the whole axis
     assert [mark.x for mark in vanilla.marks] == [None]
-    assert [mark.x for mark in dca.marks] == ["wsd", "cosine", "constant"]
+    assert [mark.x for mark in dca.marks] == [0, 1, 2]
+    assert _settings(sweep(of)) == ["wsd", "cosine", "constant"]
 
 
 @pytest.mark.usefixtures("rendered")

@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from depthlm.report import report
 from depthlm.report.figures.loss_curves import (
     MOST_NAMED,
+    Line,
     LossCurve,
     Panel,
     draw_loss_curves,
-    mean_curve,
+    mean_line,
     moved_apart,
     panels_of,
     read,
@@ -71,9 +72,9 @@ def test_smoothing_keeps_gaps_and_constants() -> None:
 
 
 def test_the_mean_of_seeds_is_taken_where_all_have_rows() -> None:
-    one = np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan])
-    other = np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0])
-    tokens, loss = mean_curve([one, other])
+    first = Line(np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan]))
+    second = Line(np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0]))
+    tokens, loss = mean_line([first, second])
     assert tokens.tolist() == [1.0, 2.0, 3.0]
     np.testing.assert_array_equal(loss, [3.0, 2.5, np.nan])
 

@@ -1,25 +1,13 @@
 """A bar chart of the rows: differences against the baseline, ours next to the paper's."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from depthlm.report.figures.style import grid, mechanism_of, save, short, subplots
-from depthlm.report.rows import Measured, Row, paper_difference
-from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
 
 HEIGHT = 0.36
-
-
-@dataclass(frozen=True)
-class Bar:
-    """The differences of a row against its reference, ours and the paper's."""
-
-    row: Row
-    reference: Row
-    ours: Measured | None
-    paper: float | None
 
 
 def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
@@ -28,11 +16,10 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     Returns the notes on the figure.
     """
     name, column = sweep.first
-    bars = _bars(sweep)
-    with_ours = any(bar.ours is not None for bar in bars)
-    with_paper = any(bar.paper is not None for bar in bars)
-    if not with_ours and not with_paper:
+    bars = [entry for entry in sweep.differences() if entry.reference is not None]
+    if all(bar.ours is None and bar.paper is None for bar in bars):
         return None
+    with_paper = any(bar.paper is not None for bar in bars)
     figure, ((axes,),) = subplots(1, 8, 1.6 + (0.62 if with_paper else 0.42) * len(bars))
     for number, bar in enumerate(bars):
         _draw(axes, bar, number, with_paper, column.digits)
@@ -40,27 +27,18 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     axes.set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     axes.margins(x=0.16)
-    references = {bar.reference.label for bar in bars}
-    against = references.pop() if len(references) == 1 else "the baseline of the same task"
+    against = references_text(bars)
     axes.set_xlabel(f"{title_of(name, column)}: difference against {against} ({column.better} is better)")
     grid(axes, "x")
     if with_paper:
         _legend(axes)
     save(figure, path, sweep.stamp(beside_paper=with_paper))
-    spread = any(bar.ours is not None and bar.ours.interval is not None for bar in bars)
-    return ["Error bars: 95% intervals over seeds, of differences paired by seed."] if spread else []
+    if all(bar.ours is None or bar.ours.interval is None for bar in bars):
+        return []
+    return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
 
 
-def _bars(sweep: Sweep) -> list[Bar]:
-    bars = []
-    for row, ours in zip(sweep.rows, sweep.differences(), strict=True):
-        reference = sweep.reference_of(row)
-        if reference is not None and reference is not row:
-            bars.append(Bar(row, reference, ours, paper_difference(row, reference, sweep.first[0])))
-    return bars
-
-
-def _draw(axes: Any, bar: Bar, place: float, with_paper: bool, digits: int) -> None:
+def _draw(axes: Any, bar: Difference, place: float, with_paper: bool, digits: int) -> None:
     colour = mechanism_of(bar.row.points[0]).colour
     above = place - HEIGHT / 2 if with_paper else place
     if bar.ours is None:

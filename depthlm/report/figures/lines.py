@@ -26,7 +26,7 @@ class Mark:
     x is None where the row lacks the setting, so that its number holds for the whole axis, or where x is unknown.
     """
 
-    x: float | str | None
+    x: float | None
     y: float
     interval: float | None = None
 
@@ -51,9 +51,9 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
 
     Where the protocol is not the paper's, the paper's numbers are in a separate panel. Returns notes on the figure.
     """
-    ours, theirs = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
+    ours, papers = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
     # on one axis only if they are comparable
-    panels = [lines for lines in ([ours + theirs] if sweep.as_printed else [ours, theirs]) if lines]
+    panels = [lines for lines in ([ours + papers] if sweep.as_printed else [ours, papers]) if lines]
     if not panels:
         return None
     figure, axes = subplots(len(panels), 7.5 if len(panels) == 1 else 12, 5)
@@ -64,13 +64,13 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
         panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
-    _legend(figure, axes[0], [*ours, *theirs])
-    save(figure, path, sweep.stamp(beside_paper=bool(theirs)))
-    return _notes(sweep, ours, theirs)
+    _legend(figure, axes[0], [*ours, *papers])
+    save(figure, path, sweep.stamp(beside_paper=bool(papers)))
+    return _notes(sweep, ours, papers)
 
 
-def _notes(sweep: Sweep, ours: Sequence[Line], theirs: Sequence[Line]) -> list[str]:
-    notes = ["Hollow markers: the paper's numbers."] if theirs else []
+def _notes(sweep: Sweep, ours: Sequence[Line], papers: Sequence[Line]) -> list[str]:
+    notes = ["Hollow markers: the paper's numbers."] if papers else []
     if any(mark.interval is not None for line in ours for mark in line.marks):
         notes.append("Error bars: 95% intervals over seeds.")
     notes.append("Lines are broken where a number is missing.")
@@ -94,65 +94,65 @@ def _mark(sweep: Sweep, row: Row, hollow: bool) -> Mark:
     """Return the mark of a row; y is nan where the row has no number or no position on the axis."""
     name, column = sweep.first
     x = (_paper_place if hollow else _place)(sweep, row)
-    if x is None and not _is_setting(sweep):
+    if x is None and not _settings(sweep):
         return Mark(None, math.nan)
     if hollow:
-        theirs = paper(row, name)
-        return Mark(x, math.nan if theirs is None else theirs)
+        printed = paper(row, name)
+        return Mark(x, math.nan if printed is None else printed)
     ours = measured(row, column)
     return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.interval)
 
 
 def _settings(sweep: Sweep) -> list[str]:
-    """Return the rows' values of the setting of the axis; none if the axis is a number of summary.json."""
-    return [value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None]
+    """Return the distinct settings on the axis, in order; none if the axis is a number of summary.json."""
+    return ordered([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
 
 
-def _is_setting(sweep: Sweep) -> bool:
-    return bool(_settings(sweep))
+def _has_words(settings: Sequence[str]) -> bool:
+    return any(as_number(text) is None for text in settings)
 
 
-def _place(sweep: Sweep, row: Row) -> float | str | None:
-    """Return the position of our number of a row on the axis: a number, or a setting as text; None if unknown."""
-    if not _is_setting(sweep):
+def _place(sweep: Sweep, row: Row) -> float | None:
+    """Return the position of our number of a row on the axis, where words have their ranks; None if unknown."""
+    settings = _settings(sweep)
+    if not settings:
         number = measured(row, Column(metric=sweep.experiment.x))
         return None if number is None else number.mean
     text = setting(row, sweep.experiment.x)
-    has_words = any(as_number(value) is None for value in _settings(sweep))
-    return text if text is None or has_words else as_number(text)
+    if text is None:
+        return None
+    return float(settings.index(text)) if _has_words(settings) else as_number(text)
 
 
-def _paper_place(sweep: Sweep, row: Row) -> float | str | None:
+def _paper_place(sweep: Sweep, row: Row) -> float | None:
     """Return the position of the paper's number: from the setting, the paper's number, or ours under its protocol.
 
     Where a paper prints one parameter count for a pair of models, it is the baseline's.
     """
-    if _is_setting(sweep):
+    if _settings(sweep):
         return _place(sweep, row)
-    reference = sweep.reference_of(row)
     for name, column in sweep.columns.items():
-        if column.metric == sweep.experiment.x:
-            for candidate in (row, *([] if reference is None else [reference])):
-                if (value := paper(candidate, name)) is not None:
-                    return value * column.scale
+        for candidate in (row, sweep.reference_of(row)):
+            value = None if candidate is None else paper(candidate, name)
+            if column.metric == sweep.experiment.x and value is not None:
+                return value * column.scale
     return _place(sweep, row) if sweep.as_printed else None
 
 
 def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
-    exact = _is_setting(sweep)
-    order = ordered(_settings(sweep))
-    positions = [_points(line.marks, order, exact) for line in lines]
+    settings = _settings(sweep)
+    has_words = _has_words(settings)
+    positions = [_points(line.marks, exact=bool(settings)) for line in lines]
     seen = [x for points in positions for x, _ in points if math.isfinite(x)]
-    has_words = any(isinstance(mark.x, str) for line in lines for mark in line.marks)
     logarithmic = not has_words and _is_logarithmic(seen)
     for line, points, shift in zip(lines, positions, _shifts(lines, seen, logarithmic), strict=True):
         shifted = [(x * math.exp(shift) if logarithmic else x + shift, mark) for x, mark in points]
         _draw_line(axes, line, shifted)
     if has_words:
-        axes.set_xticks(range(len(order)), [short(word, 20) for word in order])
-        axes.set_xlim(-0.4, len(order) - 0.6)
+        axes.set_xticks(range(len(settings)), [short(word, 20) for word in settings])
+        axes.set_xlim(-0.4, len(settings) - 0.6)
     elif seen:
-        _scale(axes, seen, exact)
+        _scale(axes, seen, exact=bool(settings))
     grid(axes)
 
 
@@ -170,18 +170,12 @@ def _draw_line(axes: Any, line: Line, points: Sequence[tuple[float, Mark]]) -> N
             axes.axhline(mark.y, color=look.colour, ls=":" if line.hollow else "--", lw=1.3, label=line.label)
 
 
-def _points(marks: Sequence[Mark], order: Sequence[str], exact: bool) -> list[tuple[float, Mark]]:
-    """Return the marks with their positions, from left to right where all are known; text values keep their order."""
-    points = []
-    for mark in marks:
-        if isinstance(mark.x, str):
-            points.append((float(order.index(mark.x)), mark))
-        elif mark.x is not None:
-            points.append((mark.x, mark))
-        elif not exact:
-            # a gap at an unknown position still breaks the line
-            points.append((math.nan, mark))
-    return sorted(points, key=lambda point: point[0]) if exact else points
+def _points(marks: Sequence[Mark], exact: bool) -> list[tuple[float, Mark]]:
+    """Return the marks with their positions, from left to right if they are exact, as those of a setting are."""
+    if exact:
+        return sorted([(mark.x, mark) for mark in marks if mark.x is not None], key=lambda point: point[0])
+    # a gap at an unknown position still breaks the line
+    return [(math.nan if mark.x is None else mark.x, mark) for mark in marks]
 
 
 def _is_logarithmic(numbers: Sequence[float]) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,9 +44,21 @@ class Panel:
     curves: list[LossCurve]
 
 
-@dataclass(frozen=True)
-class End:
-    """The right end of a curve, in data coordinates, and its name."""
+class Line(NamedTuple):
+    """Losses over tokens; nan where there is a gap."""
+
+    tokens: Any
+    loss: Any
+
+    @property
+    def end(self) -> tuple[float, float]:
+        """The last point that is not in a gap."""
+        last = np.flatnonzero(np.isfinite(self.loss))[-1]
+        return float(self.tokens[last]), float(self.loss[last])
+
+
+class End(NamedTuple):
+    """The name at the right end of a curve, which is in data coordinates."""
 
     name: str
     colour: str
@@ -150,15 +162,15 @@ def _notes(panels: Sequence[Panel]) -> list[str]:
 
 
 def _has_losses(run: RunRecord) -> bool:
-    return bool(np.isfinite(read(run)[1]).any())
+    return bool(np.isfinite(read(run).loss).any())
 
 
-def read(run: RunRecord) -> tuple[Any, Any]:
+def read(run: RunRecord) -> Line:
     """Return the tokens and the training loss of a run's logged steps, with nan for gaps."""
     rows = [row for row in run.rows if finite(row.get("tokens")) is not None]
     losses = [training_loss(row) for row in rows]
     tokens = np.array([row["tokens"] for row in rows], float)
-    return tokens, np.array([np.nan if loss is None else loss for loss in losses], float)
+    return Line(tokens, np.array([np.nan if loss is None else loss for loss in losses], float))
 
 
 def smooth(loss: Any) -> Any:
@@ -174,35 +186,29 @@ def smooth(loss: Any) -> Any:
     return np.where(valid, total / np.maximum(count, 1), np.nan)
 
 
-def mean_curve(curves: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the mean of curves (tokens, loss) at the tokens that all of them have; a gap in one is a gap."""
-    tokens = reduce(np.intersect1d, [own_tokens for own_tokens, _ in curves])
-    every = [dict(zip(own_tokens, own_loss, strict=True)) for own_tokens, own_loss in curves]
-    return tokens, np.array([np.mean([losses[at] for losses in every]) for at in tokens], float)
+def mean_line(lines: Sequence[Line]) -> Line:
+    """Return the mean of lines at the tokens that all of them have; a gap in one is a gap."""
+    tokens = reduce(np.intersect1d, [line.tokens for line in lines])
+    losses = [dict(zip(*line, strict=True)) for line in lines]
+    return Line(tokens, np.array([np.mean([loss[at] for loss in losses]) for at in tokens], float))
 
 
 def _draw(axes: Any, panel: Panel, height: float) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    drawn: list[tuple[Any, Any]] = []
+    drawn: list[Line] = []
     ends: dict[Mechanism, list[End]] = {}
     for curve, style in zip(panel.curves, style_of([curve.mechanism for curve in panel.curves]), strict=True):
-        smoothed = [(tokens, smooth(loss)) for tokens, loss in map(read, curve.runs)]
-        pairs = [(run, one) for run, one in zip(curve.runs, smoothed, strict=True) if np.isfinite(one[1]).any()]
-        if not pairs:
-            continue
-        lines = _draw_curve(axes, curve, pairs, style)
+        lines = _draw_curve(axes, curve, style)
         drawn += lines
-        ends.setdefault(curve.mechanism, []).append(_end(_name(curve), style, lines[-1]))
-    every = [end for of_mechanism in ends.values() for end in of_mechanism]
-    if len(every) > MOST_NAMED:
-        every = [
-            End(short(mechanism.name), best.colour, best.x, best.y)
-            for mechanism, of_mechanism in ends.items()
-            for best in [min(of_mechanism, key=lambda end: end.y)]
-        ]
+        if lines:
+            ends.setdefault(curve.mechanism, []).append(End(_name(curve), style.colour, *lines[-1].end))
+    named = [end for of_mechanism in ends.values() for end in of_mechanism]
+    if len(named) > MOST_NAMED:
+        lowest = [min(of_mechanism, key=lambda end: end.y) for of_mechanism in ends.values()]
+        named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
     _limit(axes, drawn)
-    label_ends(axes, every, height)
+    label_ends(axes, named, height)
     axes.set_title(short(panel.title, 60), fontsize="medium")
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -210,23 +216,26 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
     grid(axes)
 
 
-def _draw_curve(
-    axes: Any, curve: LossCurve, pairs: Sequence[tuple[RunRecord, tuple[Any, Any]]], style: Style
-) -> list[tuple[Any, Any]]:
+def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
     """Draw each run, and the mean of the complete ones; return all lines, the one to be named last."""
-    complete = [line for run, line in pairs if run.state == COMPLETE]
     single = len(curve.runs) == 1
-    for run, (tokens, loss) in pairs:
-        faded = run.state != COMPLETE
-        strength = 0.5 if faded else 0.95 if single else 0.35
-        axes.plot(tokens, loss, color=style.colour, ls=style.dash, lw=1.5 if single else 0.7, alpha=strength)
-        if faded:
-            last = np.flatnonzero(np.isfinite(loss))[-1]
-            axes.plot(tokens[last], loss[last], "x", color=style.colour, ms=7, mew=1.8)
-    lines = [line for _, line in pairs]
+    lines, complete = [], []
+    for run in curve.runs:
+        line = read(run)
+        line = Line(line.tokens, smooth(line.loss))
+        if not np.isfinite(line.loss).any():
+            continue
+        lines.append(line)
+        look = {"color": style.colour, "ls": style.dash, "lw": 1.5 if single else 0.7}
+        if run.state == COMPLETE:
+            complete.append(line)
+            axes.plot(*line, alpha=0.95 if single else 0.35, **look)
+        else:
+            axes.plot(*line, alpha=0.5, **look)
+            axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
     if single or not complete:
-        return sorted(lines, key=lambda line: line[0][-1])
-    mean = mean_curve(complete)
+        return sorted(lines, key=lambda line: line.tokens[-1])
+    mean = mean_line(complete)
     axes.plot(*mean, color=style.colour, ls=style.dash, lw=1.8)
     return [*lines, mean]
 
@@ -234,25 +243,20 @@ def _draw_curve(
 def _name(curve: LossCurve) -> str:
     """Return the name of a curve, with the state of a run that is alone and not complete."""
     name, run = short(curve.name), curve.runs[0]
-    alone = len(curve.runs) == 1 and run.step is not None
-    return f"{name} ({run.state}, step {run.step:,})" if alone and run.state != COMPLETE else name
+    if len(curve.runs) > 1 or run.state == COMPLETE or run.step is None:
+        return name
+    return f"{name} ({run.state}, step {run.step:,})"
 
 
-def _end(name: str, style: Style, line: tuple[Any, Any]) -> End:
-    tokens, loss = line
-    last = np.flatnonzero(np.isfinite(loss))[-1]
-    return End(name, style.colour, float(tokens[last]), float(loss[last]))
-
-
-def _limit(axes: Any, drawn: Sequence[tuple[Any, Any]]) -> None:
+def _limit(axes: Any, lines: Sequence[Line]) -> None:
     """Set a range of losses that includes every loss after the start of the panel's longest run."""
-    longest = max(float(tokens[-1]) for tokens, _ in drawn)
+    longest = max(float(line.tokens[-1]) for line in lines)
     axes.set_xlim(0, longest)
-    shown = [loss[(tokens >= START * longest) & np.isfinite(loss)] for tokens, loss in drawn]
-    values = np.concatenate(shown)
-    if values.size:
-        margin = 0.05 * (values.max() - values.min()) or 0.1
-        axes.set_ylim(values.min() - margin, values.max() + margin)
+    losses = np.concatenate([line.loss[line.tokens >= START * longest] for line in lines])
+    losses = losses[np.isfinite(losses)]
+    if losses.size:
+        margin = 0.05 * np.ptp(losses) or 0.1
+        axes.set_ylim(losses.min() - margin, losses.max() + margin)
 
 
 def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:

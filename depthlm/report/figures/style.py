@@ -103,9 +103,9 @@ def style_of(mechanisms: Sequence[Mechanism]) -> list[Style]:
     colours = [mechanism.colour for mechanism in mechanisms]
     styles = []
     for number, colour in enumerate(colours):
-        before, every = colours[:number].count(colour), colours.count(colour)
+        before, count = colours[:number].count(colour), colours.count(colour)
         # dashes distinguish a few series; with more, the shades form a scale
-        share = SHADES[before] if every <= len(SHADES) else 0.65 * before / (every - 1)
+        share = SHADES[before] if count <= len(SHADES) else 0.65 * before / (count - 1)
         style = Style(shaded(colour, share), MARKERS[number % len(MARKERS)], DASHES[before % len(DASHES)])
         styles.append(style)
     return styles
