@@ -210,7 +210,7 @@ def needs(sweep: Sweep) -> Table:
     views = views_of(sweep)
     table = []
     for entry in savings(sweep, curves(sweep, views)):
-        row = entry.gap.size.row
+        row = entry.size.row
         # one seed says nothing
         texts = [needed_text(n if n is not None and n.interval is not None else None) for n in entry.needs.values()]
         table.append(cells([f"{row.settings['model']}, {row.settings['size']}", *texts]))

@@ -29,8 +29,9 @@ class Experiment:
     points: list[Any] = key(
         [],
         "what `-m` trains: one entry per point, `{model: mhc, size: 1.5b}`; lists give every combination. `label` "
-        "names the point, `paper` holds the paper's numbers by column (null: not printed there), and a value `@label` "
-        "stands for the run directory of that point",
+        "names the model, `task` what it is compared at (default: its size, data, training, backbone and budget); "
+        "`paper` holds the paper's numbers by column (null: not printed there). A value `@label, task` stands for the "
+        "run directory of that point",
     )
     flops: float | None = key(
         None,

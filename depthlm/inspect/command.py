@@ -22,7 +22,7 @@ from depthlm.inspect.collect import collect
 from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.figures import TOKENS, token_names
 from depthlm.inspect.picture import Array, Picture
-from depthlm.inspect.recorded import block_picture, expert_picture
+from depthlm.inspect.recorded import expert_picture, sublayer_norm_picture
 from depthlm.loading import load
 from depthlm.machine import environment
 from depthlm.model import Decoder
@@ -69,7 +69,7 @@ def inspect_run(arguments: Inspect) -> Path:
     for other in arguments.compare or ():
         matrices.append(titled_matrix(*read_run(Path(other), arguments)[:3], messages))
     pictures.append(mixing_picture(matrices))
-    pictures += filter(None, (expert_picture(directory), block_picture(directory)))
+    pictures += filter(None, (expert_picture(directory), sublayer_norm_picture(directory)))
     if pictures[-1].name != "blocks":
         messages.append("training.log_blocks_every was not set, so there is no figure of outputs over training")
     with writable(folder):

@@ -9,7 +9,7 @@ import numpy as np
 
 from depthlm.data import Tokenizer
 from depthlm.inspect.picture import Array
-from depthlm.report.figures.style import DASHES, MARKERS, grid, log_ticks, subplots
+from depthlm.report.figures.style import DASHES, MARKERS, grid, ink, log_ticks, subplots
 
 # from the palette of Okabe and Ito
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -145,12 +145,6 @@ def number_text(value: float) -> str:
     if abs(value) < 100:
         return f"{round(value, 2) + 0.0:.2f}"  # no minus before 0.00
     return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-
-
-def ink(colour: tuple[float, ...]) -> str:
-    """Return black or white, whichever is legible on this colour."""
-    red, green, blue, *_ = colour
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def _ticks(count: int) -> list[int]:

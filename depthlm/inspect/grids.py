@@ -63,45 +63,57 @@ def draw_maps(maps: Mapping[str, Array], heads: Sequence[int], names: Sequence[s
 
     names: of the tokens; without names, the first and the last position are numbered.
     """
-    import matplotlib
-    from matplotlib.colors import PowerNorm
-
     wide, high = (side(len(names), least, PITCH) for least in (2.5, 2.0))
     width = (wide * (1 + GAP + WIDE if names else 1) + 0.4) * len(maps) + 1.1
     figure, axes = subplots(len(maps), width, (high + 0.4) * len(heads) + 0.9, rows=len(heads))
-    colours = matplotlib.colormaps["viridis_r"].with_extremes(bad=NOTHING)
-    # makes small probabilities visible
-    norm = PowerNorm(0.35, 0, 1)
-    for column, (layer, values) in enumerate(maps.items()):
-        for row, head in enumerate(heads):
-            place, map_tx = axes[row, column], values[row]
-            t, entries = len(map_tx), map_tx.shape[1] - len(map_tx)
-            hidden = np.triu(np.ones((t, t), dtype=bool), 1)
-            sequence = np.where(hidden, np.nan, map_tx[:, :t])
-            image = place.imshow(sequence, cmap=colours, norm=norm, extent=(0, t, t, 0), aspect="auto")
-            start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
-            queries = {token + 0.5: names[token] for token in named_tokens(len(names))} or {0.0: "0", float(t): str(t)}
-            keys = queries if names or not entries else {0.0: "0"}
-            if entries:
-                place.imshow(map_tx[:, t:], cmap=colours, norm=norm, extent=(start, end, t, 0), aspect="auto")
-                place.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
-                keys = keys | {(start + end) / 2: f"{entries} depth entries" if entries > 1 else "1 depth entry"}
-            place.set_xlim(0, end)
-            place.set_ylim(t, 0)
-            lowest, leftmost, size = row == len(heads) - 1, column == 0, 6 if names else 8
-            labels = list(keys.values()) if lowest or not names else []
-            place.set_xticks(list(keys), labels, size=size, rotation=90 if names else 0)
-            place.set_yticks(list(queries), list(queries.values()) if leftmost or not names else [], size=size)
-            place.tick_params(length=2)
-            place.spines[:].set_visible(False)
-            if row == 0:
-                place.set_title(layer, fontsize="medium")
-            if column == 0:
-                place.set_ylabel(f"head {head}\nquery")
+    for column, values in enumerate(maps.values()):
+        for place, map_tx in zip(axes[:, column], values, strict=True):
+            image = _draw_map(place, map_tx, names)
+    if names:
+        # the names of the tokens stand beside the first map of each row and below the last of each column
+        for place in axes[:, 1:].flat:
+            place.set_yticklabels([])
+        for place in axes[:-1].flat:
+            place.set_xticklabels([])
+    for place, layer in zip(axes[0], maps, strict=True):
+        place.set_title(layer, fontsize="medium")
+    for place, head in zip(axes[:, 0], heads, strict=True):
+        place.set_ylabel(f"head {head}\nquery")
     write_labels(figure, title, "key: tokens, then depth entries")
     bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="probability")
     bar.set_ticks([0, 0.01, 0.05, 0.2, 0.5, 1], labels=["0", "0.01", "0.05", "0.2", "0.5", "1"])
     return figure
+
+
+def _draw_map(axes: Any, map_tx: Array, names: Sequence[str]) -> Any:
+    """Draw the probabilities of one head over the keys of the sequence, then the depth entries. Return the image."""
+    import matplotlib
+    from matplotlib.colors import PowerNorm
+
+    # the power makes small probabilities visible
+    look = {
+        "cmap": matplotlib.colormaps["viridis_r"].with_extremes(bad=NOTHING),
+        "norm": PowerNorm(0.35, 0, 1),
+        "aspect": "auto",
+    }
+    t, entries = len(map_tx), map_tx.shape[1] - len(map_tx)
+    start, end = t * (1 + GAP), t * (1 + GAP + WIDE)
+    sequence = np.where(np.triu(np.ones((t, t), dtype=bool), 1), np.nan, map_tx[:, :t])
+    image = axes.imshow(sequence, extent=(0, t, t, 0), **look)
+    queries = {token + 0.5: names[token] for token in named_tokens(len(names))} or {0.0: "0", float(t): str(t)}
+    keys = dict(queries if names or not entries else {0.0: "0"})
+    if entries:
+        axes.imshow(map_tx[:, t:], extent=(start, end, t, 0), **look)
+        axes.axvline(t * (1 + GAP / 2), color="red", ls="--", lw=1)
+        keys[(start + end) / 2] = f"{entries} depth entries" if entries > 1 else "1 depth entry"
+    axes.set_xlim(0, end)
+    axes.set_ylim(t, 0)
+    size = 6 if names else 8
+    axes.set_xticks(list(keys), list(keys.values()), size=size, rotation=90 if names else 0)
+    axes.set_yticks(list(queries), list(queries.values()), size=size)
+    axes.tick_params(length=2)
+    axes.spines[:].set_visible(False)
+    return image
 
 
 class Matrices(FigureOverDepth):

@@ -24,8 +24,8 @@ EXPERT_KEYS = ("step", "load", "entropy", "bias")
 CURVES = 8
 
 
-def block_picture(directory: Path) -> Picture | None:
-    """Return the picture of a run's blocks.jsonl; None if the file is missing or empty."""
+def sublayer_norm_picture(directory: Path) -> Picture | None:
+    """Return the picture of a run's sublayer norms, from blocks.jsonl; None if the file is missing or empty."""
     rows = list(read_metrics(RunDirectory(directory).sublayer_norms, {"step"}, PARTS))
     if not rows:
         return None
@@ -33,10 +33,10 @@ def block_picture(directory: Path) -> Picture | None:
     # non-finite values are null in the file, and nan here
     arrays = {f"blocks_{part}": np.array([row[part] for row in rows], dtype=float) for part in PARTS}
     about = "size of outputs and gradients by layer, over training (Figure 5 of arXiv 2603.15031)"
-    return Picture("blocks", about, {"blocks_step": steps, **arrays}, partial(draw_blocks, steps, arrays))
+    return Picture("blocks", about, {"blocks_step": steps, **arrays}, partial(draw_sublayer_norms, steps, arrays))
 
 
-def draw_blocks(steps: Array, arrays: dict[str, Array]) -> Any:
+def draw_sublayer_norms(steps: Array, arrays: dict[str, Array]) -> Any:
     """Draw outputs and gradients over layers in separate panels for attention and MLP, with one curve per step."""
     import matplotlib
     from matplotlib.cm import ScalarMappable

@@ -1,20 +1,21 @@
-"""`python -m depthlm report`: writes report.md and its figures, and prints the main table."""
+"""`python -m depthlm report`: writes report.md and its figures, prints the main table, and uploads them to W&B."""
 
-import re
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from depthlm.config.resolve import run_name
+from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
 from depthlm.files import replace_text
-from depthlm.report.experiment_report import experiment_report
-from depthlm.report.head import state_line, warnings
+from depthlm.report.experiment_report import experiment_report, state_line, warnings
 from depthlm.report.runs_report import NO_DIFFERENCE, find_runs, runs_report
 from depthlm.report.sweep import read_sweep
-from depthlm.report.tables import Table, show
-from depthlm.report.upload import upload
+from depthlm.report.tables import DASH, MISSING, Cell, Table, show
 from depthlm.runs.records import RunRecord
+from depthlm.runs.trackers import init_wandb
 from depthlm.streams import printable
 
 USAGE = (
@@ -22,6 +23,7 @@ USAGE = (
     "to=<folder> sets the folder of the report, and wandb=<project> uploads it to Weights & Biases"
 )
 
+OPTIONS = ("to=", "runs=", "wandb=")
 RUNS_REPORT = "outputs/report"
 
 
@@ -30,24 +32,23 @@ def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Pa
 
     Raises UserError for arguments that name no experiment or run, or where the report cannot be written.
     """
-    to, runs, project = _last(arguments, "to"), _last(arguments, "runs"), _last(arguments, "wandb")
-    overrides = [text for text in arguments if not text.startswith(("to=", "runs=", "wandb="))]
-    if project is not None and not re.fullmatch(r"([^/]+/)?[^/]+", project):
+    options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
+    overrides = [text for text in arguments if not text.startswith(OPTIONS)]
+    to, runs, project = options.get("to"), options.get("runs"), options.get("wandb")
+    if project is not None and (project.count("/") > 1 or "" in project.split("/")):
         raise UserError(f"wandb={project}: must be <project> or <team>/<project>")
-    if runs is not None and overrides:
-        raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
-    if runs is None and not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
-        raise UserError(USAGE)
     if runs is not None:
+        if overrides:
+            raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
         return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT, project=project)
+    if not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
+        raise UserError(USAGE)
     sweep = read_sweep(overrides, config_dir)
     # reports with other overrides (budget, size, seed) have other folders
-    named = run_name(overrides).replace("base", "")
-    folder = Path(to or "-".join(filter(None, [f"outputs/{sweep.experiment.name}/report", named])))
+    name = run_name(overrides)
+    folder = Path(to or f"outputs/{sweep.experiment.name}/report{'' if name == 'base' else f'-{name}'}")
     path, tables = _write(folder, lambda: experiment_report(sweep, folder))
-    _show(path, tables, state_line(sweep.runs), warnings(sweep))
-    if project is not None:
-        _print(f"W&B: {upload(path, tables, project)}")
+    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}."], project)
     return path
 
 
@@ -61,9 +62,7 @@ def report_runs(runs: Sequence[RunRecord], to: str | Path, option: str = "to=", 
     path, tables = _write(folder, lambda: runs_report(runs, folder), option)
     # the first table has the results
     notes = [] if len(tables) > 1 or len(runs) == 1 else [f"{NO_DIFFERENCE}."]
-    _show(path, tables, state_line(list(runs)), notes)
-    if project is not None:
-        _print(f"W&B: {upload(path, tables, project)}")
+    _show(path, tables, [*notes, f"{state_line(runs)}."], project)
     return path
 
 
@@ -79,24 +78,73 @@ def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: s
     return path, tables
 
 
-def _last(arguments: Sequence[str], name: str) -> str | None:
-    values = [text.partition("=")[2] for text in arguments if text.startswith(f"{name}=")]
-    return values[-1] if values else None
-
-
-def _print(line: str) -> None:
-    stdout_console().print(line, markup=False, soft_wrap=True)
-
-
-def _show(path: Path, tables: Sequence[Table], state: str, notes: Sequence[str]) -> None:
+def _show(path: Path, tables: Sequence[Table], notes: Sequence[str], project: str | None) -> None:
+    """Print the tables and where the report is, and upload it if there is a project."""
     console = stdout_console()
     if not console.is_terminal:
         # no line wrapping in a file
         console.width = 240
     for table in tables:
         show(table, console)
-    for line in (*notes, f"{state}.", f"report: {path}"):
+    lines = [*notes, f"report: {path}"]
+    if pictures := ", ".join(sorted(file.name for file in path.parent.glob("*.png"))):
+        lines.append(f"figures in the same folder: {pictures}")
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-    pictures = ", ".join(sorted(file.name for file in path.parent.glob("*.png")))
-    if pictures:
-        console.print(f"figures in the same folder: {pictures}", markup=False, soft_wrap=True)
+    if project is not None:
+        console.print(f"W&B: {upload(path, tables, project)}", markup=False, soft_wrap=True)
+
+
+def upload(path: Path, tables: Sequence[Table], project: str) -> str:
+    """Upload report.md, its tables and its figures to a W&B project, or write them offline without a key.
+
+    project: `project` or `team/project`. Returns where they are now. Raises UserError if W&B fails.
+    """
+    import wandb
+
+    folder = path.parent
+    entity, _, name = project.rpartition("/")
+    # one run per folder of a report, so that W&B shows a report as it is now, and its earlier states as steps
+    identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    run = init_wandb(
+        Tracker(project=name), entity=entity or None, job_type="report", name=str(folder), id=identity, dir=folder
+    )
+    if run is None:
+        raise UserError(f"wandb={project}: W&B did not start (see the warnings above); the report is in {folder}")
+    try:
+        figures = {file.stem: wandb.Image(str(file)) for file in sorted(folder.glob("*.png"))}
+        run.log({**wandb_tables(tables), **figures})
+        artifact = wandb.Artifact(f"report-{identity}", type="report")
+        for file in (path, *sorted(folder.glob("*.png"))):
+            artifact.add_file(str(file))
+        run.log_artifact(artifact)
+        run.finish()
+    except Exception as error:
+        raise UserError(f"wandb={project}: W&B failed ({error}); the report itself is in {folder}") from None
+    return f"offline in {folder / 'wandb'}; `wandb sync` uploads it" if run.offline else str(run.url)
+
+
+def wandb_tables(tables: Sequence[Table]) -> dict[str, Any]:
+    """Return the tables of W&B by name. Of those without a title, the first has the results, the others settings."""
+    untitled = iter(["results", "settings", *(f"settings {number}" for number in range(2, len(tables)))])
+    return {table.title or next(untitled): wandb_table(table) for table in tables}
+
+
+def wandb_table(table: Table) -> Any:
+    """Return a table as W&B's: numbers as numbers, so that it can be sorted and plotted there."""
+    import wandb
+
+    rows = [
+        [cell.text if is_text else _value(cell) for cell, is_text in zip(row, table.is_text, strict=True)]
+        for row in table.rows
+    ]
+    return wandb.Table(columns=table.head, data=rows, allow_mixed_types=True)
+
+
+def _value(cell: Cell) -> float | str | None:
+    if cell.text in (DASH, MISSING):
+        return None
+    try:
+        return float(cell.text.replace(",", ""))
+    except ValueError:
+        return cell.text

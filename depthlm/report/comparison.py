@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import FACTS, Measured, Row, measured, paper, paper_difference
-from depthlm.report.series import differences, reference_of, task
-from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.rows import FACTS, measured, paper
+from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
-from depthlm.runs.records import COMPLETE
 
 # the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
 SIDE_BY_SIDE, WIDEST = 3, 10
@@ -22,22 +20,111 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
     groups: dict[str, dict[str, Column]] = {}
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, {})[name] = column
-    tables: dict[str, list[Table]] = {}
-    for group, columns in groups.items():
-        named = f"{group}: " if group else ""
-        if len(columns) <= SIDE_BY_SIDE:
-            tables[group] = [_side_by_side(sweep, columns, group)]
+    return {
+        group: [_side_by_side(sweep, columns, group)] if len(columns) <= SIDE_BY_SIDE else _apart(sweep, columns, group)
+        for group, columns in groups.items()
+    }
+
+
+def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table:
+    shown = []
+    for name, column in columns.items():
+        if not sweep.is_printed(name):
+            shown.append((_heading(name, column), _ours(sweep, name, column)))
             continue
-        tables[group] = []
-        for part in _parts(columns):
-            printed = any(_printed(sweep, name) for name in part)
-            tables[group].append(_table(sweep, part, f"{named}ours" if printed else group, ours_cells))
-            if printed:
-                tables[group].append(_table(sweep, part, f"{named}the paper's", _paper_cells))
-                apart = _table(sweep, part, f"{named}ours - the paper's", _apart_cells)
-                if sweep.as_printed and any(cell.text != DASH for row in apart.rows for cell in row[1:]):
-                    tables[group].append(apart)
+        shown.append((f"{_heading(name, column)}: ours", _ours(sweep, name, column)))
+        shown.append(("paper", _papers(sweep, name, column)))
+        if sweep.as_printed:
+            shown.append(("difference", _differences(sweep, name, column)))
+    return _table(sweep, shown, title)
+
+
+def _apart(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
+    """Return separate tables for ours, the paper's and the differences, each of nearly equal width."""
+    width = math.ceil(len(columns) / math.ceil(len(columns) / WIDEST))
+    names = list(columns)
+    tables = []
+    for start in range(0, len(names), width):
+        part = {name: columns[name] for name in names[start : start + width]}
+        if not any(sweep.is_printed(name) for name in part):
+            tables.append(_of_one_kind(sweep, part, group, _ours))
+            continue
+        prefix = f"{group}: " if group else ""
+        tables.append(_of_one_kind(sweep, part, f"{prefix}ours", _ours))
+        tables.append(_of_one_kind(sweep, part, f"{prefix}the paper's", _papers))
+        differences = _of_one_kind(sweep, part, f"{prefix}ours - the paper's", _differences)
+        if sweep.as_printed and any(cell.text != DASH for row in differences.rows for cell in row[1:]):
+            tables.append(differences)
     return tables
+
+
+def _of_one_kind(
+    sweep: Sweep,
+    columns: dict[str, Column],
+    title: str,
+    column_cells: Callable[[Sweep, str, Column], list[Cell]],
+) -> Table:
+    shown = [(_heading(name, column), column_cells(sweep, name, column)) for name, column in columns.items()]
+    return _table(sweep, shown, title)
+
+
+def _table(sweep: Sweep, columns: Sequence[tuple[str, list[Cell]]], title: str) -> Table:
+    """Return a table of the labels, the number of seeds if any row has several, and columns with their headings."""
+    if any(len(row.points) > 1 for row in sweep.rows):
+        columns = [("seeds", cells([str(len(row.points)) for row in sweep.rows])), *columns]
+    labels = cells([row.label for row in sweep.rows])
+    body = [list(line) for line in zip(labels, *(shown for _, shown in columns), strict=True)]
+    return Table(["", *(heading for heading, _ in columns)], body, title)
+
+
+def _heading(name: str, column: Column) -> str:
+    """Return the heading of a column, with an arrow for which numbers are better."""
+    arrow = "" if column.metric in FACTS else " ↓" if column.better == "lower" else " ↑"
+    return f"{title_of(name, column)}{arrow}"
+
+
+def _ours(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+    """Return our numbers of a column, with the best of each task in bold."""
+    best = _best(sweep, column)
+    shown = []
+    for row in sweep.rows:
+        value = measured(row, column)
+        if value is None:
+            shown.append(Cell(MISSING if column.metric and not row.any_complete else DASH))
+            continue
+        text = number_text(value.mean, column.digits)
+        if value.deviation is not None and column.metric not in FACTS:
+            text += f" ± {number_text(value.deviation, column.digits)}"
+        partly = f" ({value.count} of {len(row.points)})" if value.count < len(row.points) else ""
+        shown.append(Cell(f"{text}{partly}", row.label in best))
+    return shown
+
+
+def _best(sweep: Sweep, column: Column) -> set[str]:
+    """Return the labels of the rows with the best number of their task after rounding, where the task has others."""
+    best: set[str] = set()
+    if column.metric in FACTS:
+        return best
+    for group in sweep.compared():
+        numbers = {row.label: value for row in group if (value := measured(row, column)) is not None}
+        rounded = {label: round(value.mean, column.digits) for label, value in numbers.items()}
+        if len(set(rounded.values())) > 1:
+            top = min(rounded.values()) if column.better == "lower" else max(rounded.values())
+            best |= {label for label, value in rounded.items() if value == top}
+    return best
+
+
+def _papers(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+    return cells([number_text(paper(row, name), column.digits) for row in sweep.rows])
+
+
+def _differences(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+    shown = []
+    for row in sweep.rows:
+        ours, printed = measured(row, column), paper(row, name)
+        value = None if ours is None or printed is None else ours.mean - printed
+        shown.append(Cell(signed_text(value, column.digits)))
+    return shown
 
 
 def against_table(sweep: Sweep) -> Table | None:
@@ -46,145 +133,36 @@ def against_table(sweep: Sweep) -> Table | None:
     Our differences have 95% intervals, with the deviation between seeds pooled over the rows of a series.
     """
     name, column = sweep.first
-    references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
-    names = list(dict.fromkeys(reference.label for reference in references if reference is not None))
-    if not names or all(row is reference for row, reference in zip(sweep.rows, references, strict=True)):
+    differences = sweep.differences()
+    references = {entry.reference.label for entry in differences if entry.reference is not None}
+    if not references:
         return None
-    one = names[0] if len(names) == 1 else ""
+    against, printed = len(references) > 1, sweep.is_printed(name)
     rows = []
-    found = differences(sweep.rows, sweep.experiment, column)
-    for row, reference, ours in zip(sweep.rows, references, found, strict=True):
-        if row is reference:
-            continue
-        theirs = None if reference is None else paper_difference(row, reference, name)
-        against = [] if one else [DASH if reference is None else reference.label]
-        ours_text = _missing(row, reference) if ours is None else _with_interval(ours, column)
-        theirs_text = [signed_text(theirs, column.digits)] if _printed(sweep, name) else []
-        rows.append(cells([row.label, *against, ours_text, *theirs_text]))
-    head = ["", *([] if one else ["against"]), "ours", *(["paper"] if _printed(sweep, name) else [])]
-    return Table(head, rows, f"{title_of(name, column)}, against {one or 'the baseline of the same task'}")
+    for entry in differences:
+        texts = [entry.row.label]
+        if against:
+            texts.append(DASH if entry.reference is None else entry.reference.label)
+        texts.append(_difference_text(entry, column))
+        if printed:
+            texts.append(signed_text(entry.paper, column.digits))
+        rows.append(cells(texts))
+    head = ["", *(["against"] if against else []), "ours", *(["paper"] if printed else [])]
+    return Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}")
 
 
-def _missing(row: Row, reference: Row | None) -> str:
-    if reference is None:
-        return DASH
-    return MISSING if not (_any_complete(row) and _any_complete(reference)) else DASH
-
-
-def _any_complete(row: Row) -> bool:
-    return any(run.state == COMPLETE for run in row.runs)
-
-
-def _parts(columns: dict[str, Column]) -> list[dict[str, Column]]:
-    """Split the columns into as few tables as possible, of nearly equal width."""
-    count = math.ceil(len(columns) / WIDEST)
-    width = math.ceil(len(columns) / count)
-    items = list(columns.items())
-    return [dict(items[start : start + width]) for start in range(0, len(items), width)]
-
-
-def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table:
-    head, body = _labels(sweep)
-    for name, column in columns.items():
-        shown = [ours_cells(sweep, name, column)]
-        head.append(f"{headed(name, column)}: ours" if _printed(sweep, name) else headed(name, column))
-        if _printed(sweep, name):
-            shown.append(_paper_cells(sweep, name, column))
-            head.append("paper")
-            if sweep.as_printed:
-                shown.append(_apart_cells(sweep, name, column))
-                head.append("difference")
-        body = [[*line, *more] for line, *more in zip(body, *shown, strict=True)]
-    return Table(head, body, title)
-
-
-def _table(
-    sweep: Sweep, columns: dict[str, Column], title: str, column_cells: Callable[[Sweep, str, Column], list[Cell]]
-) -> Table:
-    head, body = _labels(sweep)
-    for name, column in columns.items():
-        head.append(headed(name, column))
-        body = [[*line, cell] for line, cell in zip(body, column_cells(sweep, name, column), strict=True)]
-    return Table(head, body, title)
-
-
-def _labels(sweep: Sweep) -> tuple[list[str], list[list[Cell]]]:
-    """Return the first columns: the labels, and the number of seeds where any row has several."""
-    if all(len(row.points) == 1 for row in sweep.rows):
-        return [""], [[Cell(row.label)] for row in sweep.rows]
-    return ["", "seeds"], [[Cell(row.label), Cell(str(len(row.points)))] for row in sweep.rows]
-
-
-def headed(name: str, column: Column) -> str:
-    """Return the heading of a column, with an arrow for which numbers are better."""
-    if column.metric in FACTS:
-        return title_of(name, column)
-    return f"{title_of(name, column)} {'↓' if column.better == 'lower' else '↑'}"
-
-
-def _printed(sweep: Sweep, name: str) -> bool:
-    return any(paper(row, name) is not None for row in sweep.rows)
-
-
-def ours_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
-    """Return our numbers of a column, with the best of each task in bold."""
-    numbers = [measured(row, column) for row in sweep.rows]
-    best = _best(sweep, column, numbers)
-    shown = []
-    for row, value, is_best in zip(sweep.rows, numbers, best, strict=True):
-        if value is None:
-            shown.append(Cell(MISSING if column.metric and not _any_complete(row) else DASH))
-            continue
-        text = _with_deviation(value, column)
-        partly = f" ({value.count} of {len(row.points)})" if value.count < len(row.points) else ""
-        shown.append(Cell(f"{text}{partly}", is_best))
-    return shown
-
-
-def _best(sweep: Sweep, column: Column, numbers: Sequence[Measured | None]) -> list[bool]:
-    """Return, for each number, whether it is the best of its task after rounding, where the task has others."""
-    references = [reference_of(row, sweep.rows, sweep.experiment) for row in sweep.rows]
-    tasks = [
-        str(sorted(task(row, sweep.experiment).items())) if reference is None else reference.label
-        for row, reference in zip(sweep.rows, references, strict=True)
-    ]
-    rounded = [None if value is None else round(value.mean, column.digits) for value in numbers]
-    best = []
-    for own, value in zip(tasks, rounded, strict=True):
-        rivals = [other for of, other in zip(tasks, rounded, strict=True) if of == own and other is not None]
-        top = min(rivals, default=None) if column.better == "lower" else max(rivals, default=None)
-        best.append(column.metric not in FACTS and value is not None and value == top and len(set(rivals)) > 1)
-    return best
-
-
-def _paper_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
-    return cells([number_text(paper(row, name), column.digits) for row in sweep.rows])
-
-
-def _apart_cells(sweep: Sweep, name: str, column: Column) -> list[Cell]:
-    shown = []
-    for row in sweep.rows:
-        ours, theirs = measured(row, column), paper(row, name)
-        apart = None if ours is None or theirs is None else ours.mean - theirs
-        shown.append(Cell(signed_text(apart, column.digits)))
-    return shown
-
-
-def _with_deviation(value: Measured, column: Column) -> str:
-    shown = number_text(value.mean, column.digits)
-    if value.deviation is None or column.metric in FACTS:
-        return shown
-    return f"{shown} ± {number_text(value.deviation, column.digits)}"
-
-
-def _with_interval(value: Measured, column: Column) -> str:
+def _difference_text(entry: Difference, column: Column) -> str:
     """Return a difference with the bounds of its 95% interval, as in `-0.0500 [-0.0712, -0.0288]`."""
-    shown = signed_text(value.mean, column.digits)
+    number, reference = entry.ours, entry.reference
+    if number is None:
+        is_missing = reference is not None and not (entry.row.any_complete and reference.any_complete)
+        return MISSING if is_missing else DASH
+    shown = signed_text(number.mean, column.digits)
     if column.metric in FACTS:
         return shown
-    if value.count == 0:
+    if number.count == 0:
         return f"{shown} (other seeds)"
-    if value.interval is None:
+    if number.interval is None:
         return shown
-    low, high = (signed_text(value.mean + side * value.interval, column.digits) for side in (-1, 1))
+    low, high = (signed_text(number.mean + side * number.interval, column.digits) for side in (-1, 1))
     return f"{shown} [{low}, {high}]"

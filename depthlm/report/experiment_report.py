@@ -1,21 +1,25 @@
-"""The report of an experiment: tables and figures of our results next to the paper's."""
+"""The report of an experiment: state and protocol of its runs, then tables and figures beside the paper's."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from depthlm.config.keys import flatten, in_protocol
+from depthlm.config.protocol import protocol_texts
+from depthlm.config.schema import Config
 from depthlm.report.comparison import against_table, comparison_tables
 from depthlm.report.figures.bars import draw_bars
 from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.lines import draw_lines
-from depthlm.report.figures.loss_curves import draw_loss_curves
-from depthlm.report.figures.panels import panels_of
+from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.head import head
+from depthlm.report.rows import Row, number, paper
 from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
-from depthlm.report.sweep import Sweep
-from depthlm.report.tables import DASH, MISSING, Table, markdown, plain
+from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
+from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, recorded_settings
 
+STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
 LEGEND = (
     f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
     "ours. Points that differ only in the seed form one row: mean ± sample standard deviation."
@@ -30,7 +34,7 @@ FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
 def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     """Draw the figures into a folder; return the Markdown report and the tables of its first group. Raises OSError."""
     groups = comparison_tables(sweep)
-    parts = [head(sweep), "## Results"]
+    parts = [*_head(sweep), "## Results"]
     parts += [markdown(table) for tables in groups.values() for table in tables]
     parts.append(LEGEND)
     against = against_table(sweep)
@@ -42,18 +46,18 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
                 "same seed; their variance is pooled over the rows of a series."
             )
     if sweep.experiment.figure == "scaling":
-        parts.append(_scaling(sweep, folder))
+        parts += _scaling(sweep, folder)
     elif sweep.experiment.figure != "none":
         name = f"{sweep.experiment.figure}.png"
         notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
         parts.append(picture("Figure", folder, name, notes))
     name = "loss_curves.png"
-    drawn = draw_loss_curves(panels_of(sweep), folder / name, stamp_of(sweep))
+    drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp())
     parts.append(picture("Loss curves", folder, name, drawn))
     return "\n\n".join(parts) + "\n", next(iter(groups.values()))
 
 
-def _scaling(sweep: Sweep, folder: Path) -> str:
+def _scaling(sweep: Sweep, folder: Path) -> list[str]:
     fitted = curves(sweep)
     saved = savings(sweep, fitted)
     name = "scaling.png"
@@ -61,8 +65,7 @@ def _scaling(sweep: Sweep, folder: Path) -> str:
     parts.append(markdown(fit_table(sweep, fitted)))
     if (table := savings_table(sweep, fitted, saved)) is not None:
         parts.append(markdown(table))
-    parts += [plain(line) for line in remarks(sweep, fitted, saved)]
-    return "\n\n".join(parts)
+    return parts + [plain(line) for line in remarks(sweep, fitted, saved)]
 
 
 def picture(title: str, folder: Path, name: str, notes: Sequence[str] | None) -> str:
@@ -72,3 +75,133 @@ def picture(title: str, folder: Path, name: str, notes: Sequence[str] | None) ->
         (folder / name).unlink(missing_ok=True)
         return f"## {title}\n\nNothing to draw yet."
     return "\n\n".join([f"## {title}", f"![{title}]({name})", *([plain(" ".join(notes))] if notes else [])])
+
+
+def _head(sweep: Sweep) -> list[str]:
+    """Return the title, the state of the runs, the protocol, and the caveats of the comparison, in Markdown."""
+    experiment = sweep.experiment
+    source = f"Source: {plain(experiment.source)}. " if experiment.source else ""
+    parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
+    parts += [f"**{warning}**" for warning in warnings(sweep)]
+    parts.append(f"## State\n\n{state_line(sweep.runs)}.")
+    named = _named_runs(sweep.rows)
+    if (table := _incomplete_table(named)) is not None:
+        parts.append(markdown(table))
+    if waiting := [name for run, name in named if run.state == WAITING]:
+        parts.append(f"Waiting: {plain('; '.join(waiting))}.")
+    parts += _without_number(sweep) + _trained_differently(sweep)
+    parts.append(f"## Protocol\n\n{markdown(_protocol_table(sweep.rows, sweep.configs))}")
+    for title, lines in (
+        ("Not given in the paper; assumed instead", experiment.assumed),
+        ("Notes", experiment.notes),
+    ):
+        if lines:
+            parts.append("\n".join([f"{title}:", "", *(f"- {plain(str(line))}" for line in lines)]))
+    return parts
+
+
+def state_line(runs: Sequence[RunRecord]) -> str:
+    """Return the number of runs in each state, as text."""
+    counts = {state: sum(run.state == state for run in runs) for state in STATES}
+    by_state = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}: {by_state}"
+
+
+def warnings(sweep: Sweep) -> list[str]:
+    """Return the reasons why the numbers are not comparable with the paper's, as sentences."""
+    sentences = []
+    budgets = sorted({config.budget.name for config in sweep.configs} - {"paper"})
+    if budgets:
+        sentences.append(
+            f"The budget is {' and '.join(budgets)}, not the paper's: these runs are smaller or shorter, and their "
+            "numbers are not comparable with the paper's in absolute value. Compare differences against the baseline."
+        )
+    if sweep.changed:
+        sentences.append(
+            f"The command line changes the protocol ({plain(', '.join(sweep.changed))}): these numbers are not "
+            "comparable with the paper's in absolute value."
+        )
+    return sentences
+
+
+def _named_runs(rows: Sequence[Row]) -> list[tuple[RunRecord, str]]:
+    """Return every run with its name: the label of its row, with the seed where the row has several runs."""
+    return [
+        (run, f"{row.label}, seed {seed}" if len(row.runs) > 1 else row.label)
+        for row in rows
+        for run, seed in zip(row.runs, row.seeds, strict=True)
+    ]
+
+
+def _incomplete_table(named_runs: Sequence[tuple[RunRecord, str]]) -> Table | None:
+    """Return the table of started but incomplete runs: newest step and loss, or the failure; None without such runs."""
+    lines = []
+    for run, name in named_runs:
+        if run.state not in (COMPLETE, WAITING):
+            step = "" if run.step is None else f"{run.step:,}"
+            failure = first_line(run.failure) if run.state == FAILED else ""
+            lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
+    head = ["incomplete run", "state", "newest step", "training loss", "failure"]
+    return Table(head, lines, words=True) if lines else None
+
+
+def first_line(failure: str | None) -> str:
+    """Return the first line of an error, truncated where it is long."""
+    text = (failure or "").strip().split("\n")[0]
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def _without_number(sweep: Sweep) -> list[str]:
+    """Return a sentence for each group of columns for which equally many complete runs have no number."""
+    titles: dict[tuple[int, int], list[str]] = {}
+    for name, column in sweep.columns.items():
+        # where the paper prints a column only for some rows, the others need no number
+        expected = [row for row in sweep.rows if not sweep.is_printed(name) or paper(row, name) is not None]
+        complete = [run for row in expected for run in row.runs if column.metric and run.state == COMPLETE]
+        without = sum(number(run, column.metric, column.at) is None for run in complete)
+        if without:
+            at = f" after {column.at:.0%} of the steps" if column.at < 1 else ""
+            title = f"{plain(title_of(name, column))} (`{column.metric}`{at})"
+            titles.setdefault((without, len(complete)), []).append(title)
+    return [
+        f"{without} of {count} complete runs have no finite number yet for {', '.join(group)}."
+        for (without, count), group in titles.items()
+    ]
+
+
+def _trained_differently(sweep: Sweep) -> list[str]:
+    """Return a list of the runs whose settings differ from the reported protocol, as at most one paragraph."""
+    lines = []
+    for row, config in zip(sweep.rows, sweep.configs, strict=True):
+        expected = {key: value for key, value in flatten(asdict(config)).items() if in_protocol(key)}
+        for run in row.runs:
+            saved = recorded_settings(run.directory)
+            different = [
+                f"{key}: {saved[key]}, not {value}"
+                for key, value in expected.items()
+                if key in saved and saved[key] != value
+            ]
+            if different:
+                more = f" and {len(different) - 4} more" if len(different) > 4 else ""
+                lines.append(f"- {plain(row.label)}: {plain('; '.join(different[:4]))}{more}")
+    if not lines:
+        return []
+    return ["\n".join(["These runs trained with settings that differ from the protocol below:", "", *lines])]
+
+
+def _protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
+    """Return the protocol as a table; differing values are all listed, with their sizes where these are distinct."""
+    lines: dict[str, dict[str, list[str]]] = {}
+    for row, config in zip(rows, configs, strict=True):
+        for name, text in protocol_texts(config).items():
+            size = row.settings.get("size", config.size.name)
+            sizes_of_text = lines.setdefault(name, {}).setdefault(text, [])
+            if size not in sizes_of_text:
+                sizes_of_text.append(size)
+    table = []
+    for name, texts in lines.items():
+        sizes = [size for sizes_of_text in texts.values() for size in sizes_of_text]
+        by_size = name != "size" and len(texts) > 1 and len(sizes) == len(set(sizes))
+        values = [f"{text} ({', '.join(group)})" if by_size else text for text, group in texts.items()]
+        table.append(cells([name, "; ".join(values)]))
+    return Table(["protocol", "value"], table, words=True)

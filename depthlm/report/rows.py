@@ -1,17 +1,15 @@
-"""The rows of a sweep: points with their runs; points that differ only in the seed form one row."""
+"""The rows of a sweep and their numbers over seeds; points that differ only in the seed form one row."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean, stdev
 
 from depthlm.config.experiment import Column
-from depthlm.config.resolve import by_name
+from depthlm.config.resolve import by_name, run_name
 from depthlm.config.schema import Config
-from depthlm.runs.records import RunRecord, read_run
-from depthlm.streams import printable
+from depthlm.counts import parse_count
+from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.points import Point
 
 # metrics that describe a run but not its quality
@@ -20,14 +18,31 @@ FACTS = {"parameters", "tokens", "steps", "training_flops", "forward_flops_per_t
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: points that differ only in the seed, and their runs. settings: without the seed."""
+    """Points that differ only in the seed, and their runs. parts: of its label, which no other row has."""
 
-    label: str
-    settings: dict[str, str]
-    paper: dict[str, float | None]
     points: list[Point]
     runs: list[RunRecord]
-    seeds: list[str]
+    parts: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        """The label in a table of all rows."""
+        return ", ".join(self.parts.values())
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings without the seed."""
+        return {name: value for name, value in self.points[0].settings.items() if name != "seed"}
+
+    @property
+    def seeds(self) -> list[str]:
+        """The seed of each run."""
+        return [point.seed or str(Config().seed) for point in self.points]
+
+    @property
+    def any_complete(self) -> bool:
+        """Whether a run is complete."""
+        return any(run.state == COMPLETE for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -72,44 +87,35 @@ def pooled(numbers: Sequence[Measured | None]) -> list[Measured | None]:
     freedom = sum(seeds for seeds, _ in known)
     if not freedom:
         return list(numbers)
-    deviation = math.sqrt(sum(seeds * own**2 for seeds, own in known) / freedom)
-    return [replace(n, deviation=deviation, freedom=freedom) if n is not None and n.count else n for n in numbers]
+    common = math.sqrt(sum(seeds * deviation**2 for seeds, deviation in known) / freedom)
+    return [replace(n, deviation=common, freedom=freedom) if n is not None and n.count else n for n in numbers]
 
 
 def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run) -> list[Row]:
     """Return the rows of a sweep, in the order of its points, with the record of each run, read by its directory."""
-    rows: dict[tuple[str, ...], Row] = {}
+    groups: dict[frozenset[tuple[str, str]], list[Point]] = {}
     for point in points:
-        all_settings = point.settings or by_name(point.overrides)
-        settings = {name: value for name, value in all_settings.items() if name != "seed"}
-        key = tuple(f"{name}={value}" for name, value in sorted(settings.items()))
-        label = point.label or printable(Path(point.directory).name)
-        row = rows.setdefault(key, Row(label, settings, point.paper, [], [], []))
-        row.points.append(point)
-        row.runs.append(read(point.directory))
-        row.seeds.append(all_settings.get("seed", str(Config().seed)))
-    return _with_distinct_labels([replace(row, label=_without_seed(row)) for row in rows.values()])
+        key = frozenset((name, value) for name, value in point.settings.items() if name != "seed")
+        groups.setdefault(key, []).append(point)
+    rows = [
+        Row(members, [read(point.directory) for point in members], _parts(members[0])) for members in groups.values()
+    ]
+    return [replace(row, parts=row.parts | _distinguishing(row, rows)) for row in rows]
 
 
-def _without_seed(row: Row) -> str:
-    """Return the row's label without the seed, where the points' labels differ only in the seed."""
-    labels = {
-        re.sub(rf"(,? |__seed-){re.escape(seed)}(?=$|,|\s|__)", "", point.label or printable(run.directory.name))
-        for point, run, seed in zip(row.points, row.runs, row.seeds, strict=True)
+def _parts(point: Point) -> dict[str, str]:
+    """Return the parts of a point's label; without any, the run's name without the seed."""
+    return point.parts or {"run": run_name([text for text in point.overrides if "seed" not in by_name([text])])}
+
+
+def _distinguishing(row: Row, rows: Sequence[Row]) -> dict[str, str]:
+    """Return the settings in which a row differs from others with the same label, as parts of its label."""
+    alike = [other.settings for other in rows if other.label == row.label]
+    return {
+        name: f"{name}={value}"
+        for name, value in sorted(row.settings.items())
+        if any(settings.get(name) != value for settings in alike)
     }
-    return labels.pop() if len(labels) == 1 and len(row.points) > 1 else row.label
-
-
-def _with_distinct_labels(rows: list[Row]) -> list[Row]:
-    """Append the differing settings to the label of rows that share a label."""
-    labelled = []
-    for row in rows:
-        same = [other.settings for other in rows if other.label == row.label]
-        names = sorted({name for settings in same for name in settings})
-        differ = [name for name in names if len({settings.get(name) for settings in same}) > 1]
-        more = [f"{name}={row.settings[name]}" for name in differ if name in row.settings]
-        labelled.append(replace(row, label=", ".join([row.label, *more])))
-    return labelled
 
 
 def number(run: RunRecord, metric: str, at: float = 1.0) -> float | None:
@@ -137,11 +143,11 @@ def difference(row: Row, reference: Row, column: Column, scale: Callable[[float]
 
     scale: applied to each number first, such as math.log for the log of their ratio.
     """
-    ours, theirs = by_seed(row, column), by_seed(reference, column)
-    paired = [scale(ours[seed]) - scale(theirs[seed]) for seed in ours if seed in theirs]
-    if paired or not ours or not theirs:
+    numbers, base = by_seed(row, column), by_seed(reference, column)
+    paired = [scale(numbers[seed]) - scale(base[seed]) for seed in numbers if seed in base]
+    if paired or not numbers or not base:
         return over_seeds(paired)
-    return Measured(scale(mean(ours.values())) - scale(mean(theirs.values())), None, 0)
+    return Measured(scale(mean(numbers.values())) - scale(mean(base.values())), None, 0)
 
 
 def over_seeds(values: Sequence[float]) -> Measured | None:
@@ -153,11 +159,49 @@ def over_seeds(values: Sequence[float]) -> Measured | None:
 
 def paper(row: Row, name: str) -> float | None:
     """Return the paper's number in a column, or None where it prints none."""
-    value = row.paper.get(name)
+    value = row.points[0].paper.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def paper_difference(row: Row, reference: Row, name: str) -> float | None:
     """Return the paper's difference between two rows, or None where it does not print both."""
-    one, other = paper(row, name), paper(reference, name)
-    return None if one is None or other is None else one - other
+    number, base = paper(row, name), paper(reference, name)
+    return None if number is None or base is None else number - base
+
+
+def setting(row: Row, name: str) -> str | None:
+    """Return a setting of a row, or a quotient `a / b` of two settings; None where the row lacks it.
+
+    A quotient has one decimal, or none from 10 on, so that widths rounded to a multiple of 16 share their cells.
+    """
+    if " / " not in name:
+        return row.settings.get(name)
+    numerator, denominator = (as_number(row.settings.get(part, "")) for part in name.split(" / "))
+    if numerator is None or not denominator:
+        return None
+    quotient = numerator / denominator
+    return f"{quotient:.0f}" if quotient >= 10 else f"{round(quotient, 1):g}"
+
+
+def setting_title(name: str) -> str:
+    """Return a setting's name for a figure: its last part, or those of two settings, as in `num heads / num layers`."""
+    return " / ".join(part.rpartition(".")[2].replace("_", " ") for part in name.split(" / "))
+
+
+def as_number(text: str) -> float | None:
+    """Return a setting as a number, also in the form `10B`; None where it is not a number."""
+    for parse in (float, parse_count):
+        try:
+            return float(parse(text))
+        except ValueError:
+            pass
+    return None
+
+
+def ordered(values: Sequence[str]) -> list[str]:
+    """Return the distinct settings, ascending where all are numbers, else in their given order."""
+    distinct = list(dict.fromkeys(values))
+    numbers = {value: as_number(value) for value in distinct}
+    if any(number is None for number in numbers.values()):
+        return distinct
+    return sorted(distinct, key=lambda value: numbers[value] or 0.0)

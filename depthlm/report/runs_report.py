@@ -1,8 +1,7 @@
 """The report of any run directories: their numbers, the differences of their configurations, and their losses."""
 
 import glob
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ from depthlm.config.errors import nearest
 from depthlm.config.keys import on_resume
 from depthlm.counts import count_text
 from depthlm.errors import UserError
-from depthlm.report.experiment_report import picture
-from depthlm.report.figures.loss_curves import draw_loss_curves
-from depthlm.report.figures.panels import LossCurve, Panel
-from depthlm.report.head import first_line, state_line
-from depthlm.report.mechanism import mechanism_of_run
-from depthlm.report.rows import number
+from depthlm.report.experiment_report import first_line, picture, state_line
+from depthlm.report.figures.loss_curves import LossCurve, Panel, draw_loss_curves
+from depthlm.report.figures.style import mechanism_of_run
+from depthlm.report.rows import number, setting_title
 from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import FAILED, RunRecord, read_run, recorded_settings
@@ -23,6 +20,8 @@ from depthlm.streams import printable
 
 # runs per table of differing settings
 BESIDE = 4
+# in place of the value of a setting that a run does not have
+ABSENT = object()
 NO_DIFFERENCE = "No setting that affects the result differs"
 
 
@@ -70,43 +69,42 @@ def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Tabl
     results, and the settings that differ. Raises OSError.
     """
     names = short_names([run.directory for run in runs])
-    configs = [recorded_settings(run.directory) for run in runs]
+    configs = {name: recorded_settings(run.directory) for name, run in zip(names, runs, strict=True)}
     main = summary_table(runs, names)
-    parts = ["# Runs", f"{state_line(list(runs))}.", markdown(main)]
-    failed = [(name, run) for name, run in zip(names, runs, strict=True) if run.state == FAILED]
-    if failed:
-        parts.append("\n".join(f"- {plain(name)} failed: {plain(first_line(run.failure))}" for name, run in failed))
+    parts = ["# Runs", f"{state_line(runs)}.", markdown(main)]
+    failed = [
+        f"- {plain(n)} failed: {plain(first_line(r.failure))}"
+        for n, r in zip(names, runs, strict=True)
+        if r.state == FAILED
+    ]
+    parts += ["\n".join(failed)] if failed else []
     parts.append("## Differences between the configurations")
-    unread = [name for name, config in zip(names, configs, strict=True) if not config]
+    unread = [name for name, config in configs.items() if not config]
     if unread:
         parts.append(f"No readable config.yaml: {plain(', '.join(unread))}.")
-    read = [(name, config) for name, config in zip(names, configs, strict=True) if config]
-    tables = difference_tables([name for name, _ in read], [config for _, config in read])
+    tables = difference_tables({name: config for name, config in configs.items() if config})
     parts += [markdown(table) for table in tables] if tables else [f"{NO_DIFFERENCE}."]
     name = "loss_curves.png"
     stamp = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-    drawn = draw_loss_curves(panels_by_size(runs, names, configs), folder / name, stamp)
+    drawn = draw_loss_curves(panels_by_size(runs, configs), folder / name, stamp)
     parts.append(picture("Loss curves", folder, name, drawn))
     return "\n\n".join(parts) + "\n", [main, *tables]
 
 
-def panels_by_size(runs: Sequence[RunRecord], names: Sequence[str], configs: Sequence[dict[str, Any]]) -> list[Panel]:
-    """Return the loss curves of the runs, with a panel for each model size."""
-    sizes: dict[str, list[tuple[RunRecord, str, dict[str, Any]]]] = {}
-    for run, name, config in zip(runs, names, configs, strict=True):
-        sizes.setdefault(str(config.get("size.name") or ""), []).append((run, name, config))
-    return [
-        Panel(
-            size,
-            [
-                LossCurve(shown, mechanism_of_run(str(config.get("model.name", name)), run.directory, config), [run])
-                for (run, name, config), shown in zip(
-                    of_size, what_differs([name for _, name, _ in of_size]), strict=True
-                )
-            ],
-        )
-        for size, of_size in sizes.items()
-    ]
+def panels_by_size(runs: Sequence[RunRecord], configs: Mapping[str, dict[str, Any]]) -> list[Panel]:
+    """Return the loss curves of the runs, with a panel for each model size. configs: of the runs, by name."""
+    sizes: dict[str, dict[str, RunRecord]] = {}
+    for run, (name, config) in zip(runs, configs.items(), strict=True):
+        sizes.setdefault(str(config.get("size.name") or ""), {})[name] = run
+    panels = []
+    for size, members in sizes.items():
+        labels = distinguishing_settings({name: configs[name] for name in members})
+        curves = [
+            LossCurve(labels[name], mechanism_of_run(name, run.directory, configs[name]), [run])
+            for name, run in members.items()
+        ]
+        panels.append(Panel(size, curves))
+    return panels
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -119,13 +117,22 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return [printable(str(directory)) for directory in directories]
 
 
-def what_differs(names: Sequence[str]) -> list[str]:
-    """Return names for a figure: of run names made from overrides, the settings that not all runs share, as text."""
-    parts = [name.split("__") for name in names]
-    shared = set.intersection(*map(set, parts))
-    # `optimizer.lr-0.01` becomes `lr-0.01`
-    left = [", ".join(re.sub(r"^([a-z_]+\.)+", "", part) for part in of if part not in shared) for of in parts]
-    return left if all(left) and len(set(left)) == len(left) else list(names)
+def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Return a label for each run: the first settings that distinguish all of them, or else the names of the runs.
+
+    A group is represented by its option's name where that differs, as in `mhc, lr 0.01`.
+    """
+    labels = dict.fromkeys(configs, "")
+    different = differing_settings(list(configs.values()))
+    for key in sorted(different, key=lambda key: (not key.endswith(".name"), key)):
+        name = "" if key.endswith(".name") else f"{setting_title(key)} "
+        longer = {
+            run: ", ".join(filter(None, [label, f"{name}{_value_text(value)}"]))
+            for (run, label), value in zip(labels.items(), different[key], strict=True)
+        }
+        if len(set(longer.values())) > len(set(labels.values())):
+            labels = longer
+    return labels if len(set(labels.values())) == len(labels) > 1 else {name: name for name in configs}
 
 
 def summary_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
@@ -162,25 +169,28 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
-def difference_tables(names: Sequence[str], configs: Sequence[dict[str, Any]]) -> list[Table]:
-    """Return tables of the settings that differ between runs and affect the result, with a few runs per table."""
-    absent = object()
-    keys = sorted({key for config in configs for key in config if on_resume(key) != "free"})
-    values = {key: [config.get(key, absent) for config in configs] for key in keys}
-    differ = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
-    if not differ:
+def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:
+    """Return tables of the settings that differ between runs and affect the result, with a few runs per table.
+
+    configs: of the runs, by name.
+    """
+    names, different = list(configs), differing_settings(list(configs.values()))
+    if not different:
         return []
     tables = []
     for start in range(0, len(names), BESIDE):
         beside = slice(start, start + BESIDE)
-        rows = [
-            cells(
-                [
-                    key,
-                    *(DASH if value is absent else "null" if value is None else str(value) for value in row[beside]),
-                ]
-            )
-            for key, row in differ.items()
-        ]
+        rows = [cells([key, *map(_value_text, values[beside])]) for key, values in different.items()]
         tables.append(Table(["setting", *names[beside]], rows, words=True))
     return tables
+
+
+def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the settings that affect the result and differ, with the value of each run, ABSENT where it has none."""
+    keys = sorted({key for config in configs for key in config if on_resume(key) != "free"})
+    values = {key: [config.get(key, ABSENT) for config in configs] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _value_text(value: Any) -> str:
+    return DASH if value is ABSENT else "null" if value is None else str(value)

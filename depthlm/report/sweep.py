@@ -1,21 +1,41 @@
-"""The sweep of a report: the experiment, its rows, and the changes from the command line."""
+"""The sweep of a report: the experiment, its rows, and the row with which each is compared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from depthlm.config.compose import compose_anywhere
 from depthlm.config.errors import ConfigError
 from depthlm.config.experiment import Column, Experiment
 from depthlm.config.keys import on_resume
 from depthlm.config.resolve import by_name, experiment_of
 from depthlm.config.schema import Config
-from depthlm.report.protocol import compose_rows
-from depthlm.report.rows import Row, gather
-from depthlm.runs.records import RunRecord, read_run
+from depthlm.counts import count_text
+from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
+from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.points import expand, load_experiment, sweep_points, value_of
 
 # the default columns of an experiment
 LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rows that differ in the task. key: their value of the experiment's `series`. name: for figures."""
+
+    key: str
+    name: str
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a row's first column differs from its reference, ours and the paper's; None where either has no number."""
+
+    row: Row
+    reference: Row | None
+    ours: Measured | None
+    paper: float | None
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,103 @@ class Sweep:
         """Whether the runs follow the paper's whole protocol."""
         return not self.changed and all(config.budget.name == "paper" for config in self.configs)
 
+    def is_printed(self, name: str) -> bool:
+        """Return whether the paper has numbers in a column."""
+        return any(paper(row, name) is not None for row in self.rows)
+
+    def series_of(self, row: Row) -> str:
+        """Return a row's value of the experiment's `series`, or its mechanism where it has no such setting."""
+        return row.settings.get(self.experiment.series, row.points[0].mechanism)
+
+    @property
+    def series(self) -> list[Series]:
+        """The series, in the order of the rows.
+
+        A series is named by the label that all of its points have in the experiment's file, or by its value.
+        """
+        members: dict[str, list[Row]] = {}
+        for row in self.rows:
+            members.setdefault(self.series_of(row), []).append(row)
+        labels = {key: {row.parts.get("label", key) for row in rows} for key, rows in members.items()}
+        names = [next(iter(texts)) if len(texts) == 1 else key for key, texts in labels.items()]
+        return [
+            Series(key, name if names.count(name) == 1 else key, rows)
+            for (key, rows), name in zip(members.items(), names, strict=True)
+        ]
+
+    def task_of(self, row: Row) -> dict[str, str]:
+        """Return what a row is compared at: its task's name, or the settings that define its task."""
+        return {name: value for name, value in row.points[0].task.items() if name != self.experiment.series}
+
+    def reference_of(self, row: Row) -> Row | None:
+        """Return the baseline's row with which a row is compared: of the same task, with the most settings in common.
+
+        Where no row is the baseline, it is the first row of the same task. None where there is no row to compare with.
+        """
+        task = self.task_of(row)
+        baselines = [other for other in self.rows if self.series_of(other) == self.experiment.baseline]
+        if row in baselines:
+            return row
+        alike = [
+            other
+            for other in baselines or self.rows
+            if all(task.get(name, value) == value for name, value in self.task_of(other).items())
+        ]
+        if not baselines:
+            return next(iter(alike), None)
+        return max(alike, key=lambda other: len(row.settings.items() & other.settings.items()), default=None)
+
+    def compared(self) -> list[list[Row]]:
+        """Return the rows in groups: those that are compared with one row, and those of one task without any."""
+        groups: dict[Hashable, list[Row]] = {}
+        for row in self.rows:
+            reference = self.reference_of(row)
+            key = frozenset(self.task_of(row).items()) if reference is None else reference.label
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
+
+    def differences(self) -> list[Difference]:
+        """Return the difference of each row but the references, with the deviation pooled over the rows of a series."""
+        name, column = self.first
+        result = {}
+        for series in self.series:
+            pairs = [(row, self.reference_of(row)) for row in series.rows]
+            pairs = [(row, reference) for row, reference in pairs if row is not reference]
+            ours = [None if reference is None else difference(row, reference, column) for row, reference in pairs]
+            for (row, reference), measured in zip(pairs, pooled(ours), strict=True):
+                printed = None if reference is None else paper_difference(row, reference, name)
+                result[row.label] = Difference(row, reference, measured, printed)
+        return [result[row.label] for row in self.rows if row.label in result]
+
+    def stamp(self, beside_paper: bool = False) -> str:
+        """Return what a figure shows, for readers who see it without its report, as in `budget smoke, 3 seeds`.
+
+        An experiment without a paper's numbers has a budget only if that is smaller than the experiment's own;
+        otherwise, the stamp has the tokens that its runs trained on. beside_paper: whether the figure also has the
+        paper's numbers; if ours are not comparable with them, it says so.
+        """
+        budgets = " and ".join(dict.fromkeys(config.budget.name for config in self.configs))
+        complete = {sum(run.state == COMPLETE for run in row.runs) for row in self.rows} - {0}
+        seeds = f"{_range(complete)} seed{'s' * (max(complete) > 1)}" if complete else "no complete run"
+        if beside_paper and not self.as_printed:
+            changed = " with a changed protocol" if self.changed else ""
+            return f"ours: budget {budgets}{changed}, {seeds}; not comparable with the paper's numbers"
+        if budgets != "paper" or self.experiment.fits or any(row.points[0].paper for row in self.rows):
+            return f"budget {budgets}, {seeds}"
+        tokens = {count for run in self.runs if (count := number(run, "tokens")) is not None}
+        return f"{_range(tokens)} tokens, {seeds}" if tokens else seeds
+
+
+def references_text(differences: Sequence[Difference]) -> str:
+    """Return what the rows are compared with: the label of a row, or `the baseline of the same task`."""
+    labels = {entry.reference.label for entry in differences if entry.reference is not None}
+    return labels.pop() if len(labels) == 1 else "the baseline of the same task"
+
+
+def _range(numbers: Set[float]) -> str:
+    low, high = count_text(min(numbers)), count_text(max(numbers))
+    return low if low == high else f"{low} to {high}"
+
 
 def title_of(name: str, column: Column) -> str:
     """Return the title of a column."""
@@ -64,13 +181,21 @@ def read_sweep(
         )
     experiment = load_experiment(name, config_dir)
     rows = gather(sweep_points(overrides, config_dir), read)
-    return Sweep(
-        experiment,
-        rows,
-        experiment.columns or LOSS,
-        compose_rows(rows, config_dir),
-        _changed(overrides, experiment, rows),
-    )
+    columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
+    return Sweep(experiment, rows, columns, configs, _changed(overrides, experiment, rows))
+
+
+def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:
+    """Return each row's configuration; rows that differ only in the mechanism share one. Raises ConfigError."""
+    mechanism = ("model", "init_from", "fork_from")
+    composed: dict[Hashable, Config] = {}
+    configs = []
+    for row in rows:
+        protocol = frozenset(item for item in row.settings.items() if not item[0].startswith(mechanism))
+        if protocol not in composed:
+            composed[protocol] = compose_anywhere(row.points[0].checkable(), config_dir)
+        configs.append(composed[protocol])
+    return configs
 
 
 def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Row]) -> list[str]:

@@ -31,6 +31,11 @@ class Table:
     # whether every column contains text
     words: bool = field(default=False, kw_only=True)
 
+    @property
+    def is_text(self) -> list[bool]:
+        """Whether each column contains text, which is aligned to the left."""
+        return [self.words or number == 0 for number in range(len(self.head))]
+
 
 def cells(values: Sequence[str]) -> list[Cell]:
     """Return a row of plain-text cells."""
@@ -39,21 +44,19 @@ def cells(values: Sequence[str]) -> list[Cell]:
 
 def markdown(table: Table) -> str:
     """Return the table in GitHub's Markdown, with its title as a bold line above."""
-    rows = [[f"**{plain(c.text)}**" if c.bold else plain(c.text) for c in row] for row in table.rows]
-    columns = list(zip([plain(text) for text in table.head], *rows, strict=True))
-    widths = [max(3, *(len(text) for text in column)) for column in columns]
-    left = [number == 0 or table.words for number in range(len(widths))]
-
-    def line(texts: Sequence[str]) -> str:
+    head = [plain(text) for text in table.head]
+    rows = [[f"**{plain(cell.text)}**" if cell.bold else plain(cell.text) for cell in row] for row in table.rows]
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    columns = list(zip(widths, table.is_text, strict=True))
+    rule = ["-" * width if is_text else "-" * (width - 1) + ":" for width, is_text in columns]
+    lines = [f"**{plain(table.title)}**", ""] if table.title else []
+    for texts in (head, rule, *rows):
         padded = [
-            text.ljust(width) if is_left else text.rjust(width)
-            for text, width, is_left in zip(texts, widths, left, strict=True)
+            text.ljust(width) if is_text else text.rjust(width)
+            for text, (width, is_text) in zip(texts, columns, strict=True)
         ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * width if is_left else "-" * (width - 1) + ":" for width, is_left in zip(widths, left, strict=True)]
-    lines = [line([plain(text) for text in table.head]), line(rule), *(line(row) for row in rows)]
-    return "\n".join(([f"**{plain(table.title)}**", ""] if table.title else []) + lines)
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines)
 
 
 def plain(text: str) -> str:
@@ -68,8 +71,8 @@ def show(table: Table, console: Console) -> None:
     shown = RichTable(
         title=escape(table.title) or None, box=box.SIMPLE, title_justify="left", title_style="bold", pad_edge=False
     )
-    for number, text in enumerate(table.head):
-        shown.add_column(escape(text), justify="left" if number == 0 or table.words else "right")
+    for text, is_text in zip(table.head, table.is_text, strict=True):
+        shown.add_column(escape(text), justify="left" if is_text else "right")
     for row in table.rows:
         shown.add_row(*(f"[bold]{escape(cell.text)}[/bold]" if cell.bold else escape(cell.text) for cell in row))
     console.print(shown)

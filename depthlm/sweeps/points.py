@@ -1,7 +1,7 @@
 """The points of a sweep, as `train.py -m`, slurm/submit.py and `depthlm report` derive them from overrides."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import override_text
-from depthlm.config.resolve import by_name, experiment_of, run_directory
+from depthlm.config.resolve import by_name, experiment_of, mechanism_name, run_directory
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.config.validate.fields import check_fields
@@ -28,19 +28,54 @@ from depthlm.config.validate.fields import check_fields
 STARTS = ("init_from=", "fork_from=")
 
 Compose = Callable[[Sequence[str], str | Path | None], Config]
+# keys of a point in an experiment's file that are not settings
+NAMES = ("label", "task", "paper")
+# groups whose settings define the task: points that differ in them are not compared
+TASK_GROUPS = ("size", "data", "training", "backbone", "budget")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: `python train.py <overrides>`."""
+    """One run of a sweep: `python train.py <overrides>`, and what a comparison needs to know about it.
+
+    settings: those of the experiment's point and of the command line. parts: of its label, by the key in the
+    experiment's file that each is from. paper: the paper's numbers, by column. follows: whether it starts from the
+    checkpoint of another point.
+    """
 
     overrides: list[str]
-    label: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
     paper: dict[str, float | None] = field(default_factory=dict)
-    # whether it starts from the checkpoint of another point
     follows: bool = False
     config_dir: str | Path | None = None
+
+    @property
+    def label(self) -> str:
+        """The label in a table of all points, such as `mhc, micro`; empty without an experiment."""
+        return ", ".join(self.parts.values())
+
+    @property
+    def seed(self) -> str | None:
+        """The seed; None where the settings do not have it."""
+        return self.settings.get("seed")
+
+    @property
+    def mechanism(self) -> str:
+        """The name of the mechanism: a preset, or the parts that replace those of vanilla."""
+        parts = [f"{name}={value}" for name, value in self.settings.items() if name.startswith("model/")]
+        return mechanism_name(self.settings.get("model", "vanilla"), parts)
+
+    @property
+    def task(self) -> dict[str, str]:
+        """What the point is compared at: the task that the experiment's file names, or the settings that define it."""
+        if "task" in self.parts:
+            return {"task": self.parts["task"]}
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if name.replace("/", ".").partition(".")[0] in TASK_GROUPS
+        }
 
     @cached_property
     def directory(self) -> str:
@@ -68,7 +103,7 @@ def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None)
         for combination in _product(overrides):
             name = experiment_of(combination)
             points = [] if name is None else _experiment_points(combination, name, config_dir)
-            for point in points or [Point(combination, config_dir=config_dir)]:
+            for point in points or [Point(combination, by_name(combination), config_dir=config_dir)]:
                 unique_points.setdefault(tuple(sorted(point.overrides)), point)
     return list(unique_points.values())
 
@@ -159,34 +194,54 @@ def _experiment_points(overrides: list[str], name: str, config_dir: str | Path |
         # composing the point itself reports all of its mistakes
         return []
     lines = expand(experiment)
-    chosen = by_name(overrides)
-    theirs = chosen.keys() & {key for line in lines for key in line.settings}
-    selected = [line for line in lines if all(_has(line, key, chosen[key]) for key in theirs)]
-    # selected points keep the spelling of the experiment, so that their run directories are those of the whole sweep
-    kept = {key: value for key, value in chosen.items() if not selected or key not in theirs}
+    given = by_name(overrides)
+    defined = given.keys() & {key for line in lines for key in line.settings}
+    selected = [line for line in lines if all(_has(line, key, given[key]) for key in defined)]
     points: list[Point] = []
-    above: dict[tuple[str, str | None], list[str]] = {}
+    earlier: dict[tuple[str, str | None], Point] = {}
     for line in lines:
-        dropped = theirs - kept.keys() - ({"seed"} - line.settings.keys())
-        settings = line.settings | {key: value for key, value in chosen.items() if key not in dropped}
-        own = [text for text in overrides if not by_name([text]).keys() & dropped]
-        for key, value in line.settings.items():
-            if key not in kept:
-                source = above[value[1:], settings.get("seed")] if value.startswith("@") else None
-                own.append(f"{key}={value if source is None else point_directory(source, config_dir)}")
-        above[line.label, settings.get("seed")] = own
-        label = line.label if selected else ", ".join(settings[key] for key in line.settings if key != "seed")
-        follows = any(value.startswith("@") for key, value in line.settings.items() if key not in kept)
-        if not selected or line in selected:
-            points.append(Point(own, label, settings, line.paper if selected else {}, follows, config_dir))
+        point = _combined(line, overrides, defined if selected else set(), earlier, config_dir)
+        earlier[line.label, point.seed] = point
+        if not selected:
+            values = {key: point.settings[key] for key in line.settings if key != "seed"}
+            points.append(replace(point, parts=values, paper={}))
+        elif line in selected:
+            points.append(point)
     return points
+
+
+def _combined(
+    line: Point,
+    overrides: Sequence[str],
+    selecting: set[str],
+    earlier: Mapping[tuple[str, str | None], Point],
+    config_dir: str | Path | None,
+) -> Point:
+    """Return a line of an experiment with the overrides of the command line.
+
+    selecting: keys whose overrides only select lines. These keep the experiment's spelling of the values, so that their
+    run directories are those of the whole sweep. earlier: the points that it may start from, by label and seed.
+    """
+    # a seed applies to lines without one
+    ignored = selecting if "seed" in line.settings else selecting - {"seed"}
+    texts = [text for text in overrides if not by_name([text]).keys() & ignored]
+    chosen = by_name(texts)
+    settings = line.settings | chosen
+    unchanged = {key: value for key, value in line.settings.items() if key not in chosen}
+    starts = {
+        key: earlier[value[1:], settings.get("seed")].directory
+        for key, value in unchanged.items()
+        if value.startswith("@")
+    }
+    texts += [f"{key}={value}" for key, value in (unchanged | starts).items()]
+    return Point(texts, settings, line.parts, line.paper, bool(starts), config_dir)
 
 
 def _has(line: Point, key: str, value: str) -> bool:
     """Return whether an override selects a line. A line without a seed matches every seed."""
     if key not in line.settings:
         return key == "seed"
-    return _same(value, line.settings[key])
+    return value == line.settings[key] or value_of(value) == value_of(line.settings[key])
 
 
 def expand(experiment: Experiment) -> list[Point]:
@@ -215,17 +270,16 @@ def expand(experiment: Experiment) -> list[Point]:
 
 
 def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
-    axes = {
-        key: value if isinstance(value, list) else [value]
-        for key, value in line.items()
-        if key not in ("label", "paper")
-    }
+    """Yield the points of a line. The label of a point has the values that the line varies, or all without a name."""
+    names = {name: str(line[name]) for name in ("label", "task") if line.get(name)}
+    axes = {key: value if isinstance(value, list) else [value] for key, value in line.items() if key not in NAMES}
+    shown = [key for key, values in axes.items() if key != "seed" and (len(values) > 1 or not names)]
+    # the label comes first and the task last
+    order = ("label", *shown, "task")
     for values in itertools.product(*axes.values()):
-        settings = {key: override_text(value) for key, value in zip(axes, values, strict=True)}
-        named = {key: value for key, value in settings.items() if key != "seed"}
-        varied = [value for key, value in named.items() if len(axes[key]) > 1]
-        label = " ".join([line["label"], *varied]) if line.get("label") else ", ".join(named.values())
-        yield Point([], label, settings, line.get("paper") or {})
+        settings = dict(zip(axes, map(override_text, values), strict=True))
+        texts = settings | names
+        yield Point([], settings, {name: texts[name] for name in order if name in texts}, line.get("paper") or {})
 
 
 def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> str:
@@ -234,10 +288,6 @@ def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> 
         with hydra_at_conf():
             return str(compose_raw(overrides, config_dir).output_dir)
     return run_directory(overrides)
-
-
-def _same(one: str, other: str) -> bool:
-    return one == other or value_of(one) == value_of(other)
 
 
 def value_of(text: str) -> Any:

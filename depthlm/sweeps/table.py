@@ -25,19 +25,18 @@ def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None
         run = read_run(point.directory)
         state = (known or {}).get(point.directory, run.state)
         states.append(state)
-        own = " ".join(text for text in point.overrides if text not in common)
-        table.add_row(str(number), *_cells(point, own, run, state))
+        overrides = " ".join(text for text in point.overrides if text not in common)
+        table.add_row(str(number), *_cells(point, overrides, run, state))
     console.print(table)
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     console.print(f"{len(points)} points: {counts}")
 
 
-def _cells(point: Point, own: str, run: RunRecord, state: str) -> list[str]:
-    name = point.label or own
-    seed = point.settings.get("seed")
+def _cells(point: Point, overrides: str, run: RunRecord, state: str) -> list[str]:
+    name = point.label or overrides
     loss, validation = run.loss, run.number("validation_loss")
     return [
-        f"{name} (seed {seed})" if seed is not None and point.label else name,
+        f"{name} (seed {point.seed})" if point.seed is not None and point.label else name,
         f"[{STYLES.get(state, '')}]{state}[/]" if state in STYLES else state,
         "" if run.step is None else f"{run.step:,}",
         "" if loss is None else f"{loss:.4f}",

@@ -12,7 +12,7 @@ import torch
 import depthlm
 from depthlm.__main__ import main
 from depthlm.inspect.command import windows
-from depthlm.inspect.recorded import block_picture
+from depthlm.inspect.recorded import sublayer_norm_picture
 from depthlm.training import train
 
 ROWS = [
@@ -114,9 +114,9 @@ def test_windows_contain_every_token_once() -> None:
 
 
 def test_picture_of_magnitudes_over_training(tmp_path: Path) -> None:
-    assert block_picture(tmp_path) is None
+    assert sublayer_norm_picture(tmp_path) is None
     (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 11, "att')
-    picture = block_picture(tmp_path)
+    picture = sublayer_norm_picture(tmp_path)
     assert picture is not None
     assert picture.arrays["blocks_step"].tolist() == [1, 5, 10]
     np.testing.assert_array_equal(picture.arrays["blocks_attention_output"], [[1, 2], [1, 10], [1, 20]])

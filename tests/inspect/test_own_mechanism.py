@@ -8,8 +8,7 @@ import pytest
 import depthlm
 from depthlm.config.saved import signed_config_text
 from depthlm.inspect import collect, depth_mixing
-from depthlm.report.figures.style import style_of
-from depthlm.report.mechanism import mechanism_of, mechanism_of_run
+from depthlm.report.figures.style import mechanism_of, mechanism_of_run, style_of
 from depthlm.report.rows import gather
 from depthlm.runs.records import recorded_settings
 from depthlm.sweeps.points import sweep_points
@@ -87,7 +86,7 @@ def test_a_figure_needs_a_name_for_each_axis(config_dir: Path, monkeypatch: pyte
 
 def test_its_colour_is_that_of_its_class(config_dir: Path, tmp_path: Path) -> None:
     rows = gather(sweep_points(["model/connection=leaky,residual", "model/attention=moda"], config_dir))
-    leaky, moda = (mechanism_of(row) for row in rows)
+    leaky, moda = (mechanism_of(row.points[0]) for row in rows)
     assert leaky == ("leaky+moda", "#123456")
     assert style_of([leaky, moda])[0].colour == "#123456"
     assert moda.colour == "#56B4E9"

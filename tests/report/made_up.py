@@ -32,8 +32,8 @@ def points(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> 
     return [
         Point(
             [f"{name}={value}" for name, value in (chosen | point.settings).items()],
-            point.label,
             point.settings | chosen,
+            point.parts,
             point.paper,
         )
         for chosen in variants

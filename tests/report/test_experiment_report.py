@@ -190,10 +190,10 @@ def test_the_best_is_marked_for_each_size_separately() -> None:
     for directory, loss in zip(directories(of), (3.0, 2.5, 3.1, 2.4), strict=True):
         write_run(directory, loss)
     text = reported(of)
-    assert [row(text, f"{model} {size}") for model in ("vanilla", "dca") for size in ("micro", "tiny")] == [
+    assert [row(text, f"{model}, {size}") for model in ("vanilla", "dca") for size in ("micro", "tiny")] == [
         ["**3.0000**"], ["2.5000"], ["3.1000"], ["**2.4000**"],
     ]  # fmt: skip
-    assert row(text, "dca tiny", 1) == ["vanilla tiny", "-0.1000"]
+    assert row(text, "dca, tiny", 1) == ["vanilla, tiny", "-0.1000"]
 
 
 def test_a_run_with_another_protocol_is_reported() -> None:

@@ -12,13 +12,11 @@ from depthlm.mechanisms.dca import DeepCrossAttention
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
-from depthlm.report.figures.axis import axis_title, ordered, setting
-from depthlm.report.figures.heatmap import _panels
-from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _shifts
-from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import style_of
-from depthlm.report.mechanism import OTHERS, mechanism_from
-from depthlm.report.rows import Row, measured
+from depthlm.report.figures.heatmap import cells_of, panels_of
+from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _settings, _shifts
+from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of, style_of
+from depthlm.report.rows import Row, measured, ordered, setting, setting_title
+from depthlm.sweeps.points import Point
 
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
 
@@ -78,7 +76,8 @@ def test_lines_over_text_values_keep_their_order() -> None:
     vanilla, dca = _lines(sweep(of), hollow=False)
     # a row without the setting has the same value for the whole axis
     assert [mark.x for mark in vanilla.marks] == [None]
-    assert [mark.x for mark in dca.marks] == ["wsd", "cosine", "constant"]
+    assert [mark.x for mark in dca.marks] == [0, 1, 2]
+    assert _settings(sweep(of)) == ["wsd", "cosine", "constant"]
 
 
 @pytest.mark.usefixtures("rendered")
@@ -98,7 +97,9 @@ def test_a_heatmap_has_a_panel_for_each_series_and_each_difference() -> None:
         number = measured(row, completed.first[1])
         return None if number is None else number.mean
 
-    panels = _panels(completed, completed.rows, ["2", "4"], ["64", "128"], ours, "")
+    cells = cells_of(completed)
+    assert (cells.x, cells.y) == (["2", "4"], ["64", "128"])
+    panels = panels_of(completed, cells, ours, "")
     assert [panel.title for panel in panels] == ["vanilla", "dca", "dca - vanilla"]
     assert panels[0].grid == pytest.approx(np.array([[3.0, 3.2], [3.1, 3.3]]))
     assert panels[2].grid == pytest.approx(np.array([[-0.05, np.nan], [-0.05, -0.05]]), nan_ok=True)
@@ -110,7 +111,7 @@ def test_an_axis_may_be_the_quotient_of_two_settings() -> None:
     assert setting(only_row, "size.num_heads / size.num_layers") == "0.1"
     assert setting(only_row, "size.hidden_size / size.num_layers") == "15"
     assert setting(only_row, "size.num_heads / size.head_size") is None
-    assert axis_title("size.num_heads / size.num_layers") == "num heads / num layers"
+    assert setting_title("size.num_heads / size.num_layers") == "num heads / num layers"
     assert ordered(["16", "2", "1B", "2"]) == ["2", "16", "1B"]
     assert ordered(["wsd", "2", "cosine"]) == ["wsd", "2", "cosine"]
 
@@ -156,7 +157,7 @@ def test_error_bars_of_lines_are_intervals_over_seeds() -> None:
 
 @pytest.mark.parametrize(("positions", "logarithmic"), [([0.012, 0.024, 0.048], False), ([1.0, 10.0, 1000.0], True)])
 def test_error_bars_of_several_lines_lie_side_by_side(positions: list[float], logarithmic: bool) -> None:
-    (style,) = style_of([mechanism_from({"model": "vanilla"})])
+    (style,) = style_of([mechanism({"model": "vanilla"})])
     ours = [Line(name, style, [Mark(x, 3.0, 0.1) for x in positions], False) for name in ("a", "b", "c")]
     theirs = Line("a", style, [Mark(x, 3.0) for x in positions], True)
     *shifts, unmoved = _shifts([*ours, theirs], positions, logarithmic)
@@ -176,30 +177,30 @@ def test_an_axis_is_logarithmic_over_a_wide_range_or_a_constant_factor(numbers: 
 
 def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable() -> None:
     own = experiment(points=[{"model": ["vanilla", "dca"]}])
-    assert stamp_of(sweep(own)) == "no complete run"
-    assert stamp_of(sweep(own, "smoke")) == "budget smoke, no complete run"
+    assert sweep(own).stamp() == "no complete run"
+    assert sweep(own, "smoke").stamp() == "budget smoke, no complete run"
     of = experiment(points=[{"model": ["vanilla", "dca"], "paper": {"loss": 3.0}}], columns=LOSS)
     for budget in ("paper", "smoke"):
-        assert stamp_of(sweep(of, budget)) == f"budget {budget}, no complete run"
+        assert sweep(of, budget).stamp() == f"budget {budget}, no complete run"
         write_run(directories(of, budget)[0])
-    assert stamp_of(sweep(of)) == stamp_of(sweep(of), beside_paper=True) == "budget paper, 1 seed"
+    assert sweep(of).stamp() == sweep(of).stamp(beside_paper=True) == "budget paper, 1 seed"
     seeds = ["1", "2", "3"]
     for number, directory in enumerate(directories(of, "smoke", seeds)):
         write_run(directory, done=0.5 if number == 5 else 1)
-    assert stamp_of(sweep(of, "smoke", seeds)) == "budget smoke, 2 to 3 seeds"
+    assert sweep(of, "smoke", seeds).stamp() == "budget smoke, 2 to 3 seeds"
     not_comparable = "; not comparable with the paper's numbers"
-    assert stamp_of(sweep(of, "smoke"), beside_paper=True) == f"ours: budget smoke, 1 seed{not_comparable}"
+    assert sweep(of, "smoke").stamp(beside_paper=True) == f"ours: budget smoke, 1 seed{not_comparable}"
     changed = replace(sweep(of), changed=["size=micro"])
-    assert stamp_of(changed, beside_paper=True) == f"ours: budget paper with a changed protocol, 1 seed{not_comparable}"
+    assert changed.stamp(beside_paper=True) == f"ours: budget paper with a changed protocol, 1 seed{not_comparable}"
 
 
 def test_the_stamp_of_an_experiment_without_a_budget_has_its_tokens() -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
     first, second = directories(of, "paper")
     write_run(first, tokens=188_416)
-    assert stamp_of(sweep(of)) == "188.4K tokens, 1 seed"
+    assert sweep(of).stamp() == "188.4K tokens, 1 seed"
     write_run(second, tokens=1_908_736)
-    assert stamp_of(sweep(of)) == "188.4K to 1.909M tokens, 1 seed"
+    assert sweep(of).stamp() == "188.4K to 1.909M tokens, 1 seed"
 
 
 @pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
@@ -232,8 +233,12 @@ def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) 
     }
 
 
+def mechanism(settings: dict[str, str]) -> Mechanism:
+    return mechanism_of(Point([], settings))
+
+
 def colour_of(**settings: str) -> str:
-    return mechanism_from({name.replace("__", "/"): value for name, value in settings.items()}).colour
+    return mechanism({name.replace("__", "/"): value for name, value in settings.items()}).colour
 
 
 def test_the_colour_of_a_mechanism_is_that_of_its_class() -> None:
@@ -242,14 +247,14 @@ def test_the_colour_of_a_mechanism_is_that_of_its_class() -> None:
     assert colour_of(model="vanilla") == colour_of() == Residual.colour
     assert colour_of(model__connection="dca", model__attention="depth_attention") == DeepCrossAttention.colour
     assert colour_of(model__connection="rezero", model__attention="moda") == Moda.colour
-    alone = mechanism_from({"model/connection": "rezero"})
+    alone = mechanism({"model/connection": "rezero"})
     assert alone.name == "rezero"
     assert alone.colour == colour_of(model__connection="rezero") in OTHERS
-    assert mechanism_from({"model": "vanilla", "model/connection": "my_own"}).colour in OTHERS
+    assert mechanism({"model": "vanilla", "model/connection": "my_own"}).colour in OTHERS
 
 
 def test_series_of_one_colour_differ_in_marker_dash_and_shade() -> None:
-    dca, vanilla = mechanism_from({"model": "dca"}), mechanism_from({"model": "vanilla"})
+    dca, vanilla = mechanism({"model": "dca"}), mechanism({"model": "vanilla"})
     first, _, second = style_of([dca, vanilla, dca])
     assert first.colour == dca.colour
     assert first.marker != second.marker

@@ -9,11 +9,21 @@ import pytest
 from matplotlib.figure import Figure
 
 from depthlm.report import report
-from depthlm.report.figures.end_labels import moved_apart
-from depthlm.report.figures.loss_curves import MOST_NAMED, draw_loss_curves, mean_curve, read, smooth
-from depthlm.report.figures.panels import LossCurve, Panel, panels_of
-from depthlm.report.mechanism import mechanism_from
+from depthlm.report.figures.loss_curves import (
+    MOST_NAMED,
+    Line,
+    LossCurve,
+    Panel,
+    draw_loss_curves,
+    mean_line,
+    moved_apart,
+    panels_of,
+    read,
+    smooth,
+)
+from depthlm.report.figures.style import Mechanism, mechanism_of
 from depthlm.runs.records import read_run
+from depthlm.sweeps.points import Point
 
 from .made_up import directories, experiment, is_png, reported, sweep, write_run
 
@@ -27,10 +37,14 @@ def drawn(panels: list[Panel], monkeypatch: pytest.MonkeyPatch) -> tuple[list[An
     return [axes for axes in figures[0].axes if axes.lines], notes
 
 
+def mechanism_named(model: str) -> Mechanism:
+    return mechanism_of(Point([], {"model": model}))
+
+
 def curve(name: str, *losses: float, mechanism: str = "vanilla", **settings: Any) -> LossCurve:
     """Return a curve with a run for each loss."""
     runs = [write_run(f"{name}-{number}", loss, **settings) for number, loss in enumerate(losses)]
-    return LossCurve(name, mechanism_from({"model": mechanism}), [read_run(run) for run in runs])
+    return LossCurve(name, mechanism_named(mechanism), [read_run(run) for run in runs])
 
 
 def test_losses_are_the_means_of_the_logging_intervals_with_gaps() -> None:
@@ -58,21 +72,18 @@ def test_smoothing_keeps_gaps_and_constants() -> None:
 
 
 def test_the_mean_of_seeds_is_taken_where_all_have_rows() -> None:
-    one = np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan])
-    other = np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0])
-    tokens, loss = mean_curve([one, other])
+    first = Line(np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan]))
+    second = Line(np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0]))
+    tokens, loss = mean_line([first, second])
     assert tokens.tolist() == [1.0, 2.0, 3.0]
     np.testing.assert_array_equal(loss, [3.0, 2.5, np.nan])
 
 
 @pytest.mark.usefixtures("rendered")
 def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
-    points = [
-        {"label": f"{label} {size}", "model": label, "size": size}
-        for size in ("micro", "tiny")
-        for label in ("vanilla", "dca")
-    ]
-    of = experiment(points=points)
+    of = experiment(
+        points=[{"label": label, "model": label, "size": ["micro", "tiny"]} for label in ("vanilla", "dca")]
+    )
     for directory in directories(of, "smoke", ["1", "2"]):
         write_run(directory)
     panels = panels_of(sweep(of, "smoke", ["1", "2"]))
@@ -88,38 +99,32 @@ def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
     ("points", "titles", "names"),
     [
         (
-            [
-                {"label": f"{label} {n}", "model": label, "size.num_layers": n}
-                for n in (2, 4)
-                for label in ("vanilla", "dca")
-            ],
+            [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")],
             ["num layers 2", "num layers 4"],
             ["vanilla", "dca"],
         ),
+        # the names of the tasks in the experiment
         (
             [
-                {"label": f"{n} layers, {norm}, {label}", "model": label, "size.num_layers": n, "backbone.norm": norm}
-                for n, norm in ((2, "pre"), (4, "pre"), (4, "post"))
+                {"label": label, "task": task, "model": label, "size.num_layers": layers}
                 for label in ("vanilla", "dca")
+                for task, layers in (("shallow", 2), ("deep", 4))
             ],
-            ["2 layers, pre", "4 layers, pre", "4 layers, post"],
+            ["shallow", "deep"],
             ["vanilla", "dca"],
         ),
+        # no setting alone distinguishes the tasks
         (
             [
-                {"label": f"{label}, {lr}", "model": label, "optimizer.lr": lr}
-                for lr in ("0.1", "0.2")
-                for label in ("vanilla", "dca")
+                {"model": ["vanilla", "dca"], "size.num_layers": layers, "backbone.norm": norm}
+                for layers, norm in ((2, "pre"), (4, "pre"), (4, "post"))
             ],
-            ["lr 0.1", "lr 0.2"],
+            ["num layers 2, norm pre", "num layers 4, norm pre", "num layers 4, norm post"],
             ["vanilla", "dca"],
         ),
+        ([{"model": ["vanilla", "dca"], "optimizer.lr": [0.1, 0.2]}], ["lr 0.1", "lr 0.2"], ["vanilla", "dca"]),
         # without a second row of any task, the sizes are the panels: here the configurations have one
-        (
-            [{"label": f"{n}", "model": "vanilla", "size.num_layers": n} for n in (2, 4)],
-            ["tiny"],
-            ["2", "4"],
-        ),
+        ([{"label": "vanilla", "model": "vanilla", "size.num_layers": [2, 4]}], ["tiny"], ["2", "4"]),
         (
             [{"label": label, "model": label} for label in ("vanilla", "dca", "mhc")],
             ["tiny"],
@@ -158,7 +163,7 @@ def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyP
             [
                 curve("a", 3.0, done=0.5),
                 curve("b", 2.5),
-                LossCurve("waiting", mechanism_from({"model": "dca"}), [read_run("no")]),
+                LossCurve("waiting", mechanism_named("dca"), [read_run("no")]),
             ],
         )
     ]
@@ -177,7 +182,7 @@ def test_in_a_crowded_panel_each_mechanism_is_named_once(monkeypatch: pytest.Mon
 
 
 def test_panels_without_losses_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = Panel("empty", [LossCurve("waiting", mechanism_from({"model": "dca"}), [read_run("no")])])
+    empty = Panel("empty", [LossCurve("waiting", mechanism_named("dca"), [read_run("no")])])
     assert draw_loss_curves([empty], Path("loss_curves.png"), "") is None
     panels, _ = drawn([empty, *(Panel(str(number), [curve(f"a{number}", 3.0)]) for number in range(5))], monkeypatch)
     assert [axes.get_title() for axes in panels] == ["0", "1", "2", "3", "4"]
@@ -188,13 +193,13 @@ def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyP
         for rate in ("0.1", "0.2"):
             write_run(
                 f"outputs/model-dca__optimizer.lr-{rate}__size-{size}",
-                config={"size": {"name": size}, "model": {"name": "dca"}},
+                config={"size": {"name": size}, "model": {"name": "dca"}, "optimizer": {"lr": float(rate)}},
             )
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     report(["runs=outputs/*", "to=report"])
     assert [axes.get_title() for axes in figures[0].axes] == ["micro", "tiny"]
-    assert [text.get_text() for text in figures[0].axes[0].texts] == ["lr-0.1", "lr-0.2"]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["lr 0.1", "lr 0.2"]
     assert figures[0].texts[-1].get_text() == "4 runs"
 
 

@@ -2,15 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
-from depthlm.report.series import reference_of, series_names
+from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
-from depthlm.sweeps.points import Point
+from depthlm.sweeps.points import Point, sweep_points
 
 from .made_up import STEPS, write_run
 
@@ -20,7 +21,7 @@ LOSS = Column(metric="validation_loss")
 def point(label: str, directory: str, **settings: str) -> Point:
     """A point whose run directory is `home(directory)`; `__` in a setting's name stands for a dot."""
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
-    return Point([f"name={directory}"], label, dotted)
+    return Point([f"name={directory}"], dotted, {"label": label})
 
 
 def home(directory: str) -> Path:
@@ -29,6 +30,10 @@ def home(directory: str) -> Path:
 
 def rows(*points: Point) -> list[Row]:
     return gather(points)
+
+
+def sweep(*points: Point) -> Sweep:
+    return Sweep(Experiment(), gather(points), {"loss": LOSS}, [], [])
 
 
 def test_seeds_form_one_row_with_mean_and_sample_deviation() -> None:
@@ -49,11 +54,10 @@ def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
     assert measured(row, LOSS) is None
 
 
-def test_the_seed_is_removed_from_the_labels() -> None:
-    (row,) = rows(
-        point("vanilla, 1", "a", model="vanilla", seed="1"), point("vanilla, 2", "b", model="vanilla", seed="2")
-    )
-    assert row.label == "vanilla"
+def test_a_point_without_a_label_is_named_by_its_overrides_but_the_seed() -> None:
+    (row,) = gather(sweep_points(["model=vanilla", "seed=1,2", "optimizer.lr=1e-3"]))
+    assert row.label == "model-vanilla__optimizer.lr-1e-3"
+    assert row.seeds == ["1", "2"]
 
 
 def test_rows_with_the_same_label_get_their_differing_settings() -> None:
@@ -119,39 +123,52 @@ def test_a_number_at_a_share_of_the_run_is_from_that_validation() -> None:
 
 
 def test_the_papers_null_is_none() -> None:
-    (row,) = gather([Point(["name=a"], "A", {}, {"loss": None, "other": 2})])
+    (row,) = gather([Point(["name=a"], paper={"loss": None, "other": 2})])
     assert (paper(row, "loss"), paper(row, "other"), paper(row, "third")) == (None, 2.0, None)
 
 
 def test_a_row_is_compared_with_the_baseline_of_its_size() -> None:
-    gathered = rows(
+    compared = sweep(
         point("Vanilla 1B", "a", model="vanilla", size="1b"),
         point("Vanilla 3B", "b", model="vanilla", size="3b"),
         point("MoDA 1B", "c", model="moda", size="1b"),
         point("MoDA 3B", "d", model="moda", size="3b"),
         point("MoDA 7B", "e", model="moda", size="7b"),
     )
-    references = [reference_of(row, gathered, Experiment()) for row in gathered]
+    references = [compared.reference_of(row) for row in compared.rows]
     assert [None if of is None else of.label for of in references] == [
         "Vanilla 1B", "Vanilla 3B", "Vanilla 1B", "Vanilla 3B", None,
     ]  # fmt: skip
-    assert series_names(gathered, Experiment()) == {"vanilla": "Vanilla", "moda": "MoDA"}
 
 
-def test_models_that_a_paper_pairs_by_name_are_compared() -> None:
-    gathered = rows(
-        point("OLMo2 700M", "a", model="vanilla", size="moda_700m_38l"),
-        point("OLMo2 1.5B", "b", model="vanilla", size="moda_1.5b", size__num_layers="38"),
-        point("MoDA 700M", "c", model="moda", size="moda_700m"),
-        point("MoDA 1.5B", "d", model="moda", size="moda_1.5b"),
+def test_models_of_a_task_that_the_experiment_names_are_compared() -> None:
+    points = [
+        point("OLMo2", "a", model="vanilla", size="moda_700m_38l"),
+        point("OLMo2", "b", model="vanilla", size="moda_1.5b", size__num_layers="38"),
+        point("MoDA", "c", model="moda", size="moda_700m"),
+        point("MoDA", "d", model="moda", size="moda_1.5b"),
+    ]
+    tasks = ["700M", "1.5B"] * 2
+    compared = sweep(*(replace(of, parts=of.parts | {"task": task}) for of, task in zip(points, tasks, strict=True)))
+    references = [compared.reference_of(row) for row in compared.rows[2:]]
+    assert [of and of.label for of in references] == ["OLMo2, 700M", "OLMo2, 1.5B"]
+    assert [series.name for series in compared.series] == ["OLMo2", "MoDA"]
+
+
+def test_a_series_without_a_common_label_is_named_by_its_value() -> None:
+    compared = sweep(
+        point("Baseline", "a", model="vanilla"),
+        point("Blocks of 2", "b", model="attention_residuals", model__connection__block_size="2"),
+        point("Blocks of 4", "c", model="attention_residuals", model__connection__block_size="4"),
+        point("ReZero", "d", **{"model/connection": "rezero"}),
     )
-    references = [reference_of(row, gathered, Experiment()) for row in gathered[2:]]
-    assert [of and of.label for of in references] == ["OLMo2 700M", "OLMo2 1.5B"]
+    assert [series.name for series in compared.series] == ["Baseline", "attention_residuals", "ReZero"]
+    assert [series.key for series in compared.series] == ["vanilla", "attention_residuals", "rezero"]
 
 
 def test_without_a_baseline_the_first_row_of_the_task_is_the_reference() -> None:
-    gathered = rows(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
-    assert reference_of(gathered[1], gathered, Experiment()) is gathered[0]
+    compared = sweep(point("A", "a", model="dca", model__k="1"), point("B", "b", model="dca", model__k="2"))
+    assert compared.reference_of(compared.rows[1]) is compared.rows[0]
 
 
 def test_the_interval_of_a_mean_is_students() -> None:

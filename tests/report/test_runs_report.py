@@ -7,7 +7,7 @@ import pytest
 
 from depthlm.errors import UserError
 from depthlm.report import report
-from depthlm.report.runs_report import duration, find_runs, short_names, what_differs
+from depthlm.report.runs_report import distinguishing_settings, duration, find_runs, short_names
 from tests.runs.trackers.wandb_file import records
 
 from .made_up import is_png, row, write_run
@@ -86,8 +86,21 @@ def test_a_path_without_runs_is_an_error(names: str, message: str) -> None:
 def test_names_are_as_short_as_possible_and_distinct() -> None:
     assert short_names([Path("o/a/base"), Path("o/b/base")]) == ["a/base", "b/base"]
     assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
-    assert what_differs(["model-a__size-x", "model-b__size-x"]) == ["model-a", "model-b"]
-    assert what_differs(["base", "base__seed-2"]) == ["base", "base__seed-2"]
+
+
+def test_curves_are_named_by_the_settings_that_distinguish_the_runs() -> None:
+    mhc = {"model.name": "mhc", "model.connection.num_streams": 4, "optimizer.lr": 0.1}
+    assert distinguishing_settings({"a": mhc, "b": mhc | {"model.name": "dca", "optimizer.lr": 0.2}}) == {
+        "a": "mhc",
+        "b": "dca",
+    }
+    by_setting = {"a": mhc, "b": mhc | {"model.connection.num_streams": 2}, "c": mhc | {"optimizer.lr": 0.2}}
+    assert distinguishing_settings(by_setting) == {
+        "a": "num streams 4, lr 0.1",
+        "b": "num streams 2, lr 0.1",
+        "c": "num streams 4, lr 0.2",
+    }
+    assert distinguishing_settings({"a": mhc, "b": mhc}) == {"a": "a", "b": "b"}
 
 
 def test_durations_are_formatted_with_units() -> None:

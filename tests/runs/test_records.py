@@ -76,5 +76,5 @@ def test_damaged_files_affect_only_their_own_numbers(
         (broken / name).write_bytes(damage)
     record = read_run(broken)
     assert (record.step, record.number("validation_loss")) == (None, None)
-    print_points([Point([f"output_dir={path}"], path.name) for path in (broken, valid)])
+    print_points([Point([f"output_dir={path}"], parts={"label": path.name}) for path in (broken, valid)])
     assert "2.5000" in capsys.readouterr().out

@@ -133,7 +133,7 @@ def test_a_job_gets_the_overrides_that_were_submitted_whatever_characters_they_h
     points: list[list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sweep = tmp_path_factory.mktemp("sweep")
-    lines = [line(Point(overrides, "runs")) for overrides in points]
+    lines = [line(Point(overrides)) for overrides in points]
     (sweep / "points").write_text("\n".join(lines) + "\n", newline="")
     for index, overrides in enumerate(points):
         printed = run_job(sweep, index).stdout.decode()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.config import ConfigError, compose
-from depthlm.sweeps import check_points, load_experiment, point_directory, sweep_points
+from depthlm.sweeps import Point, check_points, load_experiment, point_directory, sweep_points
 
 MINE = """# @package _global_
 training:
@@ -96,6 +96,21 @@ def test_a_seed_applies_to_points_without_one(tmp_path: Path) -> None:
     assert [(point.label, point.settings["seed"]) for point in points] == [
         (label, "2") for label in ("plain", "mhc", "dca", "later")
     ]
+
+
+def test_a_point_carries_what_a_comparison_needs(folder: Path) -> None:
+    named, other = (
+        sweep_points(["experiment=moda/model_size", "seed=3", "size=moda_700m"]),
+        Point([], {"model/attention": "moda"}),
+    )
+    assert [(point.label, point.mechanism, point.seed, point.task) for point in named] == [
+        ("MoDA, 700M", "moda", "3", {"task": "700M"})
+    ]
+    assert (other.mechanism, other.seed, other.task, other.label) == ("moda", None, {}, "")
+    micro = sweep_points(["experiment=mine/it", "model=mhc", "size=micro", "optimizer.lr=1e-2"], folder)[0]
+    assert (micro.parts, micro.task) == ({"model": "mhc", "size": "micro"}, {"size": "micro"})
+    (plain,) = sweep_points(["model=mhc", "training.max_steps=5"])
+    assert (plain.label, plain.mechanism, plain.task) == ("", "mhc", {"training.max_steps": "5"})
 
 
 @pytest.mark.parametrize("key", ["init_from", pytest.param("import_from", marks=pytest.mark.slow)])

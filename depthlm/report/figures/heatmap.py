@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 
 from depthlm.config.experiment import Column
-from depthlm.report.figures.axis import axis_title, ordered, setting
-from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import save, short, subplots
-from depthlm.report.rows import Row, measured, paper
-from depthlm.report.series import series_names, series_of
+from depthlm.report.figures.style import ink, save, short, subplots
+from depthlm.report.rows import Row, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import number_text, signed_text
 
@@ -26,105 +23,127 @@ class Panel:
     centred: bool
 
 
+@dataclass(frozen=True)
+class Cells:
+    """The settings x and y of the grids, and the cell [y, x] of each row that has both, by its label."""
+
+    x: list[str]
+    y: list[str]
+    places: dict[str, tuple[int, int]]
+
+
 def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the heatmaps, ours above the paper's; None where there is nothing to draw.
 
     Rows without both settings have no cell. Returns the notes on the figure.
     """
-    across, upwards = sweep.experiment.x, sweep.experiment.y or ""
-    cells = {row.label: (setting(row, across), setting(row, upwards)) for row in sweep.rows}
-    placed = [row for row in sweep.rows if None not in cells[row.label]]
-    x, y = (ordered([str(cells[row.label][number]) for row in placed]) for number in (0, 1))
     name, column = sweep.first
-
-    def ours(row: Row) -> float | None:
-        number = measured(row, column)
-        return None if number is None else number.mean
-
-    rows = [_panels(sweep, placed, x, y, ours, "")]
-    if any(paper(row, name) is not None for row in placed):
-        rows.append(_panels(sweep, placed, x, y, lambda row: paper(row, name), ", the paper's"))
-    if not any(np.isfinite(panel.grid).any() for panels in rows for panel in panels):
+    cells = cells_of(sweep)
+    lines = [panels_of(sweep, cells, lambda row: None if (n := measured(row, column)) is None else n.mean, "")]
+    if sweep.is_printed(name):
+        lines.append(panels_of(sweep, cells, lambda row: paper(row, name), ", the paper's"))
+    if not any(np.isfinite(panel.grid).any() for panels in lines for panel in panels):
         return None
     cell = max(0.62, 0.14 * (column.digits + 3))
-    width, height = 1.6 + cell * len(x), 1.5 + 0.5 * len(y)
-    figure, axes = subplots(len(rows[0]), width * len(rows[0]), height * len(rows), rows=len(rows))
-    for line, panels in zip(axes, rows, strict=True):
+    width, height = 1.6 + cell * len(cells.x), 1.5 + 0.5 * len(cells.y)
+    figure, axes = subplots(len(lines[0]), width * len(lines[0]), height * len(lines), rows=len(lines))
+    for places, panels in zip(axes, lines, strict=True):
         for is_difference in (False, True):
-            chosen = [number for number, panel in enumerate(panels) if panel.centred == is_difference]
+            chosen = [pair for pair in zip(places, panels, strict=True) if pair[1].centred == is_difference]
             if chosen:
-                _draw(figure, [line[n] for n in chosen], [panels[n] for n in chosen], x, y, column)
-        line[0].set_ylabel(axis_title(upwards))
-        for place in line:
-            place.set_xlabel(axis_title(across))
+                _draw(figure, chosen, cells, column)
+        places[0].set_ylabel(setting_title(sweep.experiment.y or ""))
+        for place in places:
+            place.set_xlabel(setting_title(sweep.experiment.x))
     figure.suptitle(f"{title_of(name, column)} ({column.better} is better)", fontsize="medium")
-    save(figure, path, stamp_of(sweep, beside_paper=len(rows) > 1))
+    save(figure, path, sweep.stamp(beside_paper=len(lines) > 1))
+    return _notes(sweep, cells)
+
+
+def _notes(sweep: Sweep, cells: Cells) -> list[str]:
     notes = ["Hatched cells: no complete run (in the paper's panels, no number)."]
     notes.append("The best cell of a panel is bold; panels of one kind share a colour scale.")
+    placed = [row for row in sweep.rows if row.label in cells.places]
     if len(placed) < len(sweep.rows):
         notes.append(f"{len(sweep.rows) - len(placed)} rows lack one of the settings and have no cell.")
-    if len({(series_of(row, sweep.experiment), cells[row.label]) for row in placed}) < len(placed):
+    if len({(sweep.series_of(row), cells.places[row.label]) for row in placed}) < len(placed):
         notes.append("Several rows share a cell, which shows the first; fix the other settings in which they differ.")
     return notes
 
 
-def _panels(
-    sweep: Sweep,
-    rows: Sequence[Row],
-    x: Sequence[str],
-    y: Sequence[str],
-    value: Callable[[Row], float | None],
-    whose: str,
-) -> list[Panel]:
-    names = series_names(rows, sweep.experiment)
-    grids = {series: np.full((len(y), len(x)), np.nan) for series in names}
-    # reversed, so that the first row of a cell remains
-    for row in reversed(rows):
-        number = value(row)
-        across, upwards = (str(setting(row, name or "")) for name in (sweep.experiment.x, sweep.experiment.y))
-        cell = y.index(upwards), x.index(across)
-        grids[series_of(row, sweep.experiment)][cell] = np.nan if number is None else number
-    panels = [Panel(f"{names[series]}{whose}", grid, False) for series, grid in grids.items()]
-    baseline = next((key for key in names if sweep.experiment.baseline in (key, names[key])), None)
-    if baseline is None:
-        return panels
-    others = [series for series in names if series != baseline]
-    return panels + [
-        Panel(f"{names[series]} - {names[baseline]}{whose}", grids[series] - grids[baseline], True) for series in others
-    ]
+def cells_of(sweep: Sweep) -> Cells:
+    """Return the cells of the rows that have both settings."""
+    values = {}
+    for row in sweep.rows:
+        across, upwards = setting(row, sweep.experiment.x), setting(row, sweep.experiment.y or "")
+        if across is not None and upwards is not None:
+            values[row.label] = across, upwards
+    x, y = (ordered([pair[axis] for pair in values.values()]) for axis in (0, 1))
+    return Cells(x, y, {label: (y.index(upwards), x.index(across)) for label, (across, upwards) in values.items()})
 
 
-def _draw(
-    figure: Any, places: Sequence[Any], panels: Sequence[Panel], x: list[str], y: list[str], column: Column
-) -> None:
-    from matplotlib.colors import Normalize
-    from matplotlib.patches import Rectangle
+def panels_of(sweep: Sweep, cells: Cells, value: Callable[[Row], float | None], whose: str) -> list[Panel]:
+    """Return a panel for each series, and for each difference against the baseline. whose: the end of their titles."""
+    grids: dict[str, Any] = {}
+    for series in sweep.series:
+        # reversed, so that the first row of a cell remains
+        for row in reversed(series.rows):
+            if row.label in cells.places:
+                grid = grids.setdefault(series.key, np.full((len(cells.y), len(cells.x)), np.nan))
+                number = value(row)
+                grid[cells.places[row.label]] = np.nan if number is None else number
+    names = {series.key: series.name for series in sweep.series if series.key in grids}
+    panels = [Panel(f"{name}{whose}", grids[key], False) for key, name in names.items()]
+    if (baseline := sweep.experiment.baseline) in names:
+        panels += [
+            Panel(f"{name} - {names[baseline]}{whose}", grids[key] - grids[baseline], True)
+            for key, name in names.items()
+            if key != baseline
+        ]
+    return panels
 
-    finite = np.concatenate([panel.grid[np.isfinite(panel.grid)] for panel in panels])
-    centred = panels[0].centred
-    most = float(np.abs(finite).max()) if finite.size else 1.0
-    low, high = (-most, most) if centred else (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
-    norm = Normalize(low, high if high > low else low + 1)
-    for axes, panel in zip(places, panels, strict=True):
+
+def _draw(figure: Any, panels: Sequence[tuple[Any, Panel]], cells: Cells, column: Column) -> None:
+    """Draw panels with their axes, on one colour scale."""
+    centred = panels[0][1].centred
+    norm = _norm(np.concatenate([panel.grid[np.isfinite(panel.grid)] for _, panel in panels]), centred)
+    for axes, panel in panels:
         image = axes.imshow(panel.grid, cmap="PuOr_r" if centred else "viridis_r", norm=norm, aspect="auto")
         axes.set_title(short(panel.title, 40), fontsize="medium")
-        axes.set_xticks(range(len(x)), [short(text, 12) for text in x])
-        axes.set_yticks(range(len(y)), [short(text, 12) for text in y])
+        axes.set_xticks(range(len(cells.x)), [short(text, 12) for text in cells.x])
+        axes.set_yticks(range(len(cells.y)), [short(text, 12) for text in cells.y])
         axes.tick_params(length=0)
         axes.invert_yaxis()
-        text = signed_text if centred else number_text
-        lower = column.better == "lower"
-        best = np.nanmin(panel.grid) if lower else np.nanmax(panel.grid)
-        for (up, right), value in np.ndenumerate(panel.grid):
-            if not np.isfinite(value):
-                axes.add_patch(
-                    Rectangle((right - 0.5, up - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#BBBBBB", lw=0)
-                )
-                continue
-            red, green, blue, _ = image.cmap(norm(value))
-            ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-            weight = "bold" if value == best else "normal"
-            axes.text(
-                right, up, text(float(value), column.digits), ha="center", va="center", color=ink, size=8, weight=weight
+        _draw_numbers(axes, panel, image, column)
+    figure.colorbar(image, ax=[axes for axes, _ in panels], shrink=0.85, pad=0.02)
+
+
+def _norm(numbers: Any, centred: bool) -> Any:
+    """Return the colour scale of these numbers, symmetric around 0 if they are differences."""
+    from matplotlib.colors import Normalize
+
+    if not numbers.size:
+        return Normalize(0.0, 1.0)
+    low, high = float(numbers.min()), float(numbers.max())
+    if centred:
+        high = max(high, -low)
+        low = -high
+    return Normalize(low, high if high > low else low + 1)
+
+
+def _draw_numbers(axes: Any, panel: Panel, image: Any, column: Column) -> None:
+    """Write the numbers into the cells, the best in bold, and hatch the cells without a number."""
+    from matplotlib.patches import Rectangle
+
+    text = signed_text if panel.centred else number_text
+    best = np.nanmin(panel.grid) if column.better == "lower" else np.nanmax(panel.grid)
+    for (up, right), value in np.ndenumerate(panel.grid):
+        if not np.isfinite(value):
+            axes.add_patch(
+                Rectangle((right - 0.5, up - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#BBBBBB", lw=0)
             )
-    figure.colorbar(image, ax=list(places), shrink=0.85, pad=0.02)
+            continue
+        colour, weight = ink(image.cmap(image.norm(value))), "bold" if value == best else "normal"
+        axes.text(
+            right, up, text(float(value), column.digits), ha="center", va="center", color=colour, size=8, weight=weight
+        )

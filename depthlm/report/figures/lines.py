@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthlm.report.figures.axis import axis_title, is_setting, ordered, paper_place, place, setting
-from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.figures.style import Style, grid, log_ticks, save, short, style_of, subplots
-from depthlm.report.mechanism import mechanism_of
-from depthlm.report.rows import Row, measured, paper
-from depthlm.report.series import series_names, series_of
+from depthlm.config.experiment import Column
+from depthlm.report.figures.style import Style, grid, log_ticks, mechanism_of, save, short, style_of, subplots
+from depthlm.report.rows import Row, as_number, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Sweep, title_of
 
 # a numeric axis that spans more than this factor becomes logarithmic, and so does one with a constant factor between
 # its numbers
 LOGARITHMIC = 6
-PAPER = ", the paper's"
+# the most columns of a legend
+COLUMNS = 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Mark:
     x is None where the row lacks the setting, so that its number holds for the whole axis, or where x is unknown.
     """
 
-    x: float | str | None
+    x: float | None
     y: float
     interval: float | None = None
 
@@ -42,103 +40,142 @@ class Line:
     marks: list[Mark]
     hollow: bool
 
+    @property
+    def label(self) -> str:
+        """The label in a legend."""
+        return f"{short(self.name)}, the paper's" if self.hollow else short(self.name)
+
 
 def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the first column along the experiment's x; None where there is nothing to draw.
 
     Where the protocol is not the paper's, the paper's numbers are in a separate panel. Returns notes on the figure.
     """
-    ours, theirs = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
-    if not ours and not theirs:
-        return None
+    ours, papers = _lines(sweep, hollow=False), _lines(sweep, hollow=True)
     # on one axis only if they are comparable
-    panels = [ours + theirs] if sweep.as_printed else [lines for lines in (ours, theirs) if lines]
+    panels = [lines for lines in ([ours + papers] if sweep.as_printed else [ours, papers]) if lines]
+    if not panels:
+        return None
     figure, axes = subplots(len(panels), 7.5 if len(panels) == 1 else 12, 5)
     name, column = sweep.first
     for panel, lines in zip(axes[0], panels, strict=True):
         _draw(panel, lines, sweep)
-        panel.set_xlabel(axis_title(sweep.experiment.x))
+        panel.set_xlabel(setting_title(sweep.experiment.x))
         panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
-    _legend(figure, axes[0])
-    save(figure, path, stamp_of(sweep, beside_paper=bool(theirs)))
-    notes = ["Hollow markers: the paper's numbers."] if theirs else []
+    _legend(figure, axes[0], [*ours, *papers])
+    save(figure, path, sweep.stamp(beside_paper=bool(papers)))
+    return _notes(sweep, ours, papers)
+
+
+def _notes(sweep: Sweep, ours: Sequence[Line], papers: Sequence[Line]) -> list[str]:
+    notes = ["Hollow markers: the paper's numbers."] if papers else []
     if any(mark.interval is not None for line in ours for mark in line.marks):
         notes.append("Error bars: 95% intervals over seeds.")
     notes.append("Lines are broken where a number is missing.")
-    unplaced = sum(paper(row, name) is not None and not math.isfinite(_mark(sweep, row, True).y) for row in sweep.rows)
+    printed = [row for row in sweep.rows if paper(row, sweep.first[0]) is not None]
+    unplaced = sum(math.isnan(_mark(sweep, row, hollow=True).y) for row in printed)
     if unplaced:
         notes.append(f"{unplaced} of the paper's numbers are not drawn: their position on the axis is unknown.")
     return notes
 
 
 def _lines(sweep: Sweep, hollow: bool) -> list[Line]:
-    names = series_names(sweep.rows, sweep.experiment)
-    members = {key: [row for row in sweep.rows if series_of(row, sweep.experiment) == key] for key in names}
-    styles = style_of([mechanism_of(rows[0]) for rows in members.values()])
-    lines = []
-    for (key, rows), style in zip(members.items(), styles, strict=True):
-        marks = [_mark(sweep, row, hollow) for row in rows]
-        if any(math.isfinite(mark.y) for mark in marks):
-            lines.append(Line(names[key], style, marks, hollow))
-    return lines
+    styles = style_of([mechanism_of(series.rows[0].points[0]) for series in sweep.series])
+    lines = [
+        Line(series.name, style, [_mark(sweep, row, hollow) for row in series.rows], hollow)
+        for series, style in zip(sweep.series, styles, strict=True)
+    ]
+    return [line for line in lines if any(math.isfinite(mark.y) for mark in line.marks)]
 
 
 def _mark(sweep: Sweep, row: Row, hollow: bool) -> Mark:
     """Return the mark of a row; y is nan where the row has no number or no position on the axis."""
     name, column = sweep.first
-    x = (paper_place if hollow else place)(sweep, row, sweep.experiment.x)
-    ours, theirs = measured(row, column), paper(row, name)
-    if x is None and not is_setting(sweep, sweep.experiment.x):
+    x = (_paper_place if hollow else _place)(sweep, row)
+    if x is None and not _settings(sweep):
         return Mark(None, math.nan)
     if hollow:
-        return Mark(x, math.nan if theirs is None else theirs)
+        printed = paper(row, name)
+        return Mark(x, math.nan if printed is None else printed)
+    ours = measured(row, column)
     return Mark(x, math.nan) if ours is None else Mark(x, ours.mean, ours.interval)
 
 
+def _settings(sweep: Sweep) -> list[str]:
+    """Return the distinct settings on the axis, in order; none if the axis is a number of summary.json."""
+    return ordered([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
+
+
+def _has_words(settings: Sequence[str]) -> bool:
+    return any(as_number(text) is None for text in settings)
+
+
+def _place(sweep: Sweep, row: Row) -> float | None:
+    """Return the position of our number of a row on the axis, where words have their ranks; None if unknown."""
+    settings = _settings(sweep)
+    if not settings:
+        number = measured(row, Column(metric=sweep.experiment.x))
+        return None if number is None else number.mean
+    text = setting(row, sweep.experiment.x)
+    if text is None:
+        return None
+    return float(settings.index(text)) if _has_words(settings) else as_number(text)
+
+
+def _paper_place(sweep: Sweep, row: Row) -> float | None:
+    """Return the position of the paper's number: from the setting, the paper's number, or ours under its protocol.
+
+    Where a paper prints one parameter count for a pair of models, it is the baseline's.
+    """
+    if _settings(sweep):
+        return _place(sweep, row)
+    for name, column in sweep.columns.items():
+        for candidate in (row, sweep.reference_of(row)):
+            value = None if candidate is None else paper(candidate, name)
+            if column.metric == sweep.experiment.x and value is not None:
+                return value * column.scale
+    return _place(sweep, row) if sweep.as_printed else None
+
+
 def _draw(axes: Any, lines: Sequence[Line], sweep: Sweep) -> None:
-    exact = is_setting(sweep, sweep.experiment.x)
-    order = ordered([value for row in sweep.rows if (value := setting(row, sweep.experiment.x)) is not None])
-    words = any(isinstance(mark.x, str) for line in lines for mark in line.marks)
-    positions = [_points(line.marks, order, exact) for line in lines]
+    settings = _settings(sweep)
+    has_words = _has_words(settings)
+    positions = [_points(line.marks, exact=bool(settings)) for line in lines]
     seen = [x for points in positions for x, _ in points if math.isfinite(x)]
-    logarithmic = not words and _is_logarithmic(seen)
-    shifts = _shifts(lines, seen, logarithmic)
-    for line, points, shift in zip(lines, positions, shifts, strict=True):
-        of = line.style
-        style: dict[str, Any] = {"color": of.colour, "marker": of.marker, "ms": 7, "ls": of.dash, "lw": 1.5}
-        if line.hollow:
-            style |= {"mfc": "white", "mew": 1.4, "lw": 0.9, "alpha": 0.9}
-        label = f"{short(line.name)}{PAPER}" if line.hollow else short(line.name)
-        if any(math.isfinite(mark.y) for _, mark in points):
-            x = [x * math.exp(shift) if logarithmic else x + shift for x, _ in points]
-            y = [mark.y for _, mark in points]
-            intervals = [mark.interval or 0 for _, mark in points]
-            axes.errorbar(x, y, intervals if any(intervals) else None, capsize=3, label=label, **style)
-        for mark in line.marks:
-            if mark.x is None and math.isfinite(mark.y):
-                axes.axhline(mark.y, color=of.colour, ls=":" if line.hollow else "--", lw=1.3, label=label)
-    if words:
-        axes.set_xticks(range(len(order)), [short(word, 20) for word in order])
-        axes.set_xlim(-0.4, len(order) - 0.6)
+    logarithmic = not has_words and _is_logarithmic(seen)
+    for line, points, shift in zip(lines, positions, _shifts(lines, seen, logarithmic), strict=True):
+        shifted = [(x * math.exp(shift) if logarithmic else x + shift, mark) for x, mark in points]
+        _draw_line(axes, line, shifted)
+    if has_words:
+        axes.set_xticks(range(len(settings)), [short(word, 20) for word in settings])
+        axes.set_xlim(-0.4, len(settings) - 0.6)
     elif seen:
-        _scale(axes, seen, exact)
+        _scale(axes, seen, exact=bool(settings))
     grid(axes)
 
 
-def _points(marks: Sequence[Mark], order: Sequence[str], exact: bool) -> list[tuple[float, Mark]]:
-    """Return the marks with their positions, from left to right where all are known; text values keep their order."""
-    points = []
-    for mark in marks:
-        if isinstance(mark.x, str):
-            points.append((float(order.index(mark.x)), mark))
-        elif mark.x is not None:
-            points.append((mark.x, mark))
-        elif not exact:
-            # a gap at an unknown position still breaks the line
-            points.append((math.nan, mark))
-    return sorted(points, key=lambda point: point[0]) if exact else points
+def _draw_line(axes: Any, line: Line, points: Sequence[tuple[float, Mark]]) -> None:
+    look = line.style
+    style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "ms": 7, "ls": look.dash, "lw": 1.5}
+    if line.hollow:
+        style |= {"mfc": "white", "mew": 1.4, "lw": 0.9, "alpha": 0.9}
+    if any(math.isfinite(mark.y) for _, mark in points):
+        x, y = [x for x, _ in points], [mark.y for _, mark in points]
+        intervals = [mark.interval or 0 for _, mark in points]
+        axes.errorbar(x, y, intervals if any(intervals) else None, capsize=3, label=line.label, **style)
+    for mark in line.marks:
+        if mark.x is None and math.isfinite(mark.y):
+            axes.axhline(mark.y, color=look.colour, ls=":" if line.hollow else "--", lw=1.3, label=line.label)
+
+
+def _points(marks: Sequence[Mark], exact: bool) -> list[tuple[float, Mark]]:
+    """Return the marks with their positions, from left to right if they are exact, as those of a setting are."""
+    if exact:
+        return sorted([(mark.x, mark) for mark in marks if mark.x is not None], key=lambda point: point[0])
+    # a gap at an unknown position still breaks the line
+    return [(math.nan if mark.x is None else mark.x, mark) for mark in marks]
 
 
 def _is_logarithmic(numbers: Sequence[float]) -> bool:
@@ -160,19 +197,17 @@ def _shifts(lines: Sequence[Line], positions: Sequence[float], logarithmic: bool
     return [gap / 3 * ((ours.index(line) + 0.5) / len(ours) - 0.5) if line in ours else 0.0 for line in lines]
 
 
-def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Draw one legend for all panels, below them, with ours above the paper's."""
-    shown: dict[str, Any] = {}
+def _legend(figure: Any, panels: Sequence[Any], lines: Sequence[Line]) -> None:
+    """Draw one legend for all panels, below them, in as many columns as fit."""
+    handles: dict[str, Any] = {}
     for panel in panels:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            shown.setdefault(label, handle)
-    # matplotlib fills a legend column by column
-    names = list(dict.fromkeys(label.removesuffix(PAPER) for label in shown))
-    labels = sorted(shown, key=lambda label: (names.index(label.removesuffix(PAPER)), label))
-    ours = sum(not label.endswith(PAPER) for label in labels)
-    for columns in range(min(4, max(1, ours, len(labels) - ours)), 0, -1):
+        handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    names = list(dict.fromkeys(line.name for line in lines))
+    # matplotlib fills a legend column by column, so ours is above the paper's
+    labels = [line.label for line in sorted(lines, key=lambda line: (names.index(line.name), line.hollow))]
+    for columns in range(min(COLUMNS, len(names)), 0, -1):
         legend = figure.legend(
-            [shown[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns
+            [handles[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns
         )
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return

@@ -1,17 +1,17 @@
 """The training losses of many runs in one figure: a panel per task, and a curve per row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from depthlm.counts import count_text
-from depthlm.report.figures.end_labels import LINE, End, label_ends, width_of
-from depthlm.report.figures.panels import LossCurve, Panel
-from depthlm.report.figures.style import Style, grid, save, short, style_of, subplots
-from depthlm.report.mechanism import Mechanism
+from depthlm.report.figures.style import Mechanism, Style, grid, mechanism_of, save, short, style_of, subplots
+from depthlm.report.rows import Row, setting_title
+from depthlm.report.sweep import Sweep
 from depthlm.runs.records import COMPLETE, RunRecord, training_loss
 from depthlm.runs.validation_losses import finite
 
@@ -23,6 +23,105 @@ SMOOTHABLE = 24
 # with more curves in a panel, only one of each mechanism is named
 MOST_NAMED = 24
 ACROSS = 3
+# points of the text at the end of a curve, and of one line of it
+TEXT, LINE = 8, 10
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Runs that differ only in the seed. mechanism: its colour is that of the curve."""
+
+    name: str
+    mechanism: Mechanism
+    runs: list[RunRecord]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The loss curves of one task."""
+
+    title: str
+    curves: list[LossCurve]
+
+
+class Line(NamedTuple):
+    """Losses over tokens; nan where there is a gap."""
+
+    tokens: Any
+    loss: Any
+
+    @property
+    def end(self) -> tuple[float, float]:
+        """The last point that is not in a gap."""
+        last = np.flatnonzero(np.isfinite(self.loss))[-1]
+        return float(self.tokens[last]), float(self.loss[last])
+
+
+class End(NamedTuple):
+    """The name at the right end of a curve, which is in data coordinates."""
+
+    name: str
+    colour: str
+    x: float
+    y: float
+
+
+def panels_of(sweep: Sweep) -> list[Panel]:
+    """Return a panel for each group of rows that are compared with the same baseline, in the order of the rows.
+
+    Where no row is compared with another one, there is a panel for each model size.
+    """
+    groups = sweep.compared()
+    sizes = {row.label: config.size.name for row, config in zip(sweep.rows, sweep.configs, strict=True)}
+    if len(groups) == 1:
+        title = sizes[sweep.rows[0].label] if len(set(sizes.values())) == 1 else ""
+        return [_panel(title, sweep.rows, [row.label for row in sweep.rows])]
+    if len(groups) == len(sweep.rows):
+        titles = list(dict.fromkeys(sizes.values()))
+        groups = [[row for row in sweep.rows if sizes[row.label] == title] for title in titles]
+    else:
+        titles = _titles(sweep, groups)
+    return [_panel(title, rows, _names(rows)) for title, rows in zip(titles, groups, strict=True)]
+
+
+def _panel(title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
+    curves = [LossCurve(name, mechanism_of(row.points[0]), row.runs) for row, name in zip(rows, names, strict=True)]
+    return Panel(title, curves)
+
+
+def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
+    """Return what distinguishes the groups: their tasks' names, one setting if that is enough, or several.
+
+    Where nothing does, it is the label of each group's first row.
+    """
+    tasks = [name for row in sweep.rows for name in sweep.task_of(row)]
+    others = [name for row in sweep.rows for name in row.settings if name != sweep.experiment.series]
+    names = dict.fromkeys(["task", "size", *tasks, *others])
+    by_setting = [texts for name in names if (texts := _titles_by(name, groups)) and len(set(texts)) > 1]
+    several = [", ".join(texts) for texts in zip(*by_setting, strict=True)]
+    for titles in (*by_setting, several):
+        if len(set(titles)) == len(groups):
+            return titles
+    return [rows[0].label for rows in groups]
+
+
+def _titles_by(name: str, groups: Sequence[Sequence[Row]]) -> list[str]:
+    """Return the value of a setting, or of the task, in each group; empty if a group does not have exactly one."""
+    titles = []
+    for rows in groups:
+        values = {(row.parts | row.settings).get(name) for row in rows}
+        if len(values) > 1 or None in values:
+            return []
+        # the value of a group, `size=tiny`, says what it is; a number does not
+        titles.append(f"{setting_title(name)} {values.pop()}" if "." in name else str(values.pop()))
+    return titles
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Return the labels without the parts that all rows share, where the rest still distinguishes them."""
+    shared = set.intersection(*(set(row.parts.items()) for row in rows))
+    names = [", ".join(text for part, text in row.parts.items() if (part, text) not in shared) for row in rows]
+    return names if all(names) and len(set(names)) == len(names) else [row.label for row in rows]
 
 
 def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[str] | None:
@@ -34,7 +133,9 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[st
     down = -(-len(panels) // across)
     names = min(MOST_NAMED, max(len(panel.curves) for panel in panels))
     inner = max(2.6 if len(panels) > 1 else 3.6, names * LINE / 72)
-    wide = width_of([_name(curve) for panel in panels for curve in panel.curves])
+    longest = max(len(_name(curve)) for panel in panels for curve in panel.curves)
+    # the width of the names is about 0.6 of their height
+    wide = longest * 0.6 * TEXT / 72
     width = ((6.5 if across == 1 else 3.7) + wide) * across
     figure, axes = subplots(across, width, (inner + 0.9) * down, rows=down)
     for place, panel in zip(axes.flat, panels, strict=False):
@@ -61,15 +162,15 @@ def _notes(panels: Sequence[Panel]) -> list[str]:
 
 
 def _has_losses(run: RunRecord) -> bool:
-    return bool(np.isfinite(read(run)[1]).any())
+    return bool(np.isfinite(read(run).loss).any())
 
 
-def read(run: RunRecord) -> tuple[Any, Any]:
+def read(run: RunRecord) -> Line:
     """Return the tokens and the training loss of a run's logged steps, with nan for gaps."""
     rows = [row for row in run.rows if finite(row.get("tokens")) is not None]
     losses = [training_loss(row) for row in rows]
     tokens = np.array([row["tokens"] for row in rows], float)
-    return tokens, np.array([np.nan if loss is None else loss for loss in losses], float)
+    return Line(tokens, np.array([np.nan if loss is None else loss for loss in losses], float))
 
 
 def smooth(loss: Any) -> Any:
@@ -85,35 +186,29 @@ def smooth(loss: Any) -> Any:
     return np.where(valid, total / np.maximum(count, 1), np.nan)
 
 
-def mean_curve(curves: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the mean of curves (tokens, loss) at the tokens that all of them have; a gap in one is a gap."""
-    tokens = reduce(np.intersect1d, [own_tokens for own_tokens, _ in curves])
-    every = [dict(zip(own_tokens, own_loss, strict=True)) for own_tokens, own_loss in curves]
-    return tokens, np.array([np.mean([losses[at] for losses in every]) for at in tokens], float)
+def mean_line(lines: Sequence[Line]) -> Line:
+    """Return the mean of lines at the tokens that all of them have; a gap in one is a gap."""
+    tokens = reduce(np.intersect1d, [line.tokens for line in lines])
+    losses = [dict(zip(*line, strict=True)) for line in lines]
+    return Line(tokens, np.array([np.mean([loss[at] for loss in losses]) for at in tokens], float))
 
 
 def _draw(axes: Any, panel: Panel, height: float) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    drawn: list[tuple[Any, Any]] = []
+    drawn: list[Line] = []
     ends: dict[Mechanism, list[End]] = {}
     for curve, style in zip(panel.curves, style_of([curve.mechanism for curve in panel.curves]), strict=True):
-        smoothed = [(tokens, smooth(loss)) for tokens, loss in map(read, curve.runs)]
-        pairs = [(run, one) for run, one in zip(curve.runs, smoothed, strict=True) if np.isfinite(one[1]).any()]
-        if not pairs:
-            continue
-        lines = _draw_curve(axes, curve, pairs, style)
+        lines = _draw_curve(axes, curve, style)
         drawn += lines
-        ends.setdefault(curve.mechanism, []).append(_end(_name(curve), style, lines[-1]))
-    every = [end for of_mechanism in ends.values() for end in of_mechanism]
-    if len(every) > MOST_NAMED:
-        every = [
-            End(short(mechanism.name), best.colour, best.x, best.y)
-            for mechanism, of_mechanism in ends.items()
-            for best in [min(of_mechanism, key=lambda end: end.y)]
-        ]
+        if lines:
+            ends.setdefault(curve.mechanism, []).append(End(_name(curve), style.colour, *lines[-1].end))
+    named = [end for of_mechanism in ends.values() for end in of_mechanism]
+    if len(named) > MOST_NAMED:
+        lowest = [min(of_mechanism, key=lambda end: end.y) for of_mechanism in ends.values()]
+        named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
     _limit(axes, drawn)
-    label_ends(axes, every, height)
+    label_ends(axes, named, height)
     axes.set_title(short(panel.title, 60), fontsize="medium")
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -121,23 +216,26 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
     grid(axes)
 
 
-def _draw_curve(
-    axes: Any, curve: LossCurve, pairs: Sequence[tuple[RunRecord, tuple[Any, Any]]], style: Style
-) -> list[tuple[Any, Any]]:
+def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
     """Draw each run, and the mean of the complete ones; return all lines, the one to be named last."""
-    complete = [line for run, line in pairs if run.state == COMPLETE]
     single = len(curve.runs) == 1
-    for run, (tokens, loss) in pairs:
-        faded = run.state != COMPLETE
-        strength = 0.5 if faded else 0.95 if single else 0.35
-        axes.plot(tokens, loss, color=style.colour, ls=style.dash, lw=1.5 if single else 0.7, alpha=strength)
-        if faded:
-            last = np.flatnonzero(np.isfinite(loss))[-1]
-            axes.plot(tokens[last], loss[last], "x", color=style.colour, ms=7, mew=1.8)
-    lines = [line for _, line in pairs]
+    lines, complete = [], []
+    for run in curve.runs:
+        line = read(run)
+        line = Line(line.tokens, smooth(line.loss))
+        if not np.isfinite(line.loss).any():
+            continue
+        lines.append(line)
+        look = {"color": style.colour, "ls": style.dash, "lw": 1.5 if single else 0.7}
+        if run.state == COMPLETE:
+            complete.append(line)
+            axes.plot(*line, alpha=0.95 if single else 0.35, **look)
+        else:
+            axes.plot(*line, alpha=0.5, **look)
+            axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
     if single or not complete:
-        return sorted(lines, key=lambda line: line[0][-1])
-    mean = mean_curve(complete)
+        return sorted(lines, key=lambda line: line.tokens[-1])
+    mean = mean_line(complete)
     axes.plot(*mean, color=style.colour, ls=style.dash, lw=1.8)
     return [*lines, mean]
 
@@ -145,22 +243,59 @@ def _draw_curve(
 def _name(curve: LossCurve) -> str:
     """Return the name of a curve, with the state of a run that is alone and not complete."""
     name, run = short(curve.name), curve.runs[0]
-    alone = len(curve.runs) == 1 and run.step is not None
-    return f"{name} ({run.state}, step {run.step:,})" if alone and run.state != COMPLETE else name
+    if len(curve.runs) > 1 or run.state == COMPLETE or run.step is None:
+        return name
+    return f"{name} ({run.state}, step {run.step:,})"
 
 
-def _end(name: str, style: Style, line: tuple[Any, Any]) -> End:
-    tokens, loss = line
-    last = np.flatnonzero(np.isfinite(loss))[-1]
-    return End(name, style.colour, float(tokens[last]), float(loss[last]))
-
-
-def _limit(axes: Any, drawn: Sequence[tuple[Any, Any]]) -> None:
+def _limit(axes: Any, lines: Sequence[Line]) -> None:
     """Set a range of losses that includes every loss after the start of the panel's longest run."""
-    longest = max(float(tokens[-1]) for tokens, _ in drawn)
+    longest = max(float(line.tokens[-1]) for line in lines)
     axes.set_xlim(0, longest)
-    shown = [loss[(tokens >= START * longest) & np.isfinite(loss)] for tokens, loss in drawn]
-    values = np.concatenate(shown)
-    if values.size:
-        margin = 0.05 * (values.max() - values.min()) or 0.1
-        axes.set_ylim(values.min() - margin, values.max() + margin)
+    losses = np.concatenate([line.loss[line.tokens >= START * longest] for line in lines])
+    losses = losses[np.isfinite(losses)]
+    if losses.size:
+        margin = 0.05 * np.ptp(losses) or 0.1
+        axes.set_ylim(losses.min() - margin, losses.max() + margin)
+
+
+def label_ends(axes: Any, ends: Sequence[End], height: float) -> None:
+    """Write each name at the right of the axes, at the height of its curve's end if there is space.
+
+    Names that would overlap are moved apart and connected to their ends by a thin line, if these are inside the limits
+    of the axes, which must be set before. height: that of the axes, in inches.
+    """
+    low, high = axes.get_ylim()
+    wanted = [min(max((end.y - low) / (high - low), 0.0), 1.0) for end in ends]
+    for end, place in zip(ends, moved_apart(wanted, LINE / (72 * height)), strict=True):
+        line = {"arrowstyle": "-", "color": end.colour, "lw": 0.5, "relpos": (0, 0.5), "shrinkA": 1}
+        axes.annotate(
+            end.name,
+            (end.x, end.y),
+            xytext=(1.06, place),
+            textcoords="axes fraction",
+            annotation_clip=False,
+            color=end.colour,
+            size=TEXT,
+            va="center",
+            arrowprops=line if low <= end.y <= high else None,
+        )
+
+
+def moved_apart(wanted: Sequence[float], gap: float) -> list[float]:
+    """Return positions at least `gap` apart, in the order of those wanted, with the least sum of squared moves.
+
+    Positions that are equal keep their order. They stay between 0 and 1 where there is space for all.
+    """
+    from scipy.optimize import isotonic_regression
+
+    if not wanted:
+        return []
+    order = np.argsort(wanted, kind="stable")
+    steps = gap * np.arange(len(wanted))
+    # without the gaps between them, the positions must not fall
+    levels = isotonic_regression(np.asarray(wanted)[order] - steps).x
+    places = np.empty(len(wanted))
+    # the highest level at which all positions above it fit, and not below the axes
+    places[order] = np.clip(levels, 0.0, max(1 - steps[-1], 0.0)) + steps
+    return [float(place) for place in places]

@@ -1,0 +1,273 @@
+"""Scaling laws: fits of points with a known law, and made-up sweeps with their savings and missing numbers."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import linregress
+
+from depthlm.report.rows import student_t
+from depthlm.report.scaling_laws import Needed, curves, fit_power_law, needed_text, ratio_interval, savings
+
+from .made_up import directories, experiment, is_png, reported, row, sweep, write_run
+
+LOSS = {"loss": {"title": "loss", "metric": "validation_loss"}}
+SIZES = (1, 2, 4, 8)
+
+
+def trained(loss: Callable[[str, float, int], float], seeds: tuple[str, ...] = (), **settings: object):
+    """Return an experiment of two mechanisms at SIZES, trained to loss(mechanism, millions of parameters, seed)."""
+    points = [{"label": label, "model": label, "size.num_layers": list(SIZES)} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=LOSS, figure="scaling", **settings)
+    for number, directory in enumerate(directories(of, seeds=seeds)):
+        size, seed = SIZES[number % 4], number // 8
+        mechanism = "dca" if number % 8 >= 4 else "vanilla"
+        compute = 8.64e19 * size * size
+        write_run(directory, loss(mechanism, size, seed), parameters=1e6 * size, training_flops=compute)
+    return of
+
+
+def exact(mechanism: str, size: float, seed: int) -> float:
+    """dca reaches with N parameters the loss that vanilla reaches with 1.25 N."""
+    return 4 * (size * (1.25 if mechanism == "dca" else 1)) ** -0.1
+
+
+def noisy(mechanism: str, size: float, seed: int) -> float:
+    """The same, with noise that the two mechanisms share for one seed and size, and a little of their own."""
+    shared = np.random.default_rng([seed, int(size)]).normal(0, 0.02)
+    own = np.random.default_rng([seed, int(size), len(mechanism)]).normal(0, 0.002)
+    return exact(mechanism, size, seed) * math.exp(shared + own)
+
+
+@pytest.mark.usefixtures("rendered")
+def test_the_report_has_the_fit_and_the_savings() -> None:
+    text = reported(trained(exact, fits={"vanilla": [1.891, -0.057]}))
+    fit = row(text, "vanilla", 0)
+    assert (fit[0], fit[1][:2], fit[2][:7], *fit[3:]) == ("4", "4 ", "-0.0500", "1.0000", "1.891", "-0.057")
+    assert row(text, "dca", 0)[-2:] == ["–", "–"]
+    assert row(text, "dca, 2", 2) == ["2M", "3.650", "1.25", "1.56"]
+    assert row(text, "dca, 8", 2) == ["8M", "3.177", "1.25 \\*", "1.56 \\*"]
+    assert "\\*: extrapolated beyond the sizes of vanilla." in text
+    assert "for the loss of dca, 4." in text
+    assert "Dotted lines" in text
+    assert "Intervals" not in text
+    assert is_png("scaling.png")
+
+
+@pytest.mark.usefixtures("rendered")
+def test_seeds_give_intervals_that_cover_the_truth() -> None:
+    seeds = ("1", "2", "3")
+    of = trained(noisy, seeds)
+    trained_sweep = sweep(of, seeds=seeds)
+    fitted = curves(trained_sweep)
+    saved = savings(trained_sweep, fitted)
+    assert len(saved) == len(SIZES)
+    for entry in saved:
+        assert entry.log_ratio.interval is not None
+        # pairing removes the noise that the mechanisms share; an interval at 95% may miss the truth, but hardly by far
+        assert 0.001 < entry.log_ratio.interval < 0.006
+        assert abs(entry.log_ratio.mean - math.log(1.25**-0.1)) < 1.5 * entry.log_ratio.interval
+        needs = entry.needs["parameters"]
+        assert needs is not None
+        assert needs.interval is not None
+        assert needs.interval[0] < needs.factor < needs.interval[1]
+        assert needs.interval[0] * 0.99 < 1.25 < needs.interval[1] * 1.01
+        assert needs.is_clear
+    text = reported(of, seeds=seeds)
+    assert "of twenty, one is expected to miss" in text
+    assert row(text, "dca, 2", 2)[2].startswith("1.2")
+
+
+def test_without_a_common_seed_there_is_no_saving() -> None:
+    of = trained(noisy, ("1", "2", "3"))
+    whole = sweep(of, seeds=("1", "2", "3"))
+    vanilla, dca = whole.rows[3], whole.rows[7]
+    for one, kept in ((vanilla, "1"), (dca, "2")):
+        for run, seed in zip(one.runs, one.seeds, strict=True):
+            if seed != kept:
+                (run.directory / "summary.json").unlink()
+    partial = sweep(of, seeds=("1", "2", "3"))
+    assert [entry.size.row.label for entry in savings(partial, curves(partial))] == ["dca, 1", "dca, 2", "dca, 4"]
+    assert "(other seeds)" in reported(of, seeds=("1", "2", "3"))
+
+
+def test_an_interval_that_hardly_ends_is_not_printed_in_digits() -> None:
+    assert needed_text(Needed(3.0, (1.5, 3e9), False)) == "3.00 [1.50, over 10]"
+
+
+def test_no_saving_is_printed_where_the_interval_includes_none() -> None:
+    def same(mechanism: str, size: float, seed: int) -> float:
+        own = np.random.default_rng([seed, int(size), len(mechanism)]).normal(0, 0.01)
+        return exact("vanilla", size, seed) * math.exp(own)
+
+    seeds = ("1", "2", "3")
+    of = trained(same, seeds)
+    trained_sweep = sweep(of, seeds=seeds)
+    saved = savings(trained_sweep, curves(trained_sweep))
+    needs = [entry.needs["compute"] for entry in saved]
+    assert {needed_text(needed) for needed in needs if needed is None or not needed.is_clear} == {"–"}
+    assert "–: the interval includes 1" in reported(of, seeds=seeds)
+
+
+def test_below_an_r2_of_0_9_no_fit_is_drawn_and_no_savings_are_printed() -> None:
+    losses = {1: 3.0, 2: 3.3, 4: 2.9, 8: 2.95}
+    text = reported(trained(lambda mechanism, size, seed: losses[int(size)] - 0.1 * (mechanism == "dca")))
+    assert "has an R² of 0.16" in text
+    assert "so no saving of compute is given" in text
+    assert "What vanilla needs" not in text
+    assert "Dashed lines" not in text
+
+
+@pytest.mark.parametrize(
+    ("losses", "compute", "note"),
+    [
+        ([], [], "no point is complete"),
+        ([3.0], [1.0], "one point is complete"),
+        ([3.0, 2.9], [1.0, 1.01], "differs only by a factor of 1.01"),
+        ([3.0, 2.9], [1.0, 2.0], "the fit goes through two points"),
+        ([2.9, 3.0], [1.0, 2.0], "does not fall with its compute, so no saving"),
+    ],
+)
+def test_too_few_points_explain_the_missing_numbers(losses: list[float], compute: list[float], note: str) -> None:
+    points = [{"label": label, "model": label, "size.num_layers": [2, 4]} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=LOSS, figure="scaling")
+    vanilla, dca = directories(of)[:2], directories(of)[2:]
+    for directory, loss, flops in zip(vanilla, losses, compute, strict=False):
+        write_run(directory, loss, parameters=1e6 * flops, training_flops=1e15 * flops)
+    if losses:
+        write_run(dca[0], 2.95)
+    text = reported(of)
+    assert note in text
+    if losses != [3.0, 2.9] or compute[-1] < 2:
+        assert "What vanilla needs" not in text
+    assert Path("report/scaling.png").exists() == bool(losses)
+
+
+def test_the_law_of_attention_residuals_is_recovered() -> None:
+    compute = [0.3, 0.5, 1.1, 2.4, 5.0]
+    law = fit_power_law(compute, [1.891 * c**-0.057 for c in compute])
+    assert law is not None
+    assert (law.a, law.b) == pytest.approx((1.891, -0.057))
+    assert law.r2 == pytest.approx(1)
+    assert (law.points, law.lowest, law.highest) == (5, 0.3, 5.0)
+
+
+@given(
+    a=st.floats(1e-3, 1e3),
+    b=st.floats(-1, 1).filter(lambda b: abs(b) > 1e-3),
+    start=st.floats(1e-12, 1e12),
+    factors=st.lists(st.floats(1.2, 10), min_size=1, max_size=6),
+)
+def test_any_law_is_recovered(a: float, b: float, start: float, factors: list[float]) -> None:
+    x = [start]
+    for factor in factors:
+        x.append(x[-1] * factor)
+    law = fit_power_law(x, [a * value**b for value in x])
+    assert law is not None
+    assert law.b == pytest.approx(b, abs=1e-8)
+    assert law.a == pytest.approx(a, rel=1e-6)
+    assert law.r2 == pytest.approx(1)
+    assert law.at(x[0]) == pytest.approx(a * x[0] ** b)
+
+
+def test_noise_changes_the_exponent_by_its_standard_error_and_lowers_r2() -> None:
+    generator = random.Random(1)
+    x = [1.3**i for i in range(30)]
+    noise = 0.01
+    law = fit_power_law(x, [3 * c**-0.08 * math.exp(generator.gauss(0, noise)) for c in x])
+    assert law is not None
+    logs = [math.log(c) for c in x]
+    mean = sum(logs) / len(logs)
+    error = noise / math.sqrt(sum((value - mean) ** 2 for value in logs))
+    assert abs(law.b + 0.08) < 4 * error
+    assert law.r2 is not None
+    assert 0.9 < law.r2 < 1
+
+
+def test_too_few_points_of_different_x_give_no_law() -> None:
+    assert fit_power_law([], []) is None
+    assert fit_power_law([1.0], [2.0]) is None
+    assert fit_power_law([1.0, 1.05, 1.0], [2.0, 1.9, 2.1]) is None
+    assert fit_power_law([1.0, 2.0], [2.0, 0.0]) is None
+
+
+def test_a_constant_has_no_r2() -> None:
+    law = fit_power_law([1.0, 2.0, 4.0], [2.0, 2.0, 2.0])
+    assert law is not None
+    assert law.r2 is None
+
+
+@given(seed=st.integers(0, 1000), points=st.integers(3, 12))
+def test_the_intervals_are_those_of_a_linear_regression(seed: int, points: int) -> None:
+    generator = random.Random(seed)
+    x = [1e-9 * 2**i for i in range(points)]
+    y = [3 * c**-0.08 * math.exp(generator.gauss(0, 0.01)) for c in x]
+    law = fit_power_law(x, y)
+    assert law is not None
+    assert law.a_interval is not None
+    assert law.b_interval is not None
+    line = linregress(np.log(x), np.log(y))
+    t = student_t(points - 2)
+    assert law.b_interval == pytest.approx((line.slope - t * line.stderr, line.slope + t * line.stderr), rel=1e-6)
+    ends = [line.intercept - t * line.intercept_stderr, line.intercept + t * line.intercept_stderr]
+    assert np.log(law.a_interval) == pytest.approx(ends, rel=1e-6)
+
+
+def test_two_points_have_no_intervals() -> None:
+    law = fit_power_law([1.0, 2.0], [3.0, 2.9])
+    assert law is not None
+    assert (law.a_interval, law.b_interval) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_usable"),
+    [
+        ([3.0, 2.9, 2.8], True),
+        ([3.0, 3.0, 3.0], False),
+        ([3.0, 3.1, 3.2], False),
+        ([3.0, 2.6, 2.9], False),
+        # two points are on any law
+        ([3.0, 2.9], False),
+        # an R² of 0.97 over three points, but an exponent that may be 0
+        ([3.0, 2.85, 2.8], False),
+    ],
+)
+def test_a_law_is_usable_if_it_surely_falls_and_explains_the_variance(losses: list[float], is_usable: bool) -> None:
+    law = fit_power_law([1.0, 2.0, 4.0][: len(losses)], losses)
+    assert law is not None
+    assert law.usable is is_usable
+
+
+def test_students_t_agrees_with_printed_tables() -> None:
+    assert [round(student_t(freedom), 3) for freedom in (1, 2, 4, 10)] == [12.706, 4.303, 2.776, 2.228]
+    assert round(student_t(10, 0.99), 3) == 3.169
+
+
+def test_the_interval_of_a_ratio_covers_it_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    numerators, denominators = generator.normal(-0.02, 0.005, 4000), generator.normal(-0.08, 0.008, 4000)
+    covered = 0
+    for numerator, denominator in zip(numerators, denominators, strict=True):
+        ends = ratio_interval(float(numerator), 1.96 * 0.005, float(denominator), 1.96 * 0.008)
+        assert ends is not None
+        assert ends[0] <= numerator / denominator <= ends[1]
+        covered += ends[0] <= 0.25 <= ends[1]
+    assert 0.94 < covered / 4000 < 0.96
+
+
+def test_a_denominator_that_may_be_zero_gives_no_interval() -> None:
+    assert ratio_interval(-0.02, 0.001, -0.08, 0.09) is None
+
+
+def test_a_factor_is_clear_if_its_interval_excludes_one() -> None:
+    assert Needed(1.2, (1.1, 1.4), False).is_clear
+    assert Needed(0.8, (0.7, 0.9), False).is_clear
+    assert not Needed(1.2, (0.9, 1.6), False).is_clear
+    # it is printed as [0.84, 1.00]
+    assert not Needed(0.91, (0.84, 0.997), False).is_clear
+    assert Needed(1.2, None, False).is_clear
