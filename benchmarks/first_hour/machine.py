@@ -4,32 +4,23 @@ python benchmarks/first_hour/machine.py --output device.json [--megabytes 1024] 
 python benchmarks/first_hour/machine.py --name       # only the name of the device
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import error_text, measure, write_json
 
+from benchmarks.shared.interleaved import measure
+from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, publish, table
 from depthlm.machine import environment
 from depthlm.machine.gpu import driver_version
 from depthlm.machine.memory import available_memory
 from depthlm.ops.backend import missing
 
 ROUNDS = 5
-QUERY = (
-    "name",
-    "driver_version",
-    "pstate",
-    "clocks.max.sm",
-    "power.limit",
-    "memory.total",
-    "memory.used",
-    "mig.mode.current",
-)
+QUERY = ["name", "driver_version", "pstate", "clocks.max.sm", "power.limit", "memory.total", "memory.used",
+         "mig.mode.current"]  # fmt: skip
 
 
 def query_driver() -> dict[str, str] | str:
@@ -80,26 +71,36 @@ def describe(megabytes: int, width: int) -> dict[str, Any]:
     }
 
 
+def markdown(results: Results) -> str:
+    versions = results["machine"]["versions"]
+    lines = [
+        ("device", str(results["name"])),
+        ("compute capability", str(results["capability"])),
+        ("memory", f"{results['memory_gib']:.1f} GiB"),
+        ("driver", str(results["driver"])),
+        ("CUDA of torch", str(results["cuda"])),
+        ("torch, Triton, DeepSpeed", ", ".join(str(versions[name]) for name in ("torch", "triton", "deepspeed"))),
+        ("Python", results["machine"]["python"]),
+        ("Triton's kernels", results["triton_missing"] or "can run"),
+        ("copies", f"{results['copied_bytes_per_second'] / 1e9:,.0f} GB/s"),
+        ("bf16 matrix products", f"{results['bf16_flops_per_second'] / 1e12:,.3g} TFLOP/s"),
+    ]
+    return table(("", ""), lines)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--name", action="store_true", help="print the name of the GPU, or fail if torch cannot use one"
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--name", action="store_true", help="print the name of the GPU, or fail if torch cannot use it")
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--width", type=int, default=8192)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = arguments_of(parser, markdown)
     if arguments.name:
         if error := environment.device_error("cuda"):
             print(error, file=sys.stderr)
             return 2
         print(environment.device_name("cuda"))
         return 0
-    results = describe(arguments.megabytes, arguments.width)
-    for name, value in results.items():
-        print(f"{name}: {value}")
-    if arguments.output:
-        write_json(arguments.output, results)
+    publish(arguments.output, describe(arguments.megabytes, arguments.width), markdown)
     return 0
 
 

@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from archive import values_of
-
+from benchmarks.study.archive import values_of
 from depthlm.config import compose
 from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep

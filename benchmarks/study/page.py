@@ -9,8 +9,8 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from archive import RESULTS, lines_of, row_of, study_sweeps, values_of
-from differences import (
+from benchmarks.study.archive import RESULTS, lines_of, row_of, study_sweeps, values_of
+from benchmarks.study.differences import (
     Difference,
     apart_from_vanilla,
     corrected,
@@ -19,8 +19,7 @@ from differences import (
     rate_changes,
     relative_differences,
 )
-from pictures import draw_all
-
+from benchmarks.study.pictures import draw_all
 from depthlm.accounting.parameters import count_parameters
 from depthlm.build import build_model
 from depthlm.config.schema.experiment import Column

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from archive import values_of
-from differences import Difference, apart_from_vanilla, own_difference, rate_changes
-
+from benchmarks.study.archive import values_of
+from benchmarks.study.differences import Difference, apart_from_vanilla, own_difference, rate_changes
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import panels_of
