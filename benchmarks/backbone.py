@@ -52,23 +52,23 @@ MIXERS = {
 }
 
 
-def training_step(kind: str, config: Config, precision: str, device: torch.device) -> tuple[Step, float]:
+def training_step(name: str, config: Config, precision: str, device: torch.device) -> tuple[Step, float]:
     """Return a training step with experts and its first loss."""
     shape = (config.training.batch_size, config.training.sequence_length + 1)
     tokens = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model: Any = depthlm.build_model(config, device)
     looped: Callable[[], AbstractContextManager] = nullcontext
-    if kind == "looped":
+    if name == "looped":
         looped = partial(mock.patch.object, experts, "GROUPED", {})
-    if kind in THEIRS:
+    if name in THEIRS:
         model = transformers_decoder(model)
-        model.set_experts_implementation(kind)
+        model.set_experts_implementation(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def loss() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"), looped():
-            if kind in OURS:
+            if name in OURS:
                 return model(inputs, targets).nll / targets.numel()
             return F.cross_entropy(model(inputs).logits.flatten(0, 1).float(), targets.flatten())
 
@@ -88,14 +88,14 @@ def measure_experts(rounds: int, steps: int) -> Results:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, results = depthlm.compose(SHAPE), {}
     for precision, tolerance in TOLERANCE.items():
-        built = {kind: training_step(kind, config, precision, device) for kind in (*OURS, *THEIRS)}
-        losses = {kind: loss for kind, (_, loss) in built.items()}
+        built = {name: training_step(name, config, precision, device) for name in (*OURS, *THEIRS)}
+        losses = {name: loss for name, (_, loss) in built.items()}
         if any(abs(loss - losses["looped"]) > tolerance * loss for loss in losses.values()):
             raise SystemExit(f"{precision}: the losses differ: {losses}")
-        seconds = measure({kind: step for kind, (step, _) in built.items()}, rounds, steps)
+        seconds = measure({name: step for name, (step, _) in built.items()}, rounds, steps)
         results[precision] = {
             "loss": losses["looped"],
-            "times_as_fast_as": {kind: ratio(seconds, "grouped", kind) for kind in ("looped", *THEIRS)},
+            "times_as_fast_as": {name: ratio(seconds, "grouped", name) for name in ("looped", *THEIRS)},
             "noise": spread(seconds, "grouped", "grouped again"),
             "seconds": seconds,
         }
@@ -141,10 +141,10 @@ def markdown(results: Results) -> str:
         )
         return headed(results, table(("mixer", "times the time of softmax attention", "median ms"), mixers))
     lines = (
-        (name, *(f"{results[name]['times_as_fast_as'][kind]:.2f}" for kind in ("looped", *THEIRS)))
-        for name in TOLERANCE
+        (precision, *(f"{results[precision]['times_as_fast_as'][name]:.2f}" for name in ("looped", *THEIRS)))
+        for precision in TOLERANCE
     )
-    return headed(results, table(("precision", "ours looped", *(f"`{kind}`" for kind in THEIRS)), lines))
+    return headed(results, table(("precision", "ours looped", *(f"`{name}`" for name in THEIRS)), lines))
 
 
 def main() -> None:

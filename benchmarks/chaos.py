@@ -74,7 +74,7 @@ ARMS = {
 
 
 class Mishaps:
-    """Starts one run and lets things happen to it. events: a record of each mishap so far."""
+    """Starts a run and disturbs it. events: a record of each mishap so far."""
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
         self.directory, self.events = directory, list[dict[str, Any]]()

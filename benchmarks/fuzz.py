@@ -2,8 +2,8 @@
 
     python benchmarks/fuzz.py [--mutations 2000] [--commands 200] [--seed 0] [--only config.yaml manifest.json]
 
-A mutation flips bits, cuts, inserts, repeats or re-encodes bytes, or replaces a value of JSON or YAML by one of another
-type or a deeply nested one. The readers run in this process, the commands in processes of their own. A reader may
+A mutation flips bits, cuts, inserts, repeats or re-encodes bytes, or replaces a value of JSON or YAML by a value of
+another type or a deeply nested value. The readers run in this process, each command in a new process. A reader may
 return, or raise a UserError; a command may exit with 0 or 2, or with 1 and no traceback. Where a file is covered by a
 digest, what a reader returns must also equal what it returns for the original. Each case has a time limit.
 """
@@ -57,24 +57,26 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     data = bytearray(content)
     at = chance.randrange(len(data) + 1)
     end = min(len(data), at + chance.choice((1, 4, 64, 4096)))
-    kind = chance.choice(("bits", "bits", "cut", "remove", "insert", "repeat", "encoding", "value", "value", "nesting"))
-    if kind == "bits":
+    damage = chance.choice(
+        ("bits", "bits", "cut", "remove", "insert", "repeat", "encoding", "value", "value", "nesting")
+    )
+    if damage == "bits":
         for _ in range(chance.choice((1, 1, 1, 8))):
             bit = chance.randrange(8 * max(1, len(data)))
             if data:
                 data[bit // 8] ^= 1 << bit % 8
-    elif kind == "cut":
+    elif damage == "cut":
         del data[at:]
-    elif kind == "remove":
+    elif damage == "remove":
         del data[at:end]
-    elif kind == "insert":
+    elif damage == "insert":
         data[at:at] = chance.randbytes(chance.choice((1, 3, 200)))
-    elif kind == "repeat":
+    elif damage == "repeat":
         data[at:at] = data[at:end] * chance.choice((1, 50))
-    elif kind == "encoding":
+    elif damage == "encoding":
         text = content.decode("utf-8", errors="replace")
         return text.encode(chance.choice(("utf-16", "utf-8-sig", "utf-32", "cp037")), errors="replace")
-    elif kind == "nesting":
+    elif damage == "nesting":
         deep = chance.choice((b"[", b'{"a":', b"- ", b"{a: ")) * chance.choice((50, 20000))
         data[at:end] = deep
     else:
@@ -136,8 +138,8 @@ def fuzz_reader(target: Target, mutations: int, seed: int) -> Outcome:
             target.file.write_bytes(mutated(original, random.Random(case)))
             try:
                 with limited(READER_SECONDS):
-                    found = target.read(target.file)
-                if target.exact and found != expected:
+                    answer = target.read(target.file)
+                if target.exact and answer != expected:
                     outcome.failures[case] = "another answer"
                 outcome.returned += 1
             except UserError:

@@ -18,31 +18,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import depthlm
+from benchmarks.shared import interleaved, reporting
 from benchmarks.shared.decoders import transformers_decoder
-from benchmarks.shared.interleaved import (
-    Step,
-    against,
-    gpu_bytes,
-    measure,
-    peak_gib_above,
-    peak_memory_gib,
-    ratio,
-    release,
-    twin_baseline,
-    twin_note,
-)
-from benchmarks.shared.reporting import (
-    Results,
-    arguments_of,
-    error_text,
-    headed,
-    number,
-    parser_of,
-    publish,
-    result_path,
-    table,
-    write_json,
-)
 from depthlm.config import mechanisms
 from depthlm.evaluation import generate
 from depthlm.machine import environment
@@ -67,13 +44,13 @@ class Task(NamedTuple):
 class Phases(NamedTuple):
     """prefill, and the decoding of all new tokens; the bytes of the cache after both."""
 
-    prefill: Step
-    decode: Step
+    prefill: interleaved.Step
+    decode: interleaved.Step
     cache_bytes: int
 
 
 def build(name: str, overrides: list[str]) -> Decoder:
-    """Build a preset with its initial weights. name: the preset, optionally followed by its own overrides."""
+    """Build a preset with its initial weights. name: the preset, optionally followed by overrides of it."""
     preset, *settings = ("vanilla" if name == AGAIN else name).split()
     config = depthlm.compose([*overrides, f"model={preset}", *settings], here=False)
     model = depthlm.build_model(config, environment.device_type()).eval()
@@ -113,8 +90,8 @@ def phases_of(model: Decoder, task: Task) -> Phases:
     return Phases(lambda: prefill(model, tokens_bt, task.new), decoding, cache.bytes())
 
 
-def prefill_of(name: str, task: Task) -> Step:
-    """Return the prefill of a preset, in a process of its own."""
+def prefill_of(name: str, task: Task) -> interleaved.Step:
+    """Return the prefill of a preset, for a new process."""
     model = build(name, task.overrides)
     tokens_bt = prompt_of(model, task)
     return lambda: prefill(model, tokens_bt, task.new)
@@ -134,11 +111,13 @@ def against_transformers(task: Task, rounds: int) -> dict[str, Any]:
         return generate(model, tokens_bt, new)
 
     same = torch.equal(our_turn(), their_turn())
-    seconds = measure({"depthlm": our_turn, "transformers": their_turn, "depthlm again": our_turn}, rounds, steps=1)
+    seconds = interleaved.measure(
+        {"depthlm": our_turn, "transformers": their_turn, "depthlm again": our_turn}, rounds, steps=1
+    )
     return {
         "same_tokens": same,
-        "ratio": ratio(seconds, "depthlm", "transformers"),
-        "again": ratio(seconds, "depthlm", "depthlm again"),
+        "ratio": interleaved.ratio(seconds, "depthlm", "transformers"),
+        "again": interleaved.ratio(seconds, "depthlm", "depthlm again"),
         "tokens_per_second": task.batch * new / min(seconds["depthlm"]),
         "seconds": seconds,
     }
@@ -150,13 +129,13 @@ def measure_group(
     """Return one line per preset, and the ratios of vanilla to itself. memory: peaks in GiB; on a GPU, filled here."""
     built = {}
     for name in ["vanilla", *names, AGAIN]:
-        used = gpu_bytes()
+        used = interleaved.gpu_bytes()
         model = build(name, task.overrides)
         # the weights were in fp32 at first
-        gpu_bytes()
+        interleaved.gpu_bytes()
         built[name] = phases_of(model, task)
         if CUDA:
-            memory.setdefault(name, peak_gib_above(used))
+            memory.setdefault(name, interleaved.peak_gib_above(used))
     lines: dict[str, Any] = {
         name: {"cache_bytes": phases.cache_bytes, "peak_memory_gib": memory[name], "seconds": 0.0}
         for name, phases in built.items()
@@ -165,12 +144,12 @@ def measure_group(
     again: list[float] = []
     for phase, tokens in (("prefill", task.batch * task.prompt), ("decode", task.batch * task.new)):
         turns = {name: getattr(phases, phase) for name, phases in built.items()}
-        seconds = measure(turns, rounds, steps=1, warmup=1, settle=1)
-        vanilla, ratios = twin_baseline(seconds, "vanilla", AGAIN)
+        seconds = interleaved.measure(turns, rounds, steps=1, warmup=1, settle=1)
+        vanilla, ratios = interleaved.twin_baseline(seconds, "vanilla", AGAIN)
         again += ratios
         for name, line in lines.items():
             times = vanilla if name == "vanilla" else seconds[name]
-            line[phase] = against(times, vanilla, tokens)
+            line[phase] = interleaved.against(times, vanilla, tokens)
             line["seconds"] += sum(times) / rounds
     return lines, again
 
@@ -178,7 +157,7 @@ def measure_group(
 COLUMNS = ("preset", "prefill us/token", "added", "decode us/token", "added", "us added", "GiB", "cache bytes", "paper")
 
 
-def markdown(results: Results) -> str:
+def markdown(results: reporting.Results) -> str:
     vanilla = results["presets"]["vanilla"]
     lines = []
     for name, line in results["presets"].items():
@@ -192,23 +171,25 @@ def markdown(results: Results) -> str:
                 f"{line['decode']['microseconds_per_token']:,.0f}",
                 f"{line['decode']['overhead']:+.1%}",
                 f"{line['decode']['microseconds_added']:+,.0f}",
-                number(line["peak_memory_gib"], ".2f"),
+                reporting.number(line["peak_memory_gib"], ".2f"),
                 f"{line['cache_bytes']:,}",
-                number(paper, "+.2%"),
+                reporting.number(paper, "+.2%"),
             )
         )
-    return headed(results, table(COLUMNS, lines), twin_note(results["again"], "vanilla"))
+    return reporting.headed(
+        results, reporting.table(COLUMNS, lines), interleaved.twin_note(results["again"], "vanilla")
+    )
 
 
 def main() -> int:
-    parser = parser_of(__doc__, rounds=8, threads=environment.cores())
+    parser = reporting.parser_of(__doc__, rounds=8, threads=environment.cores())
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, for all contenders")
     parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
     parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=64, help="new tokens after the prompt")
-    args = arguments_of(parser, markdown)
+    args = reporting.arguments_of(parser, markdown)
     paper: Any = {} if args.table is None else OmegaConf.to_container(OmegaConf.load(TABLES / f"{args.table}.yaml"))
     if paper:
         args.batch, args.prompt, args.new = paper["batch_size"], paper["prompt"], paper["new"]
@@ -216,10 +197,10 @@ def main() -> int:
     presets = args.presets or [name for name in paper.get("seconds", mechanisms()) if name != "vanilla"]
     memory: dict[str, float | None] = {}
     if not CUDA:
-        memory |= {name: peak_memory_gib(prefill_of, name, task) for name in ["vanilla", *presets]}
+        memory |= {name: interleaved.peak_memory_gib(prefill_of, name, task) for name in ["vanilla", *presets]}
     shape = [*task.overrides, f"batch={task.batch}", f"prompt={task.prompt}", f"new={task.new}"]
-    results: Results = {"shape": shape, "table": args.table, "again": [], "presets": {}}
-    output = args.output or result_path(f"inference-{args.table}" if args.table else "inference")
+    results: reporting.Results = {"shape": shape, "table": args.table, "again": [], "presets": {}}
+    output = args.output or reporting.result_path(f"inference-{args.table}" if args.table else "inference")
     for start in range(0, len(presets), GROUP):
         lines, again = measure_group(presets[start : start + GROUP], task, args.rounds, memory)
         results["again"] += again
@@ -228,20 +209,20 @@ def main() -> int:
             published |= {"paper_gb": paper.get("prefill_gb", {}).get(name)}
             # vanilla is in each group, and the line of the first group is kept
             results["presets"].setdefault(name, line | published)
-        release()
-        write_json(output, results)
+        interleaved.release()
+        reporting.write_json(output, results)
     sizes = {line["cache_bytes"] for line in results["presets"].values()}
     print(f"every cache has the size of vanilla's: {len(sizes) == 1} ({sizes} bytes)")
     try:
         peer = against_transformers(task, args.rounds)
     except Exception as error:
         # the peer is another package, and its failure does not affect the lines above
-        peer = {"error": error_text(error)}
+        peer = {"error": reporting.error_text(error)}
         print(f"error: transformers' generate: {peer['error']}", file=sys.stderr)
     else:
         comparison = "the same" if peer["same_tokens"] else "OTHER"
         print(f"transformers' generate takes {peer['ratio']:.2f} times as long, and generates {comparison} tokens")
-    publish(output, results | {"transformers": peer}, markdown)
+    reporting.publish(output, results | {"transformers": peer}, markdown)
     return int("error" in peer)
 
 

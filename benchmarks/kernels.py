@@ -16,19 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from rich.progress import track
 
+from benchmarks.shared import reporting
 from benchmarks.shared.interleaved import Step, measure, ratio, release, spread
 from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
-from benchmarks.shared.reporting import (
-    Results,
-    arguments_of,
-    error_text,
-    headed,
-    parser_of,
-    publish,
-    result_path,
-    table,
-    write_json,
-)
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
 
@@ -73,20 +63,20 @@ def jobs_of_table(name: str, divisor: int) -> list[Job]:
     return jobs
 
 
-def time_job(job: Job, kinds: list[str], rounds: int) -> dict[str, Any]:
+def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
     """Return one line of the results, without seconds if the contenders differ."""
     device = environment.device_type()
     case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
-    steps = {kind: step(case.run, case.inputs, kind) for kind in kinds}
+    steps = {backend: step(case.run, case.inputs, backend) for backend in backends}
     outputs = {}
-    for kind in kinds:
+    for backend in backends:
         try:
-            outputs[kind] = steps[kind]()
+            outputs[backend] = steps[backend]()
         except torch.OutOfMemoryError:
             # the second contender needs more memory than the first, which is then timed alone
-            if kind == kinds[0]:
+            if backend == backends[0]:
                 raise
-            del steps[kind]
+            del steps[backend]
     different = difference(*outputs.values()) if len(outputs) > 1 else None
     del outputs
     tokens = job.shape.batch * job.shape.length
@@ -139,10 +129,10 @@ def copying() -> Step:
 
 COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "times as fast",
            "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
-KINDS = ("naive", "torch", "triton")
+BACKENDS = ("naive", "torch", "triton")
 
 
-def markdown(results: Results) -> str:
+def markdown(results: reporting.Results) -> str:
     """Return a table without the columns that are empty in all lines."""
     lines = [cells(line) for line in results["lines"]]
     kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
@@ -151,8 +141,11 @@ def markdown(results: Results) -> str:
     speeds = [line["copied_bytes_per_second"] / 1e9 for line in measured] or [0.0]
     again = max((line["again"] for line in measured), default=0.0)
     copies = f"{results['type'].removeprefix('torch.')}; copies at {min(speeds):.1f} to {max(speeds):.1f} GB/s"
-    return headed(
-        results, table(header, lines), copies, f"the same code again: single rounds differ by up to {again:.1%}"
+    return reporting.headed(
+        results,
+        reporting.table(header, lines),
+        copies,
+        f"the same code again: single rounds differ by up to {again:.1%}",
     )
 
 
@@ -170,50 +163,50 @@ def cells(line: dict[str, Any]) -> list[str]:
     else:
         shown["floor ms"] = f"{1e3 * line['floor_seconds']:.3g}"
         shown["times as fast"] = f"{line['times_as_fast']:.2f}" if line["times_as_fast"] else ""
-        for kind, name in zip(KINDS, ("definition", "PyTorch", "Triton"), strict=True):
-            if kind in line["times_floor"]:
-                shown[f"{name} ms"] = f"{1e3 * min(line['seconds'][kind]):.3g}"
-                shown[f"{name} / floor"] = f"{line['times_floor'][kind]:.2f}"
-            if line["added_to_flash"] and kind in line["added_to_flash"]:
-                shown[f"{name} + flash"] = f"{line['added_to_flash'][kind]:+.1%}"
+        for backend, name in zip(BACKENDS, ("definition", "PyTorch", "Triton"), strict=True):
+            if backend in line["times_floor"]:
+                shown[f"{name} ms"] = f"{1e3 * min(line['seconds'][backend]):.3g}"
+                shown[f"{name} / floor"] = f"{line['times_floor'][backend]:.2f}"
+            if line["added_to_flash"] and backend in line["added_to_flash"]:
+                shown[f"{name} + flash"] = f"{line['added_to_flash'][backend]:+.1%}"
     return [shown.get(column, "") for column in COLUMNS]
 
 
 def main() -> int:
-    parser = parser_of(__doc__, rounds=8, threads=environment.cores())
+    parser = reporting.parser_of(__doc__, rounds=8, threads=environment.cores())
     parser.add_argument("--size", nargs="+", default=["1.5b", "3b"] if CUDA else ["1.5b"], help="of conf/size")
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
     parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
     parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="--table: N times smaller, on any device")
-    arguments = arguments_of(parser, markdown)
+    arguments = reporting.arguments_of(parser, markdown)
     if arguments.table and not CUDA and arguments.divide == 1:
         parser.error(
             f"--table {arguments.table}: its shapes need a GPU, and this machine has none; --divide reduces them"
         )
-    kinds = ["triton", "torch"]
+    backends = ["triton", "torch"]
     if unavailable := missing("cuda") if CUDA else "Triton's kernels need a GPU":
-        kinds = ["torch", "naive"]
+        backends = ["torch", "naive"]
         print(f"{unavailable}: PyTorch's operators are compared with their definitions")
     if arguments.table:
         jobs = jobs_of_table(arguments.table, arguments.divide)
     else:
         jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
-    results: Results = {"timed": kinds, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
-    output = arguments.output or result_path(arguments.table or "kernels")
+    results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
+    output = arguments.output or reporting.result_path(arguments.table or "kernels")
     for job in track(jobs, "timing", transient=True):
         try:
-            line = time_job(job, kinds, arguments.rounds)
+            line = time_job(job, backends, arguments.rounds)
         except Exception as error:
             # the other operators may succeed
             line = {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper,
-                    "error": error_text(error)}  # fmt: skip
+                    "error": reporting.error_text(error)}  # fmt: skip
             print(f"error: {line['operator']}, {line['setting']}: {line['error']}", file=sys.stderr)
         results["lines"].append(line)
         release()
-        write_json(output, results)
-    publish(output, results, markdown)
+        reporting.write_json(output, results)
+    reporting.publish(output, results, markdown)
     return int(any("seconds" not in line for line in results["lines"]))
 
 

@@ -21,30 +21,8 @@ import torch
 from omegaconf import OmegaConf
 
 import depthlm
+from benchmarks.shared import interleaved, reporting
 from benchmarks.shared.decoders import training_of
-from benchmarks.shared.interleaved import (
-    Step,
-    against,
-    gpu_bytes,
-    measure,
-    peak_gib_above,
-    peak_memory_gib,
-    release,
-    twin_baseline,
-    twin_note,
-)
-from benchmarks.shared.reporting import (
-    Results,
-    arguments_of,
-    error_text,
-    headed,
-    number,
-    parser_of,
-    publish,
-    result_path,
-    table,
-    write_json,
-)
 from depthlm.config import mechanisms
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
@@ -71,15 +49,15 @@ def read_table(name: str) -> tuple[list[str], dict[str, float]]:
     return [*paper["overrides"], "tracker=none"], overheads
 
 
-def contender(name: str, overrides: list[str], device: torch.device) -> tuple[Step, int]:
-    """Return (one training step, its tokens). name: the preset, optionally followed by its own overrides."""
+def contender(name: str, overrides: list[str], device: torch.device) -> tuple[interleaved.Step, int]:
+    """Return (one training step, its tokens). name: the preset, optionally followed by overrides of it."""
     preset, *settings = ("vanilla" if name == AGAIN else name).split()
     trained = training_of(depthlm.compose([*overrides, f"model={preset}", *settings]), device)
     return trained.step, trained.plan.tokens_per_step
 
 
-def step_of(name: str, overrides: list[str]) -> Step:
-    """Return the training step of a preset, in a process of its own."""
+def step_of(name: str, overrides: list[str]) -> interleaved.Step:
+    """Return the training step of a preset, for a new process."""
     return contender(name, overrides, start_distributed(ranks()))[0]
 
 
@@ -91,44 +69,46 @@ def in_groups(
         names = ["vanilla", *presets[start : start + GROUP], AGAIN]
         built = {name: contender(name, overrides, device) for name in names}
         tokens = built["vanilla"][1]
-        seconds = measure({name: step for name, (step, _) in built.items()}, rounds, steps=1, warmup=1, settle=1)
+        seconds = interleaved.measure(
+            {name: step for name, (step, _) in built.items()}, rounds, steps=1, warmup=1, settle=1
+        )
         yield lines_of(seconds, tokens, memory)
         # the next group needs the memory
         del built
-        release()
+        interleaved.release()
 
 
 def in_pairs(presets: list[str], overrides: list[str], device: torch.device, rounds: int) -> Iterator[Lines]:
     """Yield what `in_groups` yields, of one preset at a time. A preset that fails has a line with its error."""
-    used = gpu_bytes()
+    used = interleaved.gpu_bytes()
     vanilla, tokens = contender("vanilla", overrides, device)
     vanilla(), vanilla()
-    peaks = {"vanilla": peak_gib_above(used)}
+    peaks = {"vanilla": interleaved.peak_gib_above(used)}
 
     def pair(name: str) -> Lines:
-        used = gpu_bytes()
+        used = interleaved.gpu_bytes()
         step, _ = contender(name, overrides, device)
         step(), step()
-        peaks[name] = peak_gib_above(used)
+        peaks[name] = interleaved.peak_gib_above(used)
         contenders = {"vanilla": vanilla, name: step, AGAIN: vanilla}
-        return lines_of(measure(contenders, rounds, steps=1, warmup=0, settle=1), tokens, peaks)
+        return lines_of(interleaved.measure(contenders, rounds, steps=1, warmup=0, settle=1), tokens, peaks)
 
     for name in presets:
         try:
             yield pair(name)
         except Exception as error:
             # the other presets may fit in memory
-            yield {name: {"error": error_text(error)}}, []
-        release()
+            yield {name: {"error": reporting.error_text(error)}}, []
+        interleaved.release()
 
 
 def lines_of(seconds: dict[str, list[float]], tokens: int, memory: dict[str, Any]) -> Lines:
     """Return the speed of each preset against vanilla in the same rounds, and the ratios of vanilla's turns."""
-    vanilla, again = twin_baseline(seconds, "vanilla", AGAIN)
+    vanilla, again = interleaved.twin_baseline(seconds, "vanilla", AGAIN)
     lines = {}
     for name in (name for name in seconds if name != AGAIN):
         times = vanilla if name == "vanilla" else seconds[name]
-        comparison, best = against(times, vanilla, tokens), min(times)
+        comparison, best = interleaved.against(times, vanilla, tokens), min(times)
         lines[name] = {
             "ratio": 1 / (1 + comparison["overhead"]),
             "overhead_of_best": best / min(vanilla) - 1,
@@ -142,9 +122,11 @@ def lines_of(seconds: dict[str, list[float]], tokens: int, memory: dict[str, Any
 COLUMNS = ("preset", "tokens/s", "us/token", "ratio", "added", "best", "us added", "GiB", "paper")
 
 
-def markdown(results: Results) -> str:
+def markdown(results: reporting.Results) -> str:
     lines = [cells(name, line) for name, line in results["presets"].items()]
-    return headed(results, table(COLUMNS, lines), twin_note(results["again"], "vanilla"))
+    return reporting.headed(
+        results, reporting.table(COLUMNS, lines), interleaved.twin_note(results["again"], "vanilla")
+    )
 
 
 def cells(name: str, line: Line) -> list[str]:
@@ -158,8 +140,8 @@ def cells(name: str, line: Line) -> list[str]:
         f"{line['overhead']:+.1%}",
         f"{line['overhead_of_best']:+.1%}",
         microseconds(line["microseconds_added"], sign="+"),
-        number(line["peak_memory_gib"], ".2f"),
-        number(line["paper_overhead"], "+.0%"),
+        reporting.number(line["peak_memory_gib"], ".2f"),
+        reporting.number(line["paper_overhead"], "+.0%"),
     ]
 
 
@@ -169,14 +151,14 @@ def microseconds(value: float, sign: str = "") -> str:
 
 
 def main() -> int:
-    parser = parser_of(__doc__, rounds=8, threads=environment.cores())
+    parser = reporting.parser_of(__doc__, rounds=8, threads=environment.cores())
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py, for all contenders")
     parser.add_argument("--presets", nargs="+", help="mechanisms (default: those of the table, else all)")
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
     shapes.add_argument("--size", help="a size of conf/size, at its own sequence length")
     parser.add_argument("--pairs", action="store_true", help="only one preset and vanilla in memory at once")
-    arguments = arguments_of(parser, markdown)
+    arguments = reporting.arguments_of(parser, markdown)
     shape, paper = read_table(arguments.table or DEFAULT_TABLE)
     if arguments.size:
         shape = [f"size={arguments.size}", "tracker=none"]
@@ -187,18 +169,18 @@ def main() -> int:
     if arguments.pairs:
         groups = in_pairs(presets, overrides, device, arguments.rounds)
     else:
-        memory = {name: peak_memory_gib(step_of, name, overrides) for name in ["vanilla", *presets]}
+        memory = {name: interleaved.peak_memory_gib(step_of, name, overrides) for name in ["vanilla", *presets]}
         groups = in_groups(presets, overrides, device, arguments.rounds, memory)
-    results: Results = {"shape": overrides, "table": arguments.table, "again": [], "presets": {}}
-    output = arguments.output or result_path(arguments.table or "mechanisms")
+    results: reporting.Results = {"shape": overrides, "table": arguments.table, "again": [], "presets": {}}
+    output = arguments.output or reporting.result_path(arguments.table or "mechanisms")
     for group, again in groups:
         results["again"] += again
         for name, line in group.items():
             # vanilla is in each group, and the line of the first group is kept
             paper_overhead = None if name == "vanilla" else paper.get(name)
             results["presets"].setdefault(name, {**line, "paper_overhead": paper_overhead})
-        write_json(output, results)
-    publish(output, results, markdown)
+        reporting.write_json(output, results)
+    reporting.publish(output, results, markdown)
     return int(any("error" in line for line in results["presets"].values()))
 
 

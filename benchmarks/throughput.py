@@ -63,14 +63,14 @@ def measurable_pairs() -> list[Pair]:
 def kinds_of(mode: str, pairs: list[Pair]) -> list[str]:
     """Return the contenders that these pairs need in a mode."""
     needed = {x for ours, theirs, *modes, _ in pairs for x in zip((ours, theirs), modes, strict=True)}
-    return [kind for kind in KINDS if (kind, mode) in needed]
+    return [name for name in KINDS if (name, mode) in needed]
 
 
-def configuration(kind: str, mode: str) -> Config:
-    """Return the configuration of a contender; only the ZeRO stage depends on `kind`."""
+def configuration(name: str, mode: str) -> Config:
+    """Return the configuration of a contender; only the ZeRO stage depends on `name`."""
     precision, compiled = MODES[mode]
     settings = [f"precision={precision}", f"training.compile={str(compiled).lower()}", "tracker=none"]
-    return depthlm.compose([*SHAPE, *settings, f"deepspeed=zero{1 if kind == 'zero1' else 0}"])
+    return depthlm.compose([*SHAPE, *settings, f"deepspeed=zero{1 if name == 'zero1' else 0}"])
 
 
 def make_batch(config: Config) -> torch.Tensor:
@@ -79,26 +79,26 @@ def make_batch(config: Config) -> torch.Tensor:
     return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float] | None]:
+def contender(name: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float] | None]:
     """Return (one training step, a function that returns the loss on the batch before any step, if it has one)."""
-    config = configuration(kind, mode)
-    if kind == "products":
+    config = configuration(name, mode)
+    if name == "products":
         return products(config, torch.bfloat16 if MODES[mode][0] == "bf16" else torch.float32, device), None
     batch = make_batch(config).to(device)
     compiled = MODES[mode][1]
-    if kind in ("depthlm", "zero1"):
+    if name in ("depthlm", "zero1"):
         trained = training_of(config, device)
         inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
         first = float(trained.engine(inputs, targets).nll.detach()) / targets.numel()
         return trained.step, lambda: first
     ours = depthlm.build_model(config, device)
     tokens = config.training.batch_size * config.training.sequence_length
-    if kind == "plain":
+    if name == "plain":
         model: nn.Module = ours
         if compiled:
             compile_sublayers(ours)
     else:
-        model = litgpt_decoder(config, ours.state_dict()).to(device) if kind == "litgpt" else transformers_decoder(ours)
+        model = litgpt_decoder(config, ours.state_dict()).to(device) if name == "litgpt" else transformers_decoder(ours)
         if compiled:
             model = torch.compile(model)  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
@@ -106,9 +106,9 @@ def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callabl
     def forward() -> torch.Tensor:
         inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
         with torch.autocast(device.type, torch.bfloat16, enabled=MODES[mode][0] == "bf16"):
-            if kind == "plain":
+            if name == "plain":
                 return model(inputs, targets).nll / tokens
-            logits = model(inputs) if kind == "litgpt" else model(input_ids=inputs, use_cache=False).logits
+            logits = model(inputs) if name == "litgpt" else model(input_ids=inputs, use_cache=False).logits
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def step() -> None:
@@ -164,8 +164,8 @@ def results_of(pairs: list[Pair], seconds: dict[str, dict[str, list[float]]]) ->
         compared.append({**names, "ratio": ratio(both, "ours", "theirs"), "wanted": wanted})
     speeds = {
         mode: {
-            kind: {"best": tokens / min(times), "median": tokens / statistics.median_high(times), "seconds": times}
-            for kind, times in turns.items()
+            name: {"best": tokens / min(times), "median": tokens / statistics.median_high(times), "seconds": times}
+            for name, times in turns.items()
         }
         for mode, turns in seconds.items()
     }
@@ -176,8 +176,8 @@ def results_of(pairs: list[Pair], seconds: dict[str, dict[str, list[float]]]) ->
 def markdown(results: Results) -> str:
     lines = []
     for pair in results["pairs"]:
-        kind, mode = pair["ours"].split(", ")
-        speed = results["speeds"][mode][kind]["median"]
+        name, mode = pair["ours"].split(", ")
+        speed = results["speeds"][mode][name]["median"]
         wanted = "" if pair["wanted"] is None else f"{pair['wanted']:.2f}"
         lines.append((pair["ours"], pair["theirs"], f"{speed:,.0f}", f"{pair['ratio']:.3f}", wanted))
     peers = (f"{name} {version}" for name, version in results.get("peers", {}).items())
@@ -187,13 +187,13 @@ def markdown(results: Results) -> str:
 
 def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
     """Return the seconds of the contenders of a mode. Exits where they compute another loss."""
-    built = {kind: contender(kind, mode, device) for kind in kinds}
-    losses = {kind: loss() for kind, (_, loss) in built.items() if loss}
+    built = {name: contender(name, mode, device) for name in kinds}
+    losses = {name: loss() for name, (_, loss) in built.items() if loss}
     for loss in losses.values():
         # ZeRO 1 rounds its weights to bf16 at the start; all others compute the same function
         if abs(loss - losses["transformers"]) > 2e-3:
             raise SystemExit(f"{mode}: not the same model: the losses are {losses}")
-    return measure({kind: step for kind, (step, _) in built.items()}, rounds, steps)
+    return measure({name: step for name, (step, _) in built.items()}, rounds, steps)
 
 
 def main() -> None:

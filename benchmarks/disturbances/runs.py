@@ -174,12 +174,12 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _find(directory: str) -> list[int]:
     """Return the process ids of the ranks that train with this override, in the order of ranks."""
-    found = []
+    ranks_found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if {"train.py", directory} <= set(process.cmdline()):
                 variables = process.environ()
                 rank = variables.get("RANK") or variables.get("SLURM_PROCID")
                 if rank is not None:
-                    found.append((int(rank), process.pid))
-    return [pid for _, pid in sorted(found)]
+                    ranks_found.append((int(rank), process.pid))
+    return [pid for _, pid in sorted(ranks_found)]

@@ -74,9 +74,9 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
     resuming = (("train.py", *overrides, f"output_dir={run}"), (*python, "report", f"runs={run}", f"to={run}-report"))
 
     def newest(_: Path) -> Any:
-        found = newest_checkpoint(run)
+        newest_valid = newest_checkpoint(run)
         lost(run, 4)
-        return None if found is None else found[1]["step"] in (2, 4)
+        return None if newest_valid is None else newest_valid[1]["step"] in (2, 4)
 
     def records(_: Path) -> Any:
         record = read_run(run)

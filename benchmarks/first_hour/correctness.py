@@ -15,19 +15,9 @@ import torch
 from torch import Tensor
 
 import depthlm
+from benchmarks.shared import reporting
 from benchmarks.shared.interleaved import release
 from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
-from benchmarks.shared.reporting import (
-    Results,
-    arguments_of,
-    error_text,
-    headed,
-    number,
-    parser_of,
-    publish,
-    table,
-    write_json,
-)
 from depthlm.config import mechanisms
 from depthlm.machine import environment
 
@@ -55,7 +45,7 @@ def check_operator(name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any
     with torch.no_grad():
         rounded = [y.dtype for y in case.run()]
     expected = step(exact.run, exact.inputs, "torch", rounded)()
-    errors = {kind: difference(step(case.run, case.inputs, kind)(), expected) for kind in ("triton", "torch")}
+    errors = {backend: difference(step(case.run, case.inputs, backend)(), expected) for backend in ("triton", "torch")}
     return {"errors": errors, "passed": errors["triton"] <= max(TOLERANCE[dtype], 2 * errors["torch"])}
 
 
@@ -92,37 +82,39 @@ def check_preset(preset: str, dtype: torch.dtype, tokens: int, steps: int) -> di
     }
 
 
-def markdown(results: Results) -> str:
+def markdown(results: reporting.Results) -> str:
     """Return a table of the operators and one of the presets. Errors are relative to a tensor's largest value."""
     operators, presets = [], []
     for line in results["lines"]:
         outcome = "passed" if line["passed"] else line.get("error", "failed").replace("|", "\\|")
         if line["kind"] == "operator":
             errors = line.get("errors", {})
-            cells = [number(errors.get(kind), ".1e") for kind in ("triton", "torch")]
+            cells = [reporting.number(errors.get(backend), ".1e") for backend in ("triton", "torch")]
             operators.append((line["name"], line["dtype"], *cells, outcome))
         else:
-            cells = [number(line.get(key), form) for key, form in (("difference", ".1e"), ("last_loss", ".3f"))]
+            cells = [
+                reporting.number(line.get(key), form) for key, form in (("difference", ".1e"), ("last_loss", ".3f"))
+            ]
             presets.append((line["name"], line["dtype"], *cells, outcome))
-    first = table(("operator", "dtype", "error of Triton", "error of PyTorch", ""), operators)
-    second = table(("preset", "dtype", "largest difference of losses", "last loss", ""), presets)
-    return headed(results, f"{first}\n\nAfter {results['steps']} steps:\n\n{second}")
+    first = reporting.table(("operator", "dtype", "error of Triton", "error of PyTorch", ""), operators)
+    second = reporting.table(("preset", "dtype", "largest difference of losses", "last loss", ""), presets)
+    return reporting.headed(results, f"{first}\n\nAfter {results['steps']} steps:\n\n{second}")
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = reporting.parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a test on a CPU")
     parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
     parser.add_argument("--types", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each comparison")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each preset")
-    arguments = arguments_of(parser, markdown)
+    arguments = reporting.arguments_of(parser, markdown)
     shape = TINY if arguments.tiny else shape_of("1.5b", 1, arguments.tokens)
     types = [getattr(torch, name) for name in arguments.types]
     jobs = [("operator", name, dtype) for dtype in types for name in arguments.operators]
     jobs += [("preset", name, dtype) for dtype in types for name in arguments.presets]
-    results: Results = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
+    results: reporting.Results = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
     for kind, name, dtype in jobs:
         line: dict[str, Any] = {"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}
         try:
@@ -132,12 +124,12 @@ def main() -> int:
                 line |= check_preset(name, dtype, arguments.tokens, arguments.steps)
         except Exception as error:
             # the others may pass
-            line |= {"passed": False, "error": error_text(error)}
+            line |= {"passed": False, "error": reporting.error_text(error)}
         print(line, flush=True)
         results["lines"].append(line)
-        write_json(arguments.output, results)
+        reporting.write_json(arguments.output, results)
         release()
-    publish(arguments.output, results, markdown)
+    reporting.publish(arguments.output, results, markdown)
     return int(not all(line["passed"] for line in results["lines"]))
 
 

@@ -12,18 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import depthlm
 from benchmarks.mechanisms import contender
+from benchmarks.shared import reporting
 from benchmarks.shared.interleaved import gpu_bytes, measure, peak_gib_above, release
-from benchmarks.shared.reporting import (
-    Results,
-    arguments_of,
-    error_text,
-    headed,
-    number,
-    parser_of,
-    publish,
-    table,
-    write_json,
-)
 from depthlm.accounting import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
@@ -79,29 +69,29 @@ COLUMNS = {
 }
 
 
-def markdown(results: Results) -> str:
+def markdown(results: reporting.Results) -> str:
     """Return a table. estimate: of `depthlm summary`, in GiB. first step: with compilation."""
     lines = []
     for line in results["lines"]:
-        values = [number(line.get(key), form) for key, (_, form) in COLUMNS.items()]
+        values = [reporting.number(line.get(key), form) for key, (_, form) in COLUMNS.items()]
         if "error" in line:
             values[0] = "error"
         shape = f"{line['micro_batch_size']} x {line['sequence_length']}"
         lines.append((line["preset"], line["size"], line["mode"], shape, *values))
     header = ("preset", "size", "mode", "batch", *(title for title, _ in COLUMNS.values()))
-    return headed(results, table(header, lines))
+    return reporting.headed(results, reporting.table(header, lines))
 
 
 def main() -> int:
-    parser = parser_of(__doc__, rounds=10)
+    parser = reporting.parser_of(__doc__, rounds=10)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--size", default="1.5b")
     parser.add_argument("--presets", nargs="+", default=["vanilla"])
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    arguments = arguments_of(parser, markdown)
+    arguments = reporting.arguments_of(parser, markdown)
     device = start_distributed(ranks())
-    results: Results = {"lines": []}
+    results: reporting.Results = {"lines": []}
     for preset, mode in ((preset, mode) for preset in arguments.presets for mode in arguments.modes):
         shape = [f"size={arguments.size}", f"training.batch_size={arguments.micro_batch}", "tracker=none"]
         overrides = [*shape, *arguments.overrides, f"training.compile={MODES[mode]}"]
@@ -114,12 +104,12 @@ def main() -> int:
             line |= measure_step(config, overrides, device, arguments.rounds)
         except Exception as error:
             # the other mode may succeed
-            line["error"] = error_text(error)
+            line["error"] = reporting.error_text(error)
             print(f"error: {preset}, {mode}: {line['error']}", flush=True)
         results["lines"].append(line)
-        write_json(arguments.output, results)
+        reporting.write_json(arguments.output, results)
         release()
-    publish(arguments.output, results, markdown)
+    reporting.publish(arguments.output, results, markdown)
     return int(any("error" in line for line in results["lines"]))
 
 

@@ -63,9 +63,9 @@ def twin_baseline(seconds: dict[str, list[float]], name: str, twin: str) -> tupl
 
 def twin_note(ratios: list[float], name: str) -> str:
     """Return what `twin_baseline` says of the noise of the machine."""
-    apart = max((abs(value - 1) for value in ratios), default=0.0)
+    noise = max((abs(value - 1) for value in ratios), default=0.0)
     median = statistics.median(ratios or [1.0])
-    return f"{name} again: median {median:.3f}, single rounds differ by up to {apart:.1%}"
+    return f"{name} again: median {median:.3f}, single rounds differ by up to {noise:.1%}"
 
 
 def spread(seconds: dict[str, list[float]], name: str, twin: str) -> float:

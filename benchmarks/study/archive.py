@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import Any
 
 from depthlm.config import Config, compose
-from depthlm.config.renamed import current_class
 from depthlm.config.saved import load_config
 from depthlm.config.schema.keys import flatten, on_resume
 from depthlm.files import replace_text
@@ -56,9 +55,6 @@ def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
     """Return the lines of an experiment, by the names of their run directories."""
     path = ARCHIVE / f"{experiment}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    for settings in (line.get("settings", {}) for line in lines):
-        for name in {"model.connection._target_", "model.attention._target_"} & set(settings):
-            settings[name] = current_class(settings[name])
     return {line["run"]: line for line in lines}
 
 
@@ -119,9 +115,9 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], dir
     losses = enumerate(line.get("losses", []), 1)
     rows = [{"step": number, "tokens": tokens, "loss": loss} for number, (tokens, loss) in losses]
     settings, summary = line["settings"], line["summary"]
-    of = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
-    if of in times:
-        summary |= {"training_seconds": summary["tokens"] * times[of]}
+    trained = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
+    if trained in times:
+        summary |= {"training_seconds": summary["tokens"] * times[trained]}
     return RunRecord(directory, COMPLETE, rows, summary, {}, None)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study.archive import values_of
-from benchmarks.study.differences import Difference, apart_from_vanilla, own_difference, rate_changes
+from benchmarks.study.differences import Difference, gaps_to_vanilla, paired_difference, rate_changes
 from depthlm.config.schema.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.panels import panels_of
@@ -54,10 +54,10 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
     for size in values_of(sweep, "size"):
         rows = [row for row in sweep.rows if row.settings["size"] == size]
         for std in dict.fromkeys(row.settings["size.init_std"] for row in rows):
-            own = [row for row in rows if row.settings["size.init_std"] == std]
+            drawn_rows = [row for row in rows if row.settings["size.init_std"] == std]
             points = []
-            for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in own):
-                tried = [row for row in own if row.settings["size.embedding_init_std"] == start]
+            for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in drawn_rows):
+                tried = [row for row in drawn_rows if row.settings["size.embedding_init_std"] == start]
                 if (loss := best_of(tried, sweep.first[1])) is not None:
                     points.append((float(start), loss))
             if points:
@@ -90,14 +90,14 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
 def _draw_rates(sweep: Sweep, path: Path) -> None:
     """Draw how the loss of each mechanism differs at other learning rates than that of the study."""
     rate, others, changes = rate_changes(sweep)
-    if not any(change is not None for of in changes.values() for change in of):
+    if not any(change is not None for by_rate in changes.values() for change in by_rate):
         return
     figure, axes = subplots(1, 8, 4.8)
     panel = axes[0, 0]
     for number, (other, marker) in enumerate(zip(others, "os", strict=True)):
         look = {"marker": marker, "ls": "", "fillstyle": "none" if number else "full"}
-        for place, (model, of) in enumerate(changes.items()):
-            if (change := of[number]) is not None:
+        for place, (model, by_rate) in enumerate(changes.items()):
+            if (change := by_rate[number]) is not None:
                 y = place - 0.12 + 0.24 * number
                 colour = mechanism_from({"model": model}).colour
                 panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=colour, **look)
@@ -123,11 +123,11 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
         values = values_of(sweep, key)
         ticks = []
         for place, value in enumerate(values):
-            gaps = apart_from_vanilla(sweep, key, value)
+            gaps = gaps_to_vanilla(sweep, key, value)
             vanilla = over_seeds(list(gaps.pop("vanilla").values()))
             ticks.append(f"{float(value):g}\n(vanilla: {number_text(None if vanilla is None else vanilla.mean, 3)})")
             for number, (model, gap) in enumerate(gaps.items()):
-                if (difference := own_difference(gap, 0.95)) is not None:
+                if (difference := paired_difference(gap, 0.95)) is not None:
                     _draw_difference(panel, place + 0.06 * number, difference, model)
         panel.set_xlim(-0.4, len(values) - 0.6)
         panel.axhline(0, color="0.3", lw=1.3)
