@@ -7,7 +7,6 @@ turn in every round, and with asynchronous saving during training. Resuming at s
 at step 10 of the same small run, with as many rows of metrics as the run would have.
 """
 
-import argparse
 import json
 import shutil
 import statistics
@@ -18,22 +17,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from interleaved import result_path, write_json
-from rich.console import Console
-from rich.table import Table
-
 import depthlm
+from benchmarks.shared.decoders import training_of
+from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.config import Config
-from depthlm.config.keys import replaced
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.runs.manifest import sealed
 from depthlm.training import train
 from depthlm.training.checkpoint.saving import Saver
-from depthlm.training.engine import build_engine
-from depthlm.training.plan import make_plan
-from depthlm.training.step import train_step
 
 FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
 SETTLE = 8.0
@@ -57,20 +49,10 @@ def settle() -> None:
 
 def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return the seconds of saving and of dd in every round, and the cost of asynchronous saving to training."""
-    device = start_distributed(ranks())
-    plan, model = make_plan(config, ranks()), depthlm.build_model(config, device)
-    engine = build_engine(config, plan, model)
-    shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
-    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
-
-    def step() -> None:
-        # a GPU computes the step while the host continues
-        train_step(engine, batch, plan, 0.0).item()
-
-    step()  # creates the optimizer states
+    trained = training_of(config, start_distributed(ranks()))
+    trained.step()  # creates the optimizer states
     about = {"corpus": "", "world_size": 1, "stage": 0, "config": asdict(config)}
-    config = replaced(config, {"training.keep_last": 1})
-    saver = Saver(engine, folder, config.training, about)
+    saver = Saver(trained.engine, folder, replace(config.training, keep_last=1), about)
     saves, copies = [], []
     for number in range(1, rounds + 2):
         before = saver.seconds
@@ -83,23 +65,23 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
         if number > 1:  # the first save creates the folders and allocates memory
             saves.append(saver.seconds - before)
             copies.append(copied)
-    saver = Saver(engine, folder, replace(config.training, async_checkpoint=True), about)
+    saver = Saver(trained.engine, folder, replace(config.training, keep_last=1, async_checkpoint=True), about)
     waits, losses = [], []
     for number in range(100, 101 + rounds):
         started = time.perf_counter()
         for _ in range(steps):
-            step()
+            trained.step()
         alone = time.perf_counter() - started
         before, started, taken = saver.seconds, time.perf_counter(), 0
         saver.save({"step": number}, last=False)
         while saver.busy() or taken < steps:
-            step()
+            trained.step()
             taken += 1
         saver.finish()
         if number > 100:
             losses.append(time.perf_counter() - started - alone * taken / steps)
             waits.append(saver.seconds - before)
-    engine.destroy()
+    trained.engine.destroy()
     return {
         "gib": size / 2**30,
         "seconds": saves,
@@ -146,35 +128,36 @@ def resuming(rounds: int, folder: Path) -> dict[str, Any]:
             "ratio": statistics.median(later / first for later, first in pairs)}  # fmt: skip
 
 
+def markdown(results: Results) -> str:
+    saved, resumed = results["saving"], results["resuming"]
+    middle = statistics.median
+    lines = [
+        (f"dd of {saved['gib']:.2f} GiB", f"{middle(saved['dd_seconds']):.2f}", "1"),
+        ("saving", f"{middle(saved['seconds']):.2f}", f"{saved['ratio']:.2f} (target 1.3)"),
+        ("lost to asynchronous saving", f"{middle(saved['async_lost_seconds']):.2f}", f"{saved['async_ratio']:.2f}"),
+        ("of that, waiting for the copy", f"{middle(saved['async_wait_seconds']):.2f}", ""),
+        (f"resuming at step {FIRST}", f"{middle(resumed['first_seconds']):.3f}", "1"),
+        (f"resuming at step {LATER}", f"{middle(resumed['later_seconds']):.3f}", f"{resumed['ratio']:.2f}"),
+    ]
+    return headed(results, table(("operation", "seconds, median", "ratio"), lines))
+
+
 def main() -> None:
-    """Measure, print a table, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--size", default="360m")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="minimum steps to train while a checkpoint is written")
-    arguments = parser.parse_args()
+    arguments = arguments_of(parser, markdown)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         config = depthlm.compose(
             [f"size={arguments.size}", "data.tokenizer=bytes", "precision=fp32", "training.sequence_length=128",
              "training.batch_size=1", f"output_dir={folder}/run"]
         )  # fmt: skip
-        results: dict[str, Any] = {
+        results: Results = {
             "size": arguments.size,
             "saving": saving(config, arguments.rounds, arguments.steps, Path(folder)),
+            "resuming": resuming(max(5, arguments.rounds), Path(folder)),
         }
-        results["resuming"] = resuming(max(5, arguments.rounds), Path(folder))
-    table = Table("operation", "seconds, median", "ratio")
-    saved, resumed = results["saving"], results["resuming"]
-    middle = statistics.median
-    table.add_row(f"dd of {saved['gib']:.2f} GiB", f"{middle(saved['dd_seconds']):.2f}", "1")
-    table.add_row("saving", f"{middle(saved['seconds']):.2f}", f"{saved['ratio']:.2f} (target 1.3)")
-    lost = middle(saved["async_lost_seconds"])
-    table.add_row("lost to asynchronous saving", f"{lost:.2f}", f"{saved['async_ratio']:.2f}")
-    table.add_row("of that, waiting for the copy", f"{middle(saved['async_wait_seconds']):.2f}", "")
-    table.add_row(f"resuming at step {FIRST}", f"{middle(resumed['first_seconds']):.3f}", "1")
-    table.add_row(f"resuming at step {LATER}", f"{middle(resumed['later_seconds']):.3f}", f"{resumed['ratio']:.2f}")
-    Console().print(table)
-    write_json(result_path("checkpoint"), results)
+    publish(arguments.output or result_path("checkpoint"), results, markdown)
 
 
 if __name__ == "__main__":

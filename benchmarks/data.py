@@ -8,7 +8,6 @@ loader reads a sparse file of two billion tokens with the shapes of `size=tiny` 
 training step of train.py.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -21,21 +20,17 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-import torch
-from interleaved import measure, ratio, result_path, spread, write_json
-from rich.console import Console
-from rich.table import Table
 
 import depthlm
+from benchmarks.shared.decoders import training_of
+from benchmarks.shared.interleaved import measure, ratio, spread
+from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.data import Batches, Manifest, TokenFiles, Tokenizer, documents, loader, prepare, text_files, train_bpe
 from depthlm.data.manifest import Shard
 from depthlm.data.settings import Data
 from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
-from depthlm.training.engine import build_engine
-from depthlm.training.plan import make_plan
-from depthlm.training.step import train_step
 
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
@@ -152,27 +147,37 @@ def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: in
 
 def training(steps: int) -> float:
     """Return the tokens per second of training size=tiny with the default configuration, in the fastest step."""
-    config = depthlm.compose(["size=tiny", "tracker=none"])
-    device = start_distributed(ranks())
-    plan = make_plan(config, ranks())
-    engine = build_engine(config, plan, depthlm.build_model(config, device))
-    batch = torch.randint(config.size.vocab_size, (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1))
-    seconds = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        train_step(engine, batch.to(device), plan, 0.0).item()
-        seconds.append(time.perf_counter() - started)
-    return plan.tokens_per_step / min(seconds)
+    trained = training_of(depthlm.compose(["size=tiny", "tracker=none"]), start_distributed(ranks()))
+    seconds = measure({"step": trained.step}, rounds=steps, steps=1, warmup=0)["step"]
+    return trained.plan.tokens_per_step / min(seconds)
+
+
+def markdown(results: Results) -> str:
+    texts = []
+    for kind, result in results["preparing"].items():
+        mean, noise = result["bytes"] / result["documents"], result["noise"]
+        rows = (
+            (name, f"{line['megabytes_per_second']:.2f}", f"{line['ratio']:.3f}")
+            for name, line in result["contenders"].items()
+        )
+        note = f"{kind} of {mean:,.0f} bytes; two measurements of the same code differ by {noise:.1%}"
+        texts.append(headed(results, table(("preparation", "MB/s", "of the bare rate"), rows), note))
+    rows = (
+        (name, *(f"{line[key]:{form}}" for key, form in READING.items())) for name, line in results["loader"].items()
+    )
+    note = f"training tiny: {results['training_tokens_per_second']:,.0f} tokens/s"
+    header = ("loader", "tokens/s", "times training", "memory grew by MiB")
+    return "\n\n".join([*texts, headed(results, table(header, rows), note)])
+
+
+READING = {"tokens_per_second": ",.0f", "times_training": ",.0f", "memory_growth_mib": ".1f"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--megabytes", type=float, default=24.0)
     parser.add_argument("--vocabulary", type=int, default=50_304)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
-    console = Console(highlight=False)
+    arguments = arguments_of(parser, markdown)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         full_texts = texts(arguments.megabytes)
@@ -195,21 +200,8 @@ def main() -> None:
     trained = training(steps=6)
     for line in loaded.values():
         line["times_training"] = line["tokens_per_second"] / trained
-    for kind, result in prepared.items():
-        mean, noise = result["bytes"] / result["documents"], result["noise"]
-        caption = f"{kind} of {mean:,.0f} bytes; two measurements of the same code differ by {noise:.1%}"
-        rows = Table("preparation", "MB/s", "of the bare rate", caption=caption)
-        for name, line in result["contenders"].items():
-            rows.add_row(name, f"{line['megabytes_per_second']:.2f}", f"{line['ratio']:.3f}")
-        console.print(rows)
-    rows = Table("loader", "tokens/s", "times training", "memory grew by", caption=f"training tiny: {trained:,.0f}/s")
-    for name, line in loaded.items():
-        grown = f"{line['memory_growth_mib']:.1f} MiB"
-        rows.add_row(name, f"{line['tokens_per_second']:,.0f}", f"{line['times_training']:,.0f}", grown)
-    console.print(rows)
-    output = arguments.output or result_path("data")
-    write_json(output, {"preparing": prepared, "loader": loaded, "training_tokens_per_second": trained})
-    print(f"written to {output}")
+    results = {"preparing": prepared, "loader": loaded, "training_tokens_per_second": trained}
+    publish(arguments.output or result_path("data"), results, markdown)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,17 @@
 
     python benchmarks/fuzz.py [--mutations 2000] [--commands 200] [--seed 0] [--only config.yaml manifest.json]
 
-A mutation flips bits, cuts, inserts, repeats or re-encodes bytes, or replaces a value of JSON or YAML by one of another
-type or a deeply nested one. The readers run in this process, the commands in processes of their own. A reader may
+A mutation flips bits, cuts, inserts, repeats or re-encodes bytes, or replaces a value of JSON or YAML by a value of
+another type or a deeply nested value. The readers run in this process, each command in a new process. A reader may
 return, or raise a UserError; a command may exit with 0 or 2, or with 1 and no traceback. Where a file is covered by a
 digest, what a reader returns must also equal what it returns for the original. Each case has a time limit.
 """
 
-import argparse
 import contextlib
 import io
 import json
 import logging
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,58 +20,27 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from disturbances.mutations import mutated
-from interleaved import result_path, write_json
 from rich.progress import track
-from safetensors.torch import load_file
 
-import depthlm
-from depthlm.config.saved import load_config
-from depthlm.data import Manifest, Tokenizer, open_corpus, prepare, verify
-from depthlm.data.corpora.documents import Reader
-from depthlm.data.corpora.sources import TextFile
-from depthlm.data.settings import Data
+from benchmarks.disturbances.targets import Target, make_targets
+from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.errors import UserError
-from depthlm.inspect.recorded import expert_picture
-from depthlm.pretrained.folder import load_weights, read_pretrained
-from depthlm.runs.checkpoints import lost, newest_checkpoint
-from depthlm.runs.directory import finished
-from depthlm.runs.listing import list_runs
-from depthlm.runs.loss_curve import plot_loss
-from depthlm.runs.records import read_run
-from depthlm.training import train
-from depthlm.training.monitoring.metrics import MetricsFile
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 READER_SECONDS, COMMAND_SECONDS = 20, 120
-RUN = ["size=micro", "size.hidden_size=16", "size.head_size=8", "size.intermediate_size=16", "size.num_layers=1",
-       "data=local", "data.tokenizer=bytes", "tracker=none", "precision=fp32", "device=cpu", "training.batch_size=2",
-       "training.sequence_length=32", "training.max_steps=4", "training.checkpoint_every=2", "training.log_every=1",
-       "training.validate_every=2", "training.validation_tokens=64", "training.sample=null",
-       "training.log_blocks_every=2", "backbone=qwen3_moe", "size.num_experts=4", "memory=ignore"]  # fmt: skip
+# values that replace others in JSON
+VALUES: list[Any] = [None, True, -1, 0, 2**70, 1.5, float("inf"), "", "x" * 10000, "../../x", "\ud800", [], {}, [[]],
+                     {"a": 1}]  # fmt: skip
 
 
 class HangError(Exception):
     """A case took longer than its limit."""
-
-
-@dataclass
-class Target:
-    """A file, and what reads it. exact: whether everything that is read of it is covered by a digest."""
-
-    name: str
-    file: Path
-    read: Callable[[Path], Any]
-    exact: bool = False
-    commands: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass
@@ -83,6 +50,66 @@ class Outcome:
     refused: int = 0
     returned: int = 0
     failures: dict[str, str] = field(default_factory=dict)
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """Return a damaged copy."""
+    data = bytearray(content)
+    at = chance.randrange(len(data) + 1)
+    end = min(len(data), at + chance.choice((1, 4, 64, 4096)))
+    damage = chance.choice(
+        ("bits", "bits", "cut", "remove", "insert", "repeat", "encoding", "value", "value", "nesting")
+    )
+    if damage == "bits":
+        for _ in range(chance.choice((1, 1, 1, 8))):
+            bit = chance.randrange(8 * max(1, len(data)))
+            if data:
+                data[bit // 8] ^= 1 << bit % 8
+    elif damage == "cut":
+        del data[at:]
+    elif damage == "remove":
+        del data[at:end]
+    elif damage == "insert":
+        data[at:at] = chance.randbytes(chance.choice((1, 3, 200)))
+    elif damage == "repeat":
+        data[at:at] = data[at:end] * chance.choice((1, 50))
+    elif damage == "encoding":
+        text = content.decode("utf-8", errors="replace")
+        return text.encode(chance.choice(("utf-16", "utf-8-sig", "utf-32", "cp037")), errors="replace")
+    elif damage == "nesting":
+        deep = chance.choice((b"[", b'{"a":', b"- ", b"{a: ")) * chance.choice((50, 20000))
+        data[at:end] = deep
+    else:
+        return with_another_value(content, chance)
+    return bytes(data)
+
+
+def with_another_value(content: bytes, chance: random.Random) -> bytes:
+    """Return JSON, or a line of it, with one value replaced or removed; other content with a random byte."""
+    lines = content.splitlines(keepends=True)
+    whole = content[:1] in (b"{", b"[") and len(lines) != 1 and not content.startswith(b'{"step')
+    number = 0 if whole or not lines else chance.randrange(len(lines))
+    try:
+        value = json.loads(content if whole else lines[number])
+    except (ValueError, IndexError):
+        return content + chance.randbytes(1)
+    holders: list[tuple[Any, Any]] = []
+    waiting = [value]
+    while waiting:
+        holder = waiting.pop()
+        pairs: list[Any] = []
+        if isinstance(holder, dict | list):
+            pairs = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+        holders += [(holder, key) for key, _ in pairs]
+        waiting += [child for _, child in pairs]
+    if holders:
+        holder, key = chance.choice(holders)
+        if isinstance(holder, dict) and chance.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = chance.choice(VALUES)
+    changed = json.dumps(value).encode()
+    return changed if whole else b"".join([*lines[:number], changed + b"\n", *lines[number + 1 :]])
 
 
 @contextmanager
@@ -111,8 +138,8 @@ def fuzz_reader(target: Target, mutations: int, seed: int) -> Outcome:
             target.file.write_bytes(mutated(original, random.Random(case)))
             try:
                 with limited(READER_SECONDS):
-                    found = target.read(target.file)
-                if target.exact and found != expected:
+                    answer = target.read(target.file)
+                if target.exact and answer != expected:
                     outcome.failures[case] = "another answer"
                 outcome.returned += 1
             except UserError:
@@ -147,165 +174,6 @@ def fuzz_commands(targets: list[Target], count: int, seed: int) -> Outcome:
     return outcome
 
 
-def make_targets(folder: Path) -> list[Target]:
-    """Write a run, its token files, texts and a Hugging Face folder, and return the files with their readers."""
-    text = folder / "text"
-    text.mkdir()
-    for number in range(20):
-        (text / f"{number:02d}.txt").write_text(f"document {number} of a small corpus\n" * 20)
-    run = folder / "run"
-    overrides = [*RUN, f"data.source={text}", f"data.path={folder}/tokens"]
-    assert train(depthlm.compose([*overrides, f"output_dir={run}"])) == 0
-    (run / "evaluation.json").write_text(json.dumps({"step": 4, "validation/local/loss": 2.0, "piqa/acc": 0.5}))
-    (run / "failure.json").write_text(json.dumps({"time": "", "error": "an error"}))
-    return [*of_run(run, overrides), *of_tokens(folder, text), *of_texts(folder), *of_pretrained(folder, run)]
-
-
-def of_run(run: Path, overrides: list[str]) -> list[Target]:
-    """Return the files of a run directory."""
-    python, checkpoint = ("-m", "depthlm"), run / "checkpoints/step-00000004"
-    loading = (
-        (*python, "generate", f"run={run}", "prompt=a", "max_new_tokens=2"),
-        (*python, "runs", "--root", str(run.parent)),
-    )
-    resuming = (("train.py", *overrides, f"output_dir={run}"), (*python, "report", f"runs={run}", f"to={run}-report"))
-
-    def newest(_: Path) -> Any:
-        found = newest_checkpoint(run)
-        lost(run, 4)
-        return None if found is None else found[1].step in (2, 4)
-
-    def records(_: Path) -> Any:
-        record = read_run(run)
-        for metric in ("validation_loss", "training_perplexity", "piqa/acc"):
-            record.number(metric)
-            record.number(metric, at=0.5)
-        return list_runs(run.parent)
-
-    def rows(file: Path) -> Any:
-        records(file)
-        plot_loss(run)
-        copy = shutil.copy(file, file.with_suffix(".copy"))
-        return MetricsFile(Path(copy), 4).last
-
-    def expert_rows(file: Path) -> Any:
-        return rows(file), expert_picture(run)
-
-    saved = [load_file(run / f"checkpoints/step-{step:08d}/model.safetensors") for step in (2, 4)]
-
-    def weights(_: Path) -> Any:
-        loaded = depthlm.load(run)[0].state_dict()
-        return any(all(torch.equal(loaded[name], one[name]) for name in one) for one in saved)
-
-    def configuration(_: Path) -> Any:
-        list_runs(run.parent)
-        config = load_config(run)
-        depthlm.compose([f"run={run}"])
-        return asdict(config)
-
-    return [
-        Target("config.yaml", run / "config.yaml", configuration, False, (*loading, *resuming)),
-        Target("manifest.json", checkpoint / "manifest.json", newest, True, (*loading, *resuming)),
-        Target("model.safetensors", checkpoint / "model.safetensors", weights, True, loading[:1]),
-        Target("states.pt", next((checkpoint / "deepspeed").glob("*.pt")), newest, True, resuming[:1]),
-        Target("metrics.jsonl", run / "metrics.jsonl", rows, False, resuming),
-        Target("blocks.jsonl", run / "blocks.jsonl", rows, False, ((*python, "inspect", f"run={run}"),)),
-        Target("experts.jsonl", run / "experts.jsonl", expert_rows, False, ((*python, "inspect", f"run={run}"),)),
-        Target(
-            "summary.json", run / "summary.json", lambda _: (finished(run), records(_)), False, (*loading, *resuming)
-        ),
-        Target("evaluation.json", run / "evaluation.json", records, False, resuming[1:]),
-        Target("failure.json", run / "failure.json", records, False, loading[1:]),
-        Target(
-            "tokenizer.json", run / "tokenizer.json", lambda _: Tokenizer.load(run).decode([1, 2]), False, loading[:1]
-        ),
-    ]
-
-
-def of_tokens(folder: Path, text: Path) -> list[Target]:
-    """Return the files of prepared token files, and of a preparation in progress."""
-    tokens = folder / "tokens"
-    data = Data(name="local", source=str(text), tokenizer="bytes", path=str(tokens))
-    partial = folder / "begun.partial"
-    begun = Data(name="local", source=str(text), tokenizer="bytes", path=str(folder / "begun"), shard_tokens=500)
-
-    def corpus(_: Path) -> Any:
-        opened = open_corpus(data)
-        return [int(files.read(0, len(files)).sum()) for files in (*opened.train.values(), *opened.validation.values())]
-
-    def verified(_: Path) -> Any:
-        verify(tokens)
-        return corpus(_)
-
-    prepare(begun)
-    (folder / "begun").rename(partial)
-    record = {"settings": Manifest.read(partial).settings, "writers": {}, "position": [0, 1, 2], "left_out": {}}
-    (partial / "progress.json").write_text(json.dumps(record))
-    kept = shutil.copytree(partial, folder / "kept")
-
-    def resumed(_: Path) -> Any:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(folder / "begun", ignore_errors=True)
-        shutil.copytree(kept, partial)
-        with contextlib.redirect_stderr(io.StringIO()):
-            return Manifest.read(prepare(begun)["local"]).digest()
-
-    checking = ("data/prepare.py", "data=local", f"data.source={text}", "data.tokenizer=bytes", f"data.path={tokens}")
-    return [
-        Target("tokens/manifest.json", tokens / "manifest.json", corpus, False, (checking, (*checking, "--verify"))),
-        Target("tokens/train-00000.bin", tokens / "train-00000.bin", verified, True, ((*checking, "--verify"),)),
-        Target("tokens/tokenizer.json", tokens / "tokenizer.json", corpus, True, (checking,)),
-        Target("progress.json", kept / "progress.json", resumed, True),
-    ]
-
-
-def of_texts(folder: Path) -> list[Target]:
-    """Return texts in each format."""
-    import gzip
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    lines = b"".join(json.dumps({"text": f"document {n} é", "n": n}).encode() + b"\n" for n in range(50))
-    contents = {
-        "a.jsonl": lines,
-        "a.jsonl.gz": gzip.compress(lines),
-        "a.jsonl.zst": pa.compress(lines, codec="zstd", asbytes=True),
-        "a.txt": lines,
-    }
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    pyarrow.parquet.write_table(pa.table({"text": [f"document {n}" for n in range(50)]}), folder / "a.parquet")
-
-    def read(file: Path) -> Any:
-        return [
-            record.bad for record in Reader(TextFile(file.name, str(file)), "text", file.suffix == ".txt").records()
-        ]
-
-    return [
-        Target(name, folder / name, read, False, (("data/prepare.py", "data=local", f"data.source={folder / name}",
-               "data.tokenizer=bytes", f"data.path={folder}/of-{name}"),))
-        for name in (*contents, "a.parquet")
-    ]  # fmt: skip
-
-
-def of_pretrained(folder: Path, run: Path) -> list[Target]:
-    """Return the files of an export as a Hugging Face folder, with an index of its weights."""
-    from depthlm.hugging_face import export
-
-    exported = export(run, folder / "export").folder
-    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
-    (exported / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-    def read(_: Path) -> Any:
-        return sorted(load_weights(read_pretrained(exported)))
-
-    return [
-        Target(f"export/{name}", exported / name, read)
-        for name in ("config.json", "model.safetensors.index.json", "model.safetensors")
-    ]
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Log and print nothing: damaged files lead to a warning each."""
@@ -318,14 +186,23 @@ def quiet() -> Iterator[None]:
         log.removeFilter(drop)
 
 
+def markdown(results: Results) -> str:
+    lines = (
+        (name, *(f"{outcome[key]:,}" for key in ("refused", "returned")), str(len(outcome["failures"])))
+        for name, outcome in results["outcomes"].items()
+    )
+    return headed(
+        results, table(("file", "refused", "read", "failures"), lines), f"{results['seconds'] / 60:.0f} minutes"
+    )
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--mutations", type=int, default=2000, help="of each file, through its reader")
     parser.add_argument("--commands", type=int, default=200, help="runs of commands in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these files")
-    parser.add_argument("--output", type=Path, default=None)
-    options = parser.parse_args()
+    options = arguments_of(parser, markdown)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         with quiet():
@@ -337,12 +214,9 @@ def main() -> int:
                 outcomes[target.name] = asdict(fuzz_reader(target, options.mutations, options.seed))
         if options.commands:
             outcomes["commands"] = asdict(fuzz_commands(targets, options.commands, options.seed))
-    totals = Counter({key: sum(one[key] for one in outcomes.values()) for key in ("refused", "returned")})
-    failures = {case: text for one in outcomes.values() for case, text in one["failures"].items()}
-    seconds = time.monotonic() - started
-    output = options.output or result_path("fuzz")
-    write_json(output, {"seed": options.seed, "mutations": options.mutations, "outcomes": outcomes, "seconds": seconds})
-    print(f"{totals['refused']:,} refused, {totals['returned']:,} read, {len(failures)} failures; written to {output}")
+    results = {"seed": options.seed, "mutations": options.mutations, "outcomes": outcomes}
+    publish(options.output or result_path("fuzz"), results | {"seconds": time.monotonic() - started}, markdown)
+    failures = {case: text for outcome in outcomes.values() for case, text in outcome["failures"].items()}
     for case, text in list(failures.items())[:20]:
         print(f"\n{case}\n{text}")
     return int(bool(failures))

@@ -5,11 +5,12 @@
 
 Each rung is a process of its own with a time limit, and writes benchmarks/results/gpu-<device>/<rung>.json as it gets
 its results, so a stop at any moment loses nothing. A rung that fails records its error, and the next one begins. In the
-end, the tables of benchmarks/README.md are filled from these files.
+end, the tables of benchmarks/README.md are written from these files.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,11 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from first_hour.rungs import BENCHMARKS, RUNGS, Rung
+import yaml
 
+BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
 MINUTES = 25.0
 # seconds that a process has to end after SIGTERM, before it is killed
@@ -36,11 +39,34 @@ class Stopped(Exception):
     """A signal asks the command to stop."""
 
 
+@dataclass(frozen=True)
+class Rung:
+    """A measurement, as first_hour/rungs.yaml describes it."""
+
+    name: str
+    question: str
+    minutes: float
+    script: str
+    arguments: str
+    rehearsal: str
+    packages: Sequence[str] = ()
+
+    def lacks(self) -> str | None:
+        """Return why the rung cannot run, or None."""
+        if not (BENCHMARKS / self.script).is_file():
+            return f"benchmarks/{self.script} does not exist"
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        return f"packages that are not installed: {', '.join(missing)}" if missing else None
+
+
+RUNGS = tuple(Rung(**rung) for rung in yaml.safe_load((BENCHMARKS / "first_hour" / "rungs.yaml").read_text()))
+
+
 def environment(rehearse: bool) -> dict[str, str]:
     """Return the environment variables of a rung."""
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
     given = [path] if (path := os.environ.get("PYTHONPATH")) else []
-    settings["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), str(REPOSITORY), *given])
+    settings["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *given])
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & settings.keys():
         # as in train.py: without it, fragmentation wastes several GiB
         settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -59,7 +85,7 @@ def run_rung(rung: Rung, folder: Path, rehearse: bool, seconds: float) -> dict[s
     result.unlink(missing_ok=True)
     (REPOSITORY / "outputs").mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="first-hour-", dir=REPOSITORY / "outputs"))
-    arguments = [x.format(scratch=scratch) for x in (rung.rehearsal if rehearse else rung.arguments)]
+    arguments = [word.format(scratch=scratch) for word in (rung.rehearsal if rehearse else rung.arguments).split()]
     command = [sys.executable, str(BENCHMARKS / rung.script), *arguments, "--output", str(result)]
     started = time.monotonic()
     with log.open("w") as stream:
@@ -105,7 +131,7 @@ def alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -187,7 +213,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the rungs and their limits")
     parser.add_argument("--rehearse", action="store_true", help="run every rung on the CPU at tiny shapes")
     parser.add_argument("--output", type=Path, help="folder for the results and a copy of README.md")
-    parser.add_argument("--tables", action="store_true", help="only fill the tables of README.md")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of README.md")
     arguments = parser.parse_args()
     if not arguments.minutes > 0:
         parser.error(f"--minutes {arguments.minutes:g}: must be above 0")

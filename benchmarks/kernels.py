@@ -1,27 +1,24 @@
-"""Every depth operator, forward and backward: Triton kernels, PyTorch reference, and the floor of its memory traffic.
+"""Every depth operator, forward and backward: Triton kernels, PyTorch, and the floor of its memory traffic.
 
     python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--operators mhc_post_pre] [--rounds 8]
     python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
 
-In bf16 on a GPU. On a CPU only PyTorch is timed, in fp32 and at T 512, because Triton's kernels need a GPU. The results
-of both are compared before they are timed. The floor is the time in which this machine, in the same rounds, copies as
-many bytes as the operator must move (`operators.py`); the floor of merged_attention also includes flash attention's own
-time. Times are those of the fastest turn; comparisons of two contenders are medians over rounds.
+In bf16 on a GPU. On a CPU, PyTorch's operators (`cpu.py`) are compared with their definitions (`naive.py`), in fp32 and
+at T 512, because Triton's kernels need a GPU. The results of both are compared before they are timed. The floor is the
+time in which this machine, in the same rounds, copies as many bytes as the operator must move (`shared/operators.py`);
+the floor of merged_attention also includes the time of flash attention. Times are those of the fastest turn;
+comparisons of two contenders are medians over rounds.
 """
 
-import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from interleaved import Step, error_text, measure, ratio, release, result_path, spread, write_json
-from operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from benchmarks.shared import reporting
+from benchmarks.shared.interleaved import Step, measure, ratio, release, spread
+from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
 
@@ -66,20 +63,20 @@ def jobs_of_table(name: str, divisor: int) -> list[Job]:
     return jobs
 
 
-def time_job(job: Job, kinds: list[str], rounds: int) -> dict[str, Any]:
-    """Return one line of the results, without seconds if Triton's kernels and PyTorch differ."""
+def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
+    """Return one line of the results, without seconds if the contenders differ."""
     device = environment.device_type()
     case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
-    steps = {kind: step(case.run, case.inputs, kind) for kind in kinds}
+    steps = {backend: step(case.run, case.inputs, backend) for backend in backends}
     outputs = {}
-    for kind in kinds:
+    for backend in backends:
         try:
-            outputs[kind] = steps[kind]()
+            outputs[backend] = steps[backend]()
         except torch.OutOfMemoryError:
-            # the reference needs more memory than the kernels, which are then timed alone
-            if kind == kinds[0]:
+            # the second contender needs more memory than the first, which is then timed alone
+            if backend == backends[0]:
                 raise
-            del steps[kind]
+            del steps[backend]
     different = difference(*outputs.values()) if len(outputs) > 1 else None
     del outputs
     tokens = job.shape.batch * job.shape.length
@@ -99,7 +96,7 @@ def time_job(job: Job, kinds: list[str], rounds: int) -> dict[str, Any]:
 
 def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[str, Any]:
     """Return the seconds of every contender, and derived results. moved: bytes of the floor."""
-    first = next(iter(steps))
+    first, *others = steps
     flash = {} if case.flash is None else {"flash": step(case.flash, case.inputs[:3], first)}
     contenders = {**steps, AGAIN: steps[first], **flash, "copy": copying()}
     seconds = measure(contenders, rounds, steps_per_turn(steps[first]), settle=1)
@@ -110,7 +107,7 @@ def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[s
         "copied_bytes_per_second": speed,
         "floor_seconds": floor,
         "times_floor": {name: min(seconds[name]) / floor for name in steps},
-        "times_as_fast": ratio(seconds, "triton", "torch") if len(steps) > 1 else None,
+        "times_as_fast": ratio(seconds, first, others[0]) if others else None,
         "again": spread(seconds, first, AGAIN),
         "added_to_flash": {name: 1 / ratio(seconds, name, "flash") - 1 for name in steps} if flash else None,
     }
@@ -130,116 +127,87 @@ def copying() -> Step:
     return lambda: target.copy_(source)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", nargs="+", choices=("1.5b", "3b"), default=["1.5b", "3b"] if CUDA else ["1.5b"])
-    parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
-    parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
-    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
-    parser.add_argument(
-        "--divide", type=int, default=1, metavar="N", help="--table: shapes N times smaller, on any device"
+COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "times as fast",
+           "PyTorch / floor", "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
+BACKENDS = ("naive", "torch", "triton")
+
+
+def markdown(results: reporting.Results) -> str:
+    """Return a table without the columns that are empty in all lines."""
+    lines = [cells(line) for line in results["lines"]]
+    kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
+    header, *lines = ([line[i] for i in kept] for line in (COLUMNS, *lines))
+    measured = [line for line in results["lines"] if "seconds" in line]
+    speeds = [line["copied_bytes_per_second"] / 1e9 for line in measured] or [0.0]
+    again = max((line["again"] for line in measured), default=0.0)
+    copies = f"{results['type'].removeprefix('torch.')}; copies at {min(speeds):.1f} to {max(speeds):.1f} GB/s"
+    return reporting.headed(
+        results,
+        reporting.table(header, lines),
+        copies,
+        f"the same code again: single rounds differ by up to {again:.1%}",
     )
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=environment.cores(), help="CPU threads (default: all cores)")
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
-    arguments = parser.parse_args()
-    if arguments.markdown:
-        print(markdown(json.loads(arguments.markdown.read_text())))
-        return 0
-    if arguments.table and not CUDA and arguments.divide == 1:
-        parser.error(
-            f"--table {arguments.table}: its shapes need a GPU, and this machine has none; --divide reduces them"
-        )
-    unavailable = missing("cuda") if CUDA else "Triton's kernels need a GPU"
-    kinds = ["torch"] if unavailable else ["triton", "torch"]
-    if unavailable:
-        print(f"{unavailable}: only PyTorch is timed")
-    torch.set_num_threads(arguments.threads)
-    if arguments.table:
-        jobs = jobs_of_table(arguments.table, arguments.divide)
-    else:
-        jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
-    results: dict[str, Any] = {"timed": kinds, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
-    output = arguments.output or result_path(arguments.table or "kernels")
-    for job in track(jobs, "timing", transient=True):
-        try:
-            results["lines"].append(time_job(job, kinds, arguments.rounds))
-        except Exception as error:
-            # the other operators may succeed
-            results["lines"].append(
-                {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper,
-                 "error": error_text(error)}
-            )  # fmt: skip
-        release()
-        write_json(output, results)
-    Console(highlight=False).print(table(results))
-    for line in results["lines"]:
-        if "error" in line:
-            print(f"error: {line['operator']}, {line['setting']}: {line['error']}", file=sys.stderr)
-    print(f"written to {output}")
-    return int(any("seconds" not in line for line in results["lines"]))
-
-
-COLUMNS = ("operator", "setting", "MB", "floor ms", "PyTorch ms", "Triton ms", "times as fast", "PyTorch / floor",
-           "Triton / floor", "PyTorch + flash", "Triton + flash", "paper")  # fmt: skip
 
 
 def cells(line: dict[str, Any]) -> list[str]:
     """Return the cells of one line, empty where nothing was measured."""
-    paper = line["paper_added_to_flash"]
-    shown = [line["operator"], line["setting"]]
+    shown = {"operator": line["operator"], "setting": line["setting"]}
+    if (paper := line["paper_added_to_flash"]) is not None:
+        shown["paper"] = f"{paper:+.1%}"
+    if "bytes" in line:
+        shown["MB"] = f"{line['bytes'] / 1e6:,.0f}"
     if "error" in line:
-        return [*shown, "", "error", *[""] * 7, "" if paper is None else f"{paper:+.1%}"]
-    shown.append(f"{line['bytes'] / 1e6:,.0f}")
-    if "seconds" not in line:
-        return [*shown, f"differ by {line['difference']:.1e}", *[""] * 7, "" if paper is None else f"{paper:+.1%}"]
-    kinds = ("torch", "triton")
-    milliseconds = {name: 1e3 * min(times) for name, times in line["seconds"].items()}
-    added = line["added_to_flash"] or {}
-    return [
-        *shown,
-        f"{1e3 * line['floor_seconds']:.3g}",
-        *(f"{milliseconds[kind]:.3g}" if kind in milliseconds else "" for kind in kinds),
-        f"{line['times_as_fast']:.2f}" if line["times_as_fast"] else "",
-        *(f"{line['times_floor'][kind]:.2f}" if kind in line["times_floor"] else "" for kind in kinds),
-        *(f"{added[kind]:+.1%}" if kind in added else "" for kind in kinds),
-        "" if paper is None else f"{paper:+.1%}",
-    ]
+        shown["floor ms"] = "error"
+    elif "seconds" not in line:
+        shown["floor ms"] = f"differ by {line['difference']:.1e}"
+    else:
+        shown["floor ms"] = f"{1e3 * line['floor_seconds']:.3g}"
+        shown["times as fast"] = f"{line['times_as_fast']:.2f}" if line["times_as_fast"] else ""
+        for backend, name in zip(BACKENDS, ("definition", "PyTorch", "Triton"), strict=True):
+            if backend in line["times_floor"]:
+                shown[f"{name} ms"] = f"{1e3 * min(line['seconds'][backend]):.3g}"
+                shown[f"{name} / floor"] = f"{line['times_floor'][backend]:.2f}"
+            if line["added_to_flash"] and backend in line["added_to_flash"]:
+                shown[f"{name} + flash"] = f"{line['added_to_flash'][backend]:+.1%}"
+    return [shown.get(column, "") for column in COLUMNS]
 
 
-def filled(results: dict[str, Any]) -> list[list[str]]:
-    """Return the header and the lines, without the columns that are empty in all lines."""
-    lines = [cells(line) for line in results["lines"]]
-    kept = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines)]
-    return [[line[i] for i in kept] for line in (COLUMNS, *lines)]
-
-
-def notes(results: dict[str, Any]) -> str:
-    measured = [line for line in results["lines"] if "seconds" in line]
-    speeds = [line["copied_bytes_per_second"] / 1e9 for line in measured] or [0.0]
-    again = max((line["again"] for line in measured), default=0.0)
-    return (
-        f"{results['type'].removeprefix('torch.')}; copies at {min(speeds):.1f} to {max(speeds):.1f} GB/s; "
-        f"the same code again: single rounds differ by up to {again:.1%}"
-    )
-
-
-def table(results: dict[str, Any]) -> Table:
-    header, *lines = filled(results)
-    shown = Table(*header, caption=notes(results))
-    for line in lines:
-        shown.add_row(*line)
-    return shown
-
-
-def markdown(results: dict[str, Any]) -> str:
-    machine, (header, *lines) = results["machine"], filled(results)
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    text = [f"{machine['device']}, {threads}, torch {machine['versions']['torch']}; {notes(results)}:", ""]
-    text += [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    return "\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)])
+def main() -> int:
+    parser = reporting.parser_of(__doc__, rounds=8, threads=environment.cores())
+    parser.add_argument("--size", nargs="+", default=["1.5b", "3b"] if CUDA else ["1.5b"], help="of conf/size")
+    parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
+    parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
+    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
+    parser.add_argument("--divide", type=int, default=1, metavar="N", help="--table: N times smaller, on any device")
+    arguments = reporting.arguments_of(parser, markdown)
+    if arguments.table and not CUDA and arguments.divide == 1:
+        parser.error(
+            f"--table {arguments.table}: its shapes need a GPU, and this machine has none; --divide reduces them"
+        )
+    backends = ["triton", "torch"]
+    if unavailable := missing("cuda") if CUDA else "Triton's kernels need a GPU":
+        backends = ["torch", "naive"]
+        print(f"{unavailable}: PyTorch's operators are compared with their definitions")
+    if arguments.table:
+        jobs = jobs_of_table(arguments.table, arguments.divide)
+    else:
+        jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
+    results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
+    output = arguments.output or reporting.result_path(arguments.table or "kernels")
+    for job in track(jobs, "timing", transient=True):
+        try:
+            line = time_job(job, backends, arguments.rounds)
+        except Exception as error:
+            # the other operators may succeed
+            line = {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper,
+                    "error": reporting.error_text(error)}  # fmt: skip
+            print(f"error: {line['operator']}, {line['setting']}: {line['error']}", file=sys.stderr)
+        results["lines"].append(line)
+        release()
+        reporting.write_json(output, results)
+    reporting.publish(output, results, markdown)
+    return int(any("seconds" not in line for line in results["lines"]))
 
 
 if __name__ == "__main__":

@@ -8,18 +8,18 @@
 The peers are not dependencies of this repository: pip install --no-deps liger-kernel fla-core einops
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from benchmarks import rehearsal
+from benchmarks.shared.reporting import Results, arguments_of, parser_of, result_path, table, write_json
 
 # batch and tokens of a micro-batch, and hidden sizes
 SHAPE, SIZES = (8, 2048), {"1.5b": 1536, "3b": 2560}
@@ -35,13 +35,13 @@ Steps = dict[str, Callable[[], list[Any]]]
 
 def static(peers: list[str]) -> list[Line]:
     """Return launches, bytes and machine code of a forward and backward pass of each operator."""
-    import rehearsal
-
+    # before torch starts
     rehearsal.prepare()
     import torch
-    from fake_gpu.traffic import measure
-    from others.operators import OPERATORS
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from benchmarks.fake_gpu.step import measure_traffic
+    from benchmarks.shared.peer_operators import OPERATORS
 
     def make(*shape: int, scale: float = 1.0, dtype: Any = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
@@ -52,7 +52,9 @@ def static(peers: list[str]) -> list[Line]:
             with FakeTensorMode(allow_non_fake_inputs=True), without_addresses(peers):
                 # new tensors for each, which have no gradients yet
                 cases = {name: case_of(make, *SHAPE, width) for name in ("ours", *peers)}
-                measured = {name: measure(x.runs[name], x.inputs) for name, x in cases.items() if name in x.runs}
+                measured = {
+                    name: measure_traffic(x.runs[name], x.inputs) for name, x in cases.items() if name in x.runs
+                }
             for name, traffic in measured.items():
                 kernels = [{"kernel": x.kernel, "launches": n, **x.inspect()} for x, n in traffic.kernels.items()]
                 counts = {
@@ -61,7 +63,6 @@ def static(peers: list[str]) -> list[Line]:
                     "saved_mb": traffic.saved / 1e6,
                 }
                 lines.append({"operator": operator, "size": size, "by": name, **counts, "kernels": kernels})
-                print(lines[-1]["operator"], size, name, counts, flush=True)
     return lines
 
 
@@ -69,8 +70,10 @@ def compare(peers: list[str], compared: Callable[[Steps], dict[str, Line]], inte
     """Return what `compared` returns for each operator and size."""
     if interpreted:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # Triton reads these variables when it is imported
     import torch
-    from others.operators import OPERATORS
+
+    from benchmarks.shared.peer_operators import OPERATORS
 
     device, default = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
@@ -88,7 +91,6 @@ def compare(peers: list[str], compared: Callable[[Steps], dict[str, Line]], inte
             steps = {name: step(run, case.inputs) for name, run in runs.items()}
             for name, line in compared(steps).items():
                 lines.append({"operator": operator, "size": size, "by": name, **line})
-                print(lines[-1], flush=True)
     return lines
 
 
@@ -116,7 +118,7 @@ def differences(steps: Steps) -> dict[str, Line]:
 
 
 def times(steps: Steps) -> dict[str, Line]:
-    from interleaved import measure, ratio
+    from benchmarks.shared.interleaved import measure, ratio
 
     seconds = measure(steps, rounds=5, steps=1, warmup=1)
     return {
@@ -143,48 +145,7 @@ def without_addresses(peers: list[str]) -> Iterator[None]:
         yield
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--check", action="store_true", help="compare results in Triton's interpreter")
-    which.add_argument("--time", action="store_true", help="compare times on a GPU")
-    which.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
-    parser.add_argument("--tiny", action="store_true", help="with --time: tiny shapes in the interpreter")
-    parser.add_argument("--output", type=Path, default=None)
-    arguments = parser.parse_args()
-    if arguments.tiny and not arguments.time:
-        parser.error("--tiny is an option of --time")
-    if arguments.markdown:
-        try:
-            print(markdown(json.loads(arguments.markdown.read_text())))
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(
-                f"--markdown {arguments.markdown}: no results of this script ({type(error).__name__}: {error})"
-            )
-        return 0
-    peers = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
-    if not peers:
-        parser.error(
-            "neither liger-kernel nor fla-core is installed: pip install --no-deps liger-kernel fla-core einops"
-        )
-    if arguments.check:
-        lines = compare(peers, differences, interpreted=True)
-    elif arguments.time:
-        lines = compare(peers, times, interpreted=arguments.tiny)
-    else:
-        lines = static(peers)
-    from interleaved import result_path, write_json
-
-    output = arguments.output or result_path("peers")
-    versions = {name: importlib.metadata.version(PEERS[name][1]) for name in peers}
-    write_json(output, {"peers": versions, "lines": lines})
-    print(f"written to {output}")
-    return int(not all(line.get("passed", True) for line in lines))
-
-
-def markdown(results: dict[str, Any]) -> str:
-    from first_hour.tables import markdown as table
-
+def markdown(results: Results) -> str:
     header, rows = ["operator", "size", "by"], []
     for line in results["lines"]:
         by = line["by"] if line["by"] == "ours" else f"{line['by']} {results['peers'][line['by']]}"
@@ -202,6 +163,32 @@ def markdown(results: dict[str, Any]) -> str:
             cells.append(f"{line['difference']:.1e}")
         rows.append(cells)
     return table(header, rows)
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--check", action="store_true", help="compare results in Triton's interpreter")
+    which.add_argument("--time", action="store_true", help="compare times on a GPU")
+    parser.add_argument("--tiny", action="store_true", help="with --time: tiny shapes in the interpreter")
+    arguments = arguments_of(parser, markdown)
+    if arguments.tiny and not arguments.time:
+        parser.error("--tiny is an option of --time")
+    peers = [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module)]
+    if not peers:
+        parser.error(
+            "neither liger-kernel nor fla-core is installed: pip install --no-deps liger-kernel fla-core einops"
+        )
+    if arguments.check or arguments.time:
+        compared = differences if arguments.check else times
+        lines = compare(peers, compared, interpreted=arguments.check or arguments.tiny)
+    else:
+        lines = static(peers)
+    output = arguments.output or result_path("peers")
+    versions = {name: importlib.metadata.version(PEERS[name][1]) for name in peers}
+    print(markdown(write_json(output, {"peers": versions, "lines": lines})))
+    print(f"written to {output}")
+    return int(not all(line.get("passed", True) for line in lines))
 
 
 if __name__ == "__main__":

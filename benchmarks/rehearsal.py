@@ -8,30 +8,20 @@ registers and spills. Needs PyTorch's CPU build, triton and a C++ compiler. `ben
 and what a rehearsal cannot show.
 """
 
-import argparse
 import atexit
-import json
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
-from fake_gpu import device
+from benchmarks.fake_gpu import device
+from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, result_path, table, write_json
+from depthlm.config import compose_anywhere
 
-PRESETS = (
-    "vanilla",
-    "depth_attention",
-    "moda",
-    "attention_residuals",
-    "attention_residuals_full",
-    "dca",
-    "denseformer",
-    "mhc",
-    "hyper_connections",
-)
+PRESETS = ("vanilla", "depth_attention", "moda", "attention_residuals", "attention_residuals_full", "dca",
+           "denseformer", "mhc", "hyper_connections")  # fmt: skip
 STEP = {
     "preset": "preset",
     "size": "size",
@@ -47,18 +37,12 @@ STEP = {
     "compilations": "compiled",
 }
 CODE = {
-    "preset": "preset",
-    "size": "size",
     "kernel": "kernel",
-    "launches": "launches",
     "warps": "warps",
     "registers": "registers",
     "stack": "stack",
     "blocks_per_sm": "blocks/SM",
     "load_bits": "load bits",
-    "store_bits": "store bits",
-    "instructions": "instructions",
-    "seconds": "seconds",
 }
 
 
@@ -75,9 +59,7 @@ def rehearse_preset(
     overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool
 ) -> dict[str, Any]:
     """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
-    from fake_gpu.step import rehearse
-
-    from depthlm.config import compose_anywhere
+    from benchmarks.fake_gpu.step import rehearse
 
     config = compose_anywhere(overrides, None)
     rehearsal = rehearse(config, micro_batch_size, precision, compiled)
@@ -110,8 +92,8 @@ def rehearse_preset(
 def estimate(config: Any, micro_batch_size: int, precision: str) -> dict[str, float]:
     """Return what `depthlm summary` assumes for the same micro-batch."""
     import torch
-    from fake_gpu.step import ADAMW, GIB
 
+    from benchmarks.fake_gpu.step import ADAMW, GIB
     from depthlm.accounting.tracing import trace
     from depthlm.build import build_model
 
@@ -126,11 +108,28 @@ def estimate(config: Any, micro_batch_size: int, precision: str) -> dict[str, fl
     return {"estimated_saved_gib": traced.saved / GIB, "estimated_peak_gib": (traced.peak + states) / GIB}
 
 
+def markdown(results: Results) -> str:
+    """Return a table of the steps, and one of the kernels with the largest values of all of their versions."""
+    largest: dict[str, dict[str, Any]] = {}
+    for version in (version for line in results["lines"] for version in line.get("machine_code", ())):
+        worst = largest.setdefault(version["kernel"], dict(version))
+        worst |= {key: max(worst[key], version[key]) for key in ("registers", "stack")}
+        worst["blocks_per_sm"] = min(worst["blocks_per_sm"], version["blocks_per_sm"])
+    tables = [table(STEP.values(), ([cell(line.get(key, "")) for key in STEP] for line in results["lines"]))]
+    if largest:
+        tables.append(table(CODE.values(), ([cell(largest[name][key]) for key in CODE] for name in sorted(largest))))
+    return "\n\n".join(tables)
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{key}:{count}" for key, count in value.items())
+    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "overrides", nargs="*", help="as for train.py, for example training.activation_checkpointing=true"
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("overrides", nargs="*", help="as for train.py, such as training.activation_checkpointing=true")
     # separated by commas: with spaces, overrides would be taken for further values
     parser.add_argument("--presets", default=",".join(PRESETS), help="separated by commas (default: %(default)s)")
     parser.add_argument("--size", default="1.5b", help="sizes, separated by commas (default: %(default)s)")
@@ -144,87 +143,33 @@ def main() -> int:
     parser.add_argument("--kernels", choices=("triton", "torch"), default="triton")
     parser.add_argument("--compile", action="store_true", help="count launches with training.compile=true")
     parser.add_argument("--code", action="store_true", help="compile the Triton kernels for sm_90")
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
-    arguments = parser.parse_intermixed_args()
-    if arguments.markdown:
-        try:
-            print(markdown(json.loads(arguments.markdown.read_text())))
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(
-                f"--markdown {arguments.markdown}: no results of this script ({type(error).__name__}: {error})"
-            )
-        return 0
+    arguments = arguments_of(parser, markdown)
     try:
         prepare()
     except RuntimeError as error:
         parser.error(str(error))
 
-    from interleaved import result_path, write_json
-    from rich.console import Console
     from rich.progress import track
 
     jobs = [(preset, size) for size in arguments.size.split(",") for preset in arguments.presets.split(",")]
-    results: dict[str, Any] = {"lines": [], "errors": []}
+    lines, errors = [], []
     for preset, size in track(jobs, "rehearsing", transient=True):
         overrides = [f"model={preset}", f"size={size}", f"kernels={arguments.kernels}", *arguments.overrides]
+        settings = arguments.micro_batch, arguments.precision, arguments.compile, arguments.code
         try:
-            results["lines"].append(
-                rehearse_preset(
-                    overrides, arguments.micro_batch, arguments.precision, arguments.compile, arguments.code
-                )
-            )
+            lines.append(rehearse_preset(overrides, *settings))
         except Exception as error:
             # the other presets may succeed
-            results["errors"].append(f"{' '.join(overrides)}: {type(error).__name__}: {error}")
-    console = Console(highlight=False)
-    console.print(table(STEP, results["lines"]))
-    kernels = [{**line, **version} for line in results["lines"] for version in line.get("machine_code", ())]
-    if kernels:
-        console.print(table(CODE, kernels))
-    for line in results["lines"]:
-        for place, count in line["host_synchronizations"].items():
-            console.print(f"{line['preset']}: host synchronization: {place}, {count} times")
-    for error in results["errors"]:
-        print(f"error: {error}", file=sys.stderr)
+            errors.append(f"{' '.join(overrides)}: {error_text(error)}")
     output = arguments.output or result_path("rehearsal")
-    write_json(output, results)
-    print(f"written to {output}")
-    return int(bool(results["errors"]))
-
-
-def table(columns: dict[str, str], lines: list[dict[str, Any]]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(*columns.values(), box=box.SIMPLE)
+    print(markdown(write_json(output, {"lines": lines, "errors": errors})))
     for line in lines:
-        shown.add_row(*(cell(line.get(key, "")) for key in columns))
-    return shown
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """Return a table of the steps, and one of the kernels with the largest values of all of their versions."""
-    from first_hour.tables import markdown as rows
-
-    compiled = [line for line in results["lines"] if "machine_code" in line]
-    largest: dict[str, dict[str, Any]] = {}
-    for version in (version for line in compiled for version in line["machine_code"]):
-        worst = largest.setdefault(version["kernel"], dict(version))
-        worst |= {key: max(worst[key], version[key]) for key in ("registers", "stack", "seconds")}
-        worst["blocks_per_sm"] = min(worst["blocks_per_sm"], version["blocks_per_sm"])
-    kernels = {key: CODE[key] for key in ("kernel", "warps", "registers", "stack", "blocks_per_sm", "load_bits")}
-    tables = [(STEP, results["lines"]), *([(kernels, [largest[name] for name in sorted(largest)])] if largest else [])]
-    return "\n\n".join(
-        rows(columns.values(), ([cell(line.get(key, "")) for key in columns] for line in lines))
-        for columns, lines in tables
-    )
-
-
-def cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key}:{count}" for key, count in value.items())
-    return f"{value:.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        for place, count in line["host_synchronizations"].items():
+            print(f"{line['preset']}: host synchronization: {place}, {count} times")
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    print(f"written to {output}")
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

@@ -8,30 +8,23 @@ attention of a step. A contender named `... again` runs the same code a second t
 the noise of the machine.
 """
 
-import argparse
 import importlib.metadata
-import json
+import statistics
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from interleaved import Step, measure, peak_memory_gib, print_peak_memory, ratio, result_path, spread, write_json
-from others.decoders import INSTALL_LITGPT, has_litgpt, litgpt_decoder, transformers_decoder
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import depthlm
+from benchmarks.shared.decoders import INSTALL_LITGPT, has_litgpt, litgpt_decoder, training_of, transformers_decoder
+from benchmarks.shared.interleaved import Step, measure, ratio, spread
+from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.config import Config
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.machine import environment
 from depthlm.model import compile_sublayers
-from depthlm.training.engine import build_engine
-from depthlm.training.plan import make_plan
-from depthlm.training.step import train_step
 
 SHAPE = ["size.hidden_size=256", "size.intermediate_size=704", "size.num_layers=8", "size.num_heads=4",
          "size.num_kv_heads=2", "size.head_size=64", "size.vocab_size=4096", "training.sequence_length=512",
@@ -70,13 +63,14 @@ def measurable_pairs() -> list[Pair]:
 def kinds_of(mode: str, pairs: list[Pair]) -> list[str]:
     """Return the contenders that these pairs need in a mode."""
     needed = {x for ours, theirs, *modes, _ in pairs for x in zip((ours, theirs), modes, strict=True)}
-    return [kind for kind in KINDS if (kind, mode) in needed]
+    return [name for name in KINDS if (name, mode) in needed]
 
 
-def configuration(kind: str, mode: str) -> Config:
-    """Return the configuration of a contender; only the ZeRO stage depends on `kind`."""
-    stage = 1 if kind == "zero1" else 0
-    return depthlm.compose([*SHAPE, f"precision={MODES[mode][0]}", f"deepspeed=zero{stage}", "tracker=none"])
+def configuration(name: str, mode: str) -> Config:
+    """Return the configuration of a contender; only the ZeRO stage depends on `name`."""
+    precision, compiled = MODES[mode]
+    settings = [f"precision={precision}", f"training.compile={str(compiled).lower()}", "tracker=none"]
+    return depthlm.compose([*SHAPE, *settings, f"deepspeed=zero{1 if name == 'zero1' else 0}"])
 
 
 def make_batch(config: Config) -> torch.Tensor:
@@ -85,30 +79,26 @@ def make_batch(config: Config) -> torch.Tensor:
     return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float] | None]:
+def contender(name: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float] | None]:
     """Return (one training step, a function that returns the loss on the batch before any step, if it has one)."""
-    config = configuration(kind, mode)
-    if kind == "products":
+    config = configuration(name, mode)
+    if name == "products":
         return products(config, torch.bfloat16 if MODES[mode][0] == "bf16" else torch.float32, device), None
     batch = make_batch(config).to(device)
     compiled = MODES[mode][1]
-    if kind in ("depthlm", "zero1"):
-        plan = make_plan(config, ranks())
-        model = depthlm.build_model(config, device)
-        if compiled:
-            compile_sublayers(model)
-        engine = build_engine(config, plan, model)
+    if name in ("depthlm", "zero1"):
+        trained = training_of(config, device)
         inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
-        first = float(engine(inputs, targets).nll.detach()) / targets.numel()
-        return (lambda: train_step(engine, batch, plan, 0.0).item()), lambda: first
+        first = float(trained.engine(inputs, targets).nll.detach()) / targets.numel()
+        return trained.step, lambda: first
     ours = depthlm.build_model(config, device)
     tokens = config.training.batch_size * config.training.sequence_length
-    if kind == "plain":
+    if name == "plain":
         model: nn.Module = ours
         if compiled:
             compile_sublayers(ours)
     else:
-        model = litgpt_decoder(config, ours.state_dict()).to(device) if kind == "litgpt" else transformers_decoder(ours)
+        model = litgpt_decoder(config, ours.state_dict()).to(device) if name == "litgpt" else transformers_decoder(ours)
         if compiled:
             model = torch.compile(model)  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
@@ -116,9 +106,9 @@ def contender(kind: str, mode: str, device: torch.device) -> tuple[Step, Callabl
     def forward() -> torch.Tensor:
         inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
         with torch.autocast(device.type, torch.bfloat16, enabled=MODES[mode][0] == "bf16"):
-            if kind == "plain":
+            if name == "plain":
                 return model(inputs, targets).nll / tokens
-            logits = model(inputs) if kind == "litgpt" else model(input_ids=inputs, use_cache=False).logits
+            logits = model(inputs) if name == "litgpt" else model(input_ids=inputs, use_cache=False).logits
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def step() -> None:
@@ -164,104 +154,62 @@ def products(config: Config, dtype: torch.dtype, device: torch.device) -> Step:
     return lambda: torch.autograd.grad(forward(), leaves, gradients)
 
 
-def markdown(path: Path) -> str:
-    """Return the results of an earlier run as a Markdown table."""
-    results = json.loads(path.read_text())
-    machine = results["machine"]
-    versions = {"torch": machine["versions"]["torch"], **results.get("peers", {})}
-    software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    lines = [f"{machine['device']}, {machine['threads']} threads, {software}:", ""]
-    lines += ["| ours | theirs | tokens/s, median | ratio, paired median | target |", "|---|---|---|---|---|"]
+def results_of(pairs: list[Pair], seconds: dict[str, dict[str, list[float]]]) -> Results:
+    """Return the speeds and the ratios. seconds: by mode and contender."""
+    tokens = 8 * 512
+    compared = []
+    for ours, theirs, our_mode, their_mode, wanted in pairs:
+        both = {"ours": seconds[our_mode][ours], "theirs": seconds[their_mode][theirs]}
+        names = {"ours": f"{ours}, {our_mode}", "theirs": f"{theirs}, {their_mode}"}
+        compared.append({**names, "ratio": ratio(both, "ours", "theirs"), "wanted": wanted})
+    speeds = {
+        mode: {
+            name: {"best": tokens / min(times), "median": tokens / statistics.median_high(times), "seconds": times}
+            for name, times in turns.items()
+        }
+        for mode, turns in seconds.items()
+    }
+    noise = {mode: spread(turns, "transformers", "transformers again") for mode, turns in seconds.items()}
+    return {"shape": SHAPE, "speeds": speeds, "pairs": compared, "spread": noise}
+
+
+def markdown(results: Results) -> str:
+    lines = []
     for pair in results["pairs"]:
-        kind, mode = pair["ours"].split(", ")
-        speed = results["speeds"][mode][kind]["median"]
+        name, mode = pair["ours"].split(", ")
+        speed = results["speeds"][mode][name]["median"]
         wanted = "" if pair["wanted"] is None else f"{pair['wanted']:.2f}"
-        lines.append(f"| {pair['ours']} | {pair['theirs']} | {speed:,.0f} | {pair['ratio']:.3f} | {wanted} |")
-    return "\n".join(lines)
+        lines.append((pair["ours"], pair["theirs"], f"{speed:,.0f}", f"{pair['ratio']:.3f}", wanted))
+    peers = (f"{name} {version}" for name, version in results.get("peers", {}).items())
+    header = ("ours", "theirs", "tokens/s, median", "ratio, paired median", "target")
+    return headed(results, table(header, lines), *peers)
+
+
+def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of the contenders of a mode. Exits where they compute another loss."""
+    built = {name: contender(name, mode, device) for name in kinds}
+    losses = {name: loss() for name, (_, loss) in built.items() if loss}
+    for loss in losses.values():
+        # ZeRO 1 rounds its weights to bf16 at the start; all others compute the same function
+        if abs(loss - losses["transformers"]) > 2e-3:
+            raise SystemExit(f"{mode}: not the same model: the losses are {losses}")
+    return measure({name: step for name, (step, _) in built.items()}, rounds, steps)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser = parser_of(__doc__, rounds=8, threads=environment.cores())
     parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--memory-of", nargs=2, metavar=("KIND", "MODE"), help=argparse.SUPPRESS)
-    parser.add_argument("--markdown", type=Path, metavar="JSON", help="print the results of an earlier run as Markdown")
-    arguments = parser.parse_args()
-    if arguments.markdown:
-        print(markdown(arguments.markdown))
-        return
-    torch.set_num_threads(environment.cores())
+    arguments = arguments_of(parser, markdown)
     device = start_distributed(ranks())
-    if arguments.memory_of:
-        print_peak_memory(contender(*arguments.memory_of, device)[0])
-        return
-    console = Console(highlight=False)
     if not has_litgpt():
-        console.print(INSTALL_LITGPT)
+        print(INSTALL_LITGPT)
     pairs = measurable_pairs()
-    kinds = {mode: kinds_of(mode, pairs) for mode in MODES}
-    seconds: dict[str, dict[str, list[float]]] = {}
-    without_memory = ("transformers again", "products")
-    memory = {
-        mode: {kind: peak_memory_gib(__file__, kind, mode) for kind in kinds[mode] if kind not in without_memory}
-        for mode in MODES
+    seconds = {
+        mode: measure_mode(mode, kinds_of(mode, pairs), device, arguments.rounds, arguments.steps) for mode in MODES
     }
-    for mode in MODES:
-        built = {kind: contender(kind, mode, device) for kind in kinds[mode]}
-        losses = {kind: loss() for kind, (_, loss) in built.items() if loss}
-        for kind, loss in losses.items():
-            # ZeRO 1 rounds its weights to bf16 at the start; all others compute the same function
-            if abs(loss - losses["transformers"]) > 2e-3:
-                raise SystemExit(
-                    f"{mode}: {kind} has loss {loss}, transformers {losses['transformers']}: not the same model"
-                )
-        seconds[mode] = measure({kind: step for kind, (step, _) in built.items()}, arguments.rounds, arguments.steps)
     peers = [name for name in ("transformers", "litgpt") if any(name in pair for pair in pairs)]
     versions = {name: importlib.metadata.version(name) for name in peers}
-    results = {"peers": versions, **report(console, pairs, seconds, memory)}
-    output = arguments.output or result_path("throughput")
-    write_json(output, results)
-    console.print(f"written to {output}")
-
-
-def report(
-    console: Console,
-    compared: list[Pair],
-    seconds: dict[str, dict[str, list[float]]],
-    memory: dict[str, dict[str, float]],
-) -> dict[str, Any]:
-    """Print the tables, and return them as data."""
-    tokens = 8 * 512
-    table = Table("mode", "contender", "tokens/s (best)", "tokens/s (median)", "peak memory (GiB)")
-    speeds: dict[str, Any] = {}
-    for mode, turns in seconds.items():
-        speeds[mode] = {}
-        for kind, times in turns.items():
-            median = sorted(times)[len(times) // 2]
-            speeds[mode][kind] = {"best": tokens / min(times), "median": tokens / median, "seconds": times}
-            gib = memory[mode].get(kind)
-            table.add_row(
-                mode, kind, f"{tokens / min(times):,.0f}", f"{tokens / median:,.0f}", f"{gib:.2f}" if gib else ""
-            )
-    console.print(table)
-    pairs = []
-    table = Table("ours", "theirs", "ratio (paired median)", "target")
-    for ours, theirs, our_mode, their_mode, wanted in compared:
-        both = {"ours": seconds[our_mode][ours], "theirs": seconds[their_mode][theirs]}
-        value = ratio(both, "ours", "theirs")
-        pairs.append(
-            {"ours": f"{ours}, {our_mode}", "theirs": f"{theirs}, {their_mode}", "ratio": value, "wanted": wanted}
-        )
-        mark = "" if wanted is None else f"{wanted} {'reached' if value >= wanted else 'MISSED'}"
-        table.add_row(f"{ours}, {our_mode}", f"{theirs}, {their_mode}", f"{value:.3f}", mark)
-    console.print(table)
-    spreads = {mode: spread(turns, "transformers", "transformers again") for mode, turns in seconds.items()}
-    console.print(
-        "largest A/A deviation of a single round: "
-        + ", ".join(f"{mode} {value:.1%}" for mode, value in spreads.items())
-    )
-    return {"shape": SHAPE, "speeds": speeds, "pairs": pairs, "spread": spreads, "peak_memory_gib": memory}
+    publish(arguments.output or result_path("throughput"), {"peers": versions, **results_of(pairs, seconds)}, markdown)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .jobs import Begin, Job, send
-from .results import is_saving, newest_step
+from benchmarks.disturbances.runs import Begin, Job, is_saving, newest_step, send
 
 MOMENTS = ("training", "saving", "resuming")
-# printed once the ranks have met; before, a rank that is left waits for the others for ten minutes
+# printed once the ranks have met; until then, a rank waits for missing ranks for ten minutes
 MET = "run directory"
 
 

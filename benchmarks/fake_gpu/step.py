@@ -1,11 +1,11 @@
-"""One forward and backward pass on fake tensors: its launches, host synchronizations and memory."""
+"""A forward and backward pass of a decoder or of an operator on fake tensors: launches, synchronizations and memory."""
 
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,20 +15,23 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
 
+from benchmarks.fake_gpu import launches
+from benchmarks.fake_gpu.launches import Grid, Specialization
 from depthlm.build import build_model
 from depthlm.config import Config
 from depthlm.model import Decoder, compile_sublayers
 from depthlm.model.attention.context import DocumentMask
 from depthlm.ops.flash import Bounds
-from fake_gpu import machine_code
-from fake_gpu.machine_code import Grid, Specialization
 
 GIB = 2**30
 # operators that launch more than one kernel
 LAUNCHES = {"_fused_rms_norm_backward": 2}
 # bytes per parameter of AdamW's states; with 16-bit weights, of their fp32 copies too
 ADAMW = {"autocast": 8, "bf16": 12}
+# kernels that get a table of sources, and write the gradients of the sources to the addresses in it
+WRITE_GRADIENTS = ("_source_grads",)
 PACKAGE = Path(__file__).parents[2] / "depthlm"
 # modules between the caller of an operator and the mode that counts it
 INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._ops", "torch.utils._python_dispatch")
@@ -88,7 +91,7 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
     Raises: RuntimeError where the host needs a shape that depends on values.
     """
     model, counter = build_model(config, "meta"), LaunchCounter()
-    machine_code.record_launches(counter.launched)
+    launches.record_launches(counter.launched)
     dtype = torch.float32 if precision == "autocast" else torch.bfloat16
     with FakeTensorMode(allow_non_fake_inputs=True):
         model._apply(lambda x: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="cuda"))
@@ -126,8 +129,6 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
 
 def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
     """Compile the sublayers, the head and the loss, and let the counter count their launches."""
-    from fake_gpu.compiled import backend
-
     # otherwise the compilations of earlier rehearsals count towards the limit of recompilations
     torch._dynamo.reset()
     compile_function = torch.compile
@@ -143,7 +144,68 @@ def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
         return call
 
     with mock.patch("torch.compile", compile_without_counter):
-        compile_sublayers(model, backend=backend(counter))
+        compile_sublayers(model, backend=launches.backend(counter))
+
+
+@dataclass
+class Traffic:
+    """launches and moved: of the forward and the backward pass. saved: bytes kept for the backward pass, inputs aside.
+
+    A launch moves each of its tensors once, and a tensor to which it adds twice.
+    """
+
+    launches: int = 0
+    moved: int = 0
+    saved: int = 0
+    kernels: dict[Specialization, int] = field(default_factory=dict)
+
+
+def measure_traffic(run: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Traffic:
+    """Trace a forward and a backward pass with gradients of all outputs. Call this in a FakeTensorMode."""
+    counter, traffic, tables = LaunchCounter(), Traffic(), {}
+    launches.record_launches(counter.launched)
+    recorded = JITFunction.run
+
+    def moved(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        by_name = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        traffic.moved += launch_bytes(function.fn.__name__, by_name, tables)
+        return recorded(function, *args, **kwargs)
+
+    JITFunction.run = moved
+    try:
+        given = {counter.hold(x) for x in inputs}
+        with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
+            outputs = run()
+        traffic.saved = sum(counter.held[key] for key in counter.saved - given if key in counter.held)
+        counter.phase = "backward"
+        with counter:
+            torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+    finally:
+        JITFunction.run = recorded
+    traffic.moved += counter.moved
+    traffic.launches = counter.launches.total()
+    traffic.kernels = {version: grids.total() for version, grids in counter.triton.items()}
+    return traffic
+
+
+def launch_bytes(name: str, arguments: dict[str, Any], tables: dict[int, dict[str, Any]]) -> int:
+    """Return the bytes that a launch moves. tables: by the storage of a table, the launch that wrote it."""
+    if name == "_write_table":
+        tables[_storage(arguments["table_ptr"])] = arguments
+        return arguments["table_ptr"].nbytes
+    tensors = {_storage(x): x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
+    of_table = next((tables[key] for key in tensors if key in tables), None)
+    pointers = of_table or (arguments if "x_ptrs" in arguments else None)
+    total = sum(x.nbytes for x in tensors.values())
+    if pointers is not None:
+        sources, grads = ({_storage(x): x for x in pointers[key]} for key in ("x_ptrs", "grad_ptrs"))
+        writes = of_table is None or name in WRITE_GRADIENTS
+        added = [x for j, x in enumerate(grads.values()) if pointers["added"] >> j & 1]
+        if of_table is not None:
+            total += sum(x.nbytes for x in sources.values())
+            total += sum(x.nbytes for x in grads.values()) if writes else 0
+        total += sum(x.nbytes for x in added) if writes else 0
+    return total
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -256,3 +318,7 @@ def _calling_line() -> str:
     while frame and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
         frame = frame.f_back  # type: ignore[assignment]
     return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE.parent)}:{frame.f_lineno}" if frame else "autograd"
+
+
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -2,23 +2,22 @@
 
     python benchmarks/first_hour/correctness.py --output kernels.json [--tokens 256] [--types bfloat16 float32]
 
-Each operator of `operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the same
-values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
+Each operator of `shared/operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the
+same values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
 steps with both, and their losses are compared. A difference is allowed up to a tolerance, or up to twice the error of
 PyTorch in the same dtype.
 """
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import error_text, release, write_json
-from operators import CASES, Make, Shape, difference, shape_of, step
 from torch import Tensor
 
 import depthlm
+from benchmarks.shared import reporting
+from benchmarks.shared.interleaved import release
+from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
 from depthlm.config import compose_anywhere, mechanisms
 from depthlm.machine import environment
 
@@ -46,7 +45,7 @@ def check_operator(name: str, shape: Shape, dtype: torch.dtype) -> dict[str, Any
     with torch.no_grad():
         rounded = [y.dtype for y in case.run()]
     expected = step(exact.run, exact.inputs, "torch", rounded)()
-    errors = {kind: difference(step(case.run, case.inputs, kind)(), expected) for kind in ("triton", "torch")}
+    errors = {backend: difference(step(case.run, case.inputs, backend)(), expected) for backend in ("triton", "torch")}
     return {"errors": errors, "passed": errors["triton"] <= max(TOLERANCE[dtype], 2 * errors["torch"])}
 
 
@@ -58,43 +57,64 @@ def losses(preset: str, kernels: str, dtype: torch.dtype, tokens: int, steps: in
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(config.size.vocab_size, (2, tokens + 1), generator=generator).to(device)
-    found = []
-    for number in range(steps + 1):
+    measured = []
+    for taken in range(steps + 1):
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
             sums = model(batch[:, :-1], batch[:, 1:])
         loss = sums.nll / sums.tokens
-        found.append(loss.detach())
-        if number < steps:
+        measured.append(loss.detach())
+        if taken < steps:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return torch.stack(found).float().cpu()
+    return torch.stack(measured).float().cpu()
 
 
 def check_preset(preset: str, dtype: torch.dtype, tokens: int, steps: int) -> dict[str, Any]:
     fused, plain = (losses(preset, kernels, dtype, tokens, steps) for kernels in ("triton", "torch"))
     # torch's max propagates a NaN, Python's max ignores it
-    apart = ((fused - plain).abs() / plain.abs()).max().item()
-    fell = bool(fused[-1] < fused[0])
-    return {"difference": apart, "first_loss": fused[0].item(), "last_loss": fused[-1].item(),
-            "passed": apart <= LOSS_TOLERANCE[dtype] and fell}  # fmt: skip
+    largest = ((fused - plain).abs() / plain.abs()).max().item()
+    return {
+        "difference": largest,
+        "first_loss": fused[0].item(),
+        "last_loss": fused[-1].item(),
+        "passed": largest <= LOSS_TOLERANCE[dtype] and bool(fused[-1] < fused[0]),
+    }
+
+
+def markdown(results: reporting.Results) -> str:
+    """Return a table of the operators and one of the presets. Errors are relative to a tensor's largest value."""
+    operators, presets = [], []
+    for line in results["lines"]:
+        outcome = "passed" if line["passed"] else line.get("error", "failed").replace("|", "\\|")
+        if line["kind"] == "operator":
+            errors = line.get("errors", {})
+            cells = [reporting.number(errors.get(backend), ".1e") for backend in ("triton", "torch")]
+            operators.append((line["name"], line["dtype"], *cells, outcome))
+        else:
+            cells = [
+                reporting.number(line.get(key), form) for key, form in (("difference", ".1e"), ("last_loss", ".3f"))
+            ]
+            presets.append((line["name"], line["dtype"], *cells, outcome))
+    first = reporting.table(("operator", "dtype", "error of Triton", "error of PyTorch", ""), operators)
+    second = reporting.table(("preset", "dtype", "largest difference of losses", "last loss", ""), presets)
+    return reporting.headed(results, f"{first}\n\nAfter {results['steps']} steps:\n\n{second}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reporting.parser_of(__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a test on a CPU")
     parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
     parser.add_argument("--types", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each comparison")
     parser.add_argument("--steps", type=int, default=20, help="training steps of each preset")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = reporting.arguments_of(parser, markdown)
     shape = TINY if arguments.tiny else shape_of("1.5b", 1, arguments.tokens)
     types = [getattr(torch, name) for name in arguments.types]
     jobs = [("operator", name, dtype) for dtype in types for name in arguments.operators]
     jobs += [("preset", name, dtype) for dtype in types for name in arguments.presets]
-    results: dict[str, Any] = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
+    results: reporting.Results = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
     for kind, name, dtype in jobs:
         line: dict[str, Any] = {"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}
         try:
@@ -104,14 +124,13 @@ def main() -> int:
                 line |= check_preset(name, dtype, arguments.tokens, arguments.steps)
         except Exception as error:
             # the others may pass
-            line |= {"passed": False, "error": error_text(error)}
+            line |= {"passed": False, "error": reporting.error_text(error)}
         print(line, flush=True)
         results["lines"].append(line)
-        write_json(arguments.output, results)
+        reporting.write_json(arguments.output, results)
         release()
-    failed = [f"{line['name']} in {line['dtype']}" for line in results["lines"] if not line["passed"]]
-    print(f"failed: {', '.join(failed)}" if failed else "all passed")
-    return int(bool(failed))
+    reporting.publish(arguments.output, results, markdown)
+    return int(not all(line["passed"] for line in results["lines"]))
 
 
 if __name__ == "__main__":

@@ -4,45 +4,31 @@ python benchmarks/first_hour/machine.py --output device.json [--megabytes 1024] 
 python benchmarks/first_hour/machine.py --name       # only the name of the device
 """
 
-import argparse
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import error_text, measure, write_json
 
+from benchmarks.shared.interleaved import measure
+from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, publish, table
 from depthlm.machine import environment
 from depthlm.machine.gpu import driver_version
 from depthlm.machine.memory import available_memory
 from depthlm.ops.backend import missing
 
 ROUNDS = 5
-QUERY = (
-    "name",
-    "driver_version",
-    "pstate",
-    "clocks.max.sm",
-    "power.limit",
-    "memory.total",
-    "memory.used",
-    "mig.mode.current",
-)
+QUERY = "name,driver_version,pstate,clocks.max.sm,power.limit,memory.total,memory.used,mig.mode.current"
 
 
-def query_driver() -> dict[str, str] | str:
-    """Return what nvidia-smi says about each setting, or why it says nothing."""
-    if shutil.which("nvidia-smi") is None:
-        return "nvidia-smi was not found"
-    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+def query_driver() -> str:
+    """Return what nvidia-smi says about the settings of QUERY, or why it says nothing."""
     try:
+        command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         return error_text(error)
-    values = done.stdout.splitlines()[0].split(", ") if done.returncode == 0 and done.stdout else []
-    return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else (done.stdout + done.stderr).strip()
+    return (done.stdout + done.stderr).strip()
 
 
 def copies_per_second(device: str, megabytes: int) -> float:
@@ -61,45 +47,55 @@ def products_per_second(device: str, width: int) -> float:
 
 
 def describe(megabytes: int, width: int) -> dict[str, Any]:
-    kind = environment.device_type()
-    on_gpu = kind == "cuda"
+    device = environment.device_type()
+    on_gpu = device == "cuda"
     capability = ".".join(map(str, torch.cuda.get_device_capability())) if on_gpu else None
     return {
-        "name": environment.device_name(kind),
+        "name": environment.device_name(device),
         "capability": capability,
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count if on_gpu else None,
-        "memory_gib": available_memory(torch.device(kind, 0) if on_gpu else torch.device(kind), 1) / 2**30,
+        "memory_gib": available_memory(torch.device(device, 0) if on_gpu else torch.device(device), 1) / 2**30,
         "driver": driver_version(),
         "nvidia_smi": query_driver(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        "fast_precision": environment.fast_precision(kind),
-        "triton_missing": missing(kind),
-        "copied_bytes_per_second": copies_per_second(kind, megabytes),
-        "bf16_flops_per_second": products_per_second(kind, width),
+        "fast_precision": environment.fast_precision(device),
+        "triton_missing": missing(device),
+        "copied_bytes_per_second": copies_per_second(device, megabytes),
+        "bf16_flops_per_second": products_per_second(device, width),
     }
 
 
+def markdown(results: Results) -> str:
+    versions = results["machine"]["versions"]
+    lines = [
+        ("device", str(results["name"])),
+        ("compute capability", str(results["capability"])),
+        ("memory", f"{results['memory_gib']:.1f} GiB"),
+        ("driver", str(results["driver"])),
+        ("CUDA of torch", str(results["cuda"])),
+        ("torch, Triton, DeepSpeed", ", ".join(str(versions[name]) for name in ("torch", "triton", "deepspeed"))),
+        ("Python", results["machine"]["python"]),
+        ("Triton's kernels", results["triton_missing"] or "can run"),
+        ("copies", f"{results['copied_bytes_per_second'] / 1e9:,.0f} GB/s"),
+        ("bf16 matrix products", f"{results['bf16_flops_per_second'] / 1e12:,.3g} TFLOP/s"),
+    ]
+    return table(("", ""), lines)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--name", action="store_true", help="print the name of the GPU, or fail if torch cannot use one"
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--name", action="store_true", help="print the name of the GPU, or fail if torch cannot use it")
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--width", type=int, default=8192)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = arguments_of(parser, markdown)
     if arguments.name:
         if error := environment.device_error("cuda"):
             print(error, file=sys.stderr)
             return 2
         print(environment.device_name("cuda"))
         return 0
-    results = describe(arguments.megabytes, arguments.width)
-    for name, value in results.items():
-        print(f"{name}: {value}")
-    if arguments.output:
-        write_json(arguments.output, results)
+    publish(arguments.output, describe(arguments.megabytes, arguments.width), markdown)
     return 0
 
 

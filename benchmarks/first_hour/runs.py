@@ -1,12 +1,11 @@
-"""Runs of train.py: fp16's loss scale, a kill while a checkpoint is saved asynchronously, and a short budget=gpu_hour.
+"""Runs of train.py (fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour) and of the tests.
 
-    python benchmarks/first_hour/runs.py fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
+    python benchmarks/first_hour/runs.py tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
 
 The text is the source of Python's standard library in bytes, so nothing is downloaded. The folder must not exist; it is
 removed at the end.
 """
 
-import argparse
 import json
 import math
 import shutil
@@ -14,18 +13,21 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from disturbances.results import is_saving, newest_step
-from interleaved import write_json
-
+from benchmarks.disturbances.runs import is_saving, newest_step
+from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, table
 from depthlm.locations import REPOSITORY
 
 RUN = ["data=stdlib", "data.tokenizer=bytes", "tracker=none", "training.sample=null", "training.log_every=1"]
 TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
         "data.max_tokens=50K", "training.num_threads=1", "training.validation_tokens=256"]  # fmt: skip
+# the tests that use a GPU where there is one
+TESTS = ["tests/ops", "tests/model/test_ops.py",
+         "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"]  # fmt: skip
 # the largest relative difference of a loss of a resumed run from that of an undisturbed one
 DIFFERENCE = 0.01
 # 80 seconds at the rate that conf/budget/gpu_hour.yaml assumes; the start and the last checkpoint take the rest
@@ -45,6 +47,26 @@ def finish(scratch: Path, name: str, overrides: list[str]) -> list[dict[str, Any
 
 def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
+    """Run tests, and return their numbers by outcome and the message of each failure."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    report = scratch / "report.xml"
+    # verbose, so that the log has the outcome of every test that finishes before the limit
+    options = ["-v", "--tb=short", f"--numprocesses={0 if tiny else 8}", f"--junitxml={report}"]
+    chosen = ["tests/ops/test_depth_reduce.py"] if tiny else TESTS
+    subprocess.run([sys.executable, "-m", "pytest", *options, *chosen], cwd=REPOSITORY)
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failures = {
+        f"{case.get('classname')}.{case.get('name')}": " ".join((problem.get("message") or "").split())[:300]
+        for case in cases
+        for problem in case
+        if problem.tag in ("failure", "error")
+    }
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    passed = len(cases) - len(failures) - skipped
+    return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": failures}
 
 
 def fp16(scratch: Path, tiny: bool) -> dict[str, Any]:
@@ -88,16 +110,16 @@ def resume(scratch: Path, tiny: bool) -> dict[str, Any]:
         raise RuntimeError(f"the run ended with exit status {process.returncode} before it was killed")
     latest = newest.read_text().strip()
     resumed = finish(scratch, "killed", run)
-    apart = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, undisturbed, strict=True)]
+    differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, undisturbed, strict=True)]
     return {
         "killed_at_step": step,
         "killed_while_saving": saving,
         "resumed_from": latest,
-        "largest_loss_difference": max(apart),
+        "largest_loss_difference": max(differences),
         "bitwise_equal": all(a["loss"] == b["loss"] for a, b in zip(resumed, undisturbed, strict=True)),
         "first_loss": undisturbed[0]["loss"],
         "last_loss": resumed[-1]["loss"],
-        "passed": max(apart) <= DIFFERENCE,
+        "passed": max(differences) <= DIFFERENCE,
     }
 
 
@@ -114,23 +136,33 @@ def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
     return {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
 
 
-RUNS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"fp16": fp16, "resume": resume, "gpu_hour": gpu_hour}
+RUNS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
+    "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
+}  # fmt: skip
+
+
+def markdown(results: Results) -> str:
+    hidden = ("machine", "rung", "loss_scales", "failures")
+    shown = {key.replace("_", " "): value for key, value in results.items() if key not in hidden}
+    shown |= results.get("failures", {})
+    if scales := results.get("loss_scales"):
+        shown["loss scale"] = f"{scales[0]:g} at first, {scales[-1]:g} at last"
+    lines = ((key, f"{value:.5g}" if isinstance(value, float) else str(value)) for key, value in shown.items())
+    return headed(results, table(("", ""), lines))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("run", choices=RUNS)
     parser.add_argument("--scratch", type=Path, required=True, help="folder for checkpoints, up to 25 GB")
     parser.add_argument("--tiny", action="store_true", help="tiny runs, for a test on a CPU")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = arguments_of(parser, markdown)
     try:
         results = RUNS[arguments.run](arguments.scratch.resolve(), arguments.tiny)
     finally:
         shutil.rmtree(arguments.scratch, ignore_errors=True)
-    print(results)
-    write_json(arguments.output, results)
-    return int(not results["passed"])
+    publish(arguments.output, results, markdown)
+    return int(not results["passed"] or bool(results.get("failed")))
 
 
 if __name__ == "__main__":

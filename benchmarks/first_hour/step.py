@@ -3,18 +3,17 @@
 python benchmarks/first_hour/step.py [key=value ...] --size 1.5b --micro-batch 8 --output vanilla.json
 """
 
-import argparse
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from interleaved import error_text, gpu_bytes, measure, peak_gib_above, release, write_json
-from mechanisms import contender
 from torch.profiler import ProfilerActivity, profile
 
 import depthlm
+from benchmarks.mechanisms import contender
+from benchmarks.shared import reporting
+from benchmarks.shared.interleaved import gpu_bytes, measure, peak_gib_above, release
 from depthlm.accounting import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
@@ -58,18 +57,41 @@ def measure_step(config: Config, overrides: list[str], device: torch.device, rou
     }
 
 
+# the columns of a measured line, and their formats
+COLUMNS = {
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "microseconds_per_token": ("us/token", ",.1f"),
+    "mfu": ("MFU", ".1%"),
+    "launches": ("launches", ","),
+    "peak_memory_gib": ("GiB", ".1f"),
+    "estimated_memory_gib": ("estimate", ".1f"),
+    "first_step_seconds": ("first step, s", ".1f"),
+}
+
+
+def markdown(results: reporting.Results) -> str:
+    """Return a table. estimate: of `depthlm summary`, in GiB. first step: with compilation."""
+    lines = []
+    for line in results["lines"]:
+        values = [reporting.number(line.get(key), form) for key, (_, form) in COLUMNS.items()]
+        if "error" in line:
+            values[0] = "error"
+        shape = f"{line['micro_batch_size']} x {line['sequence_length']}"
+        lines.append((line["preset"], line["size"], line["mode"], shape, *values))
+    header = ("preset", "size", "mode", "batch", *(title for title, _ in COLUMNS.values()))
+    return reporting.headed(results, reporting.table(header, lines))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reporting.parser_of(__doc__, rounds=10)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--size", default="1.5b")
     parser.add_argument("--presets", nargs="+", default=["vanilla"])
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--rounds", type=int, default=10, help="timed steps")
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_intermixed_args()
+    arguments = reporting.arguments_of(parser, markdown)
     device = start_distributed(ranks())
-    results: dict[str, Any] = {"lines": []}
+    results: reporting.Results = {"lines": []}
     for preset, mode in ((preset, mode) for preset in arguments.presets for mode in arguments.modes):
         shape = [f"size={arguments.size}", f"training.batch_size={arguments.micro_batch}", "tracker=none"]
         overrides = [*shape, *arguments.overrides, f"training.compile={MODES[mode]}"]
@@ -82,11 +104,12 @@ def main() -> int:
             line |= measure_step(config, overrides, device, arguments.rounds)
         except Exception as error:
             # the other mode may succeed
-            line["error"] = error_text(error)
-        print(line, flush=True)
+            line["error"] = reporting.error_text(error)
+            print(f"error: {preset}, {mode}: {line['error']}", flush=True)
         results["lines"].append(line)
-        write_json(arguments.output, results)
+        reporting.write_json(arguments.output, results)
         release()
+    reporting.publish(arguments.output, results, markdown)
     return int(any("error" in line for line in results["lines"]))
 
 

@@ -1,9 +1,15 @@
 """The committed records of the runs of the study in docs/results: one JSON Lines file per experiment.
 
+    python benchmarks/study/archive.py              # adds the complete runs to the records
+    python benchmarks/study/archive.py --missing    # prints the overrides of each run that has no record yet
+
+Runs that are recorded already stay as they are, also where their directories are gone.
+
 A line has the run's directory name, every setting that decides its losses, the numbers of its summary, and where it was
 trained; those of CURVES also have their training losses, in at most BINS means.
 """
 
+import argparse
 import itertools
 import json
 from collections.abc import Sequence
@@ -12,14 +18,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from depthlm.config.renamed import current_class
-
 from depthlm.config import Config, compose_anywhere
 from depthlm.config.keys import flatten, on_resume
+from depthlm.config.saved import load_config
 from depthlm.files import replace_text
 from depthlm.report.rows import Row
 from depthlm.report.sweep import Sweep, read_sweep
-from depthlm.runs.records import COMPLETE, WAITING, RunRecord, training_loss
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.records import COMPLETE, WAITING, RunRecord, read_run, training_loss
+from depthlm.sweeps.points import Point, sweep_points
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 ARCHIVE = RESULTS / "runs"
@@ -37,6 +44,9 @@ EXPERIMENTS = (
 # experiments whose loss curves are drawn
 CURVES = ("scaling",)
 BINS = 48
+# the numbers of a summary that are recorded
+NUMBERS = ("parameters", "steps", "tokens", "training_loss", "validation_loss", "validation_perplexity",
+           "forward_flops_per_token", "training_flops", "skipped")  # fmt: skip
 # names and defaults of other keys, which decide no loss themselves
 IGNORED = ("size.lr", "size.name", "size.sequence_length", "budget.name")
 
@@ -45,9 +55,6 @@ def lines_of(experiment: str) -> dict[str, dict[str, Any]]:
     """Return the lines of an experiment, by the names of their run directories."""
     path = ARCHIVE / f"{experiment}.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    for settings in (line.get("settings", {}) for line in lines):
-        for name in {"model.connection._target_", "model.attention._target_"} & set(settings):
-            settings[name] = current_class(settings[name])
     return {line["run"]: line for line in lines}
 
 
@@ -108,9 +115,9 @@ def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], dir
     losses = enumerate(line.get("losses", []), 1)
     rows = [{"step": number, "tokens": tokens, "loss": loss} for number, (tokens, loss) in losses]
     settings, summary = line["settings"], line["summary"]
-    of = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
-    if of in times:
-        summary |= {"training_seconds": summary["tokens"] * times[of]}
+    trained = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
+    if trained in times:
+        summary |= {"training_seconds": summary["tokens"] * times[trained]}
     return RunRecord(directory, COMPLETE, rows, summary, {}, None)
 
 
@@ -123,3 +130,50 @@ def row_of(sweep: Sweep, **settings: str) -> Row:
     """Return the row with these settings; `__` in a name stands for a dot."""
     wanted = {name.replace("__", "."): value for name, value in settings.items()}
     return next(row for row in sweep.rows if wanted.items() <= row.settings.items())
+
+
+def line_of(point: Point) -> dict[str, Any] | None:
+    """Return the line of a run, or None if it is not complete, or if its code was not that of a commit."""
+    run = read_run(point.directory)
+    if run.state != COMPLETE:
+        return None
+    environment = json.loads(RunDirectory(run.directory).environment.read_text())
+    if environment["git"] is None or environment["git"]["changed"]:
+        print(f"{run.directory}: not recorded, since the code had changes that were not committed")
+        return None
+    return {
+        "run": run.directory.name,
+        "settings": decisive_settings(load_config(run.directory)),
+        "summary": {name: run.summary[name] for name in NUMBERS},
+        "environment": place(environment) | {"commit": environment["git"]["commit"]},
+        "losses": binned(run.rows),
+    }
+
+
+def place(environment: dict[str, Any]) -> dict[str, str]:
+    """Return what decides the last digits of a loss: the versions of Python and torch, and the processor."""
+    python, torch = environment["python"], environment["versions"]["torch"]
+    return {"python": python, "torch": torch, "device": environment["device"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--missing", action="store_true", help="print the runs without a record instead")
+    missing = parser.parse_args().missing
+    for experiment in EXPERIMENTS:
+        lines = lines_of(experiment)
+        points = sweep_points([f"experiment=depthlm/{experiment}"])
+        if missing:
+            absent = (point for point in points if Path(point.directory).name not in lines)
+            print("".join(f"{' '.join(point.overrides)}\n" for point in absent), end="")
+            continue
+        for point in points:
+            name = Path(point.directory).name
+            if name not in lines and (line := line_of(point)) is not None:
+                lines[name] = line if experiment in CURVES else {k: v for k, v in line.items() if k != "losses"}
+        write_lines(experiment, [lines[name] for point in points if (name := Path(point.directory).name) in lines])
+        print(f"{experiment}: {len(lines)} of {len(points)} runs")
+
+
+if __name__ == "__main__":
+    main()

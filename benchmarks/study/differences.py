@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from archive import values_of
-
+from benchmarks.study.archive import values_of
 from depthlm.config import compose_anywhere
 from depthlm.report.rows import Measured, Row, by_seed, difference, measured, over_seeds, pooled
 from depthlm.report.sweep import Sweep
@@ -62,16 +61,16 @@ def minus(values: Mapping[str, float], reference: Mapping[str, float]) -> dict[s
     return {seed: values[seed] - reference[seed] for seed in values if seed in reference}
 
 
-def own_difference(differences: Mapping[str, float], level: float) -> Difference | None:
-    """Return the mean of differences by seed, with their own deviation; None without two seeds."""
+def paired_difference(differences: Mapping[str, float], level: float) -> Difference | None:
+    """Return the mean of differences by seed, with their deviation; None without two seeds."""
     return _with_interval(over_seeds(list(differences.values())), level, float)
 
 
-def apart_from_vanilla(sweep: Sweep, key: str, value: str) -> dict[str, dict[str, float]]:
+def gaps_to_vanilla(sweep: Sweep, key: str, value: str) -> dict[str, dict[str, float]]:
     """Return vanilla's losses at one value of a setting, and by how much the other models' exceed them, by seed."""
     losses = {row.settings["model"]: by_seed(row, sweep.first[1]) for row in sweep.rows if row.settings[key] == value}
     vanilla = losses.pop("vanilla")
-    return {"vanilla": vanilla} | {model: minus(of, vanilla) for model, of in losses.items()}
+    return {"vanilla": vanilla} | {model: minus(by_model, vanilla) for model, by_model in losses.items()}
 
 
 def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Difference | None]]]:
@@ -82,7 +81,7 @@ def rate_changes(sweep: Sweep) -> tuple[str, list[str], dict[str, list[Differenc
     losses = {(row.settings["model"], row.settings["optimizer.lr"]): by_seed(row, sweep.first[1]) for row in sweep.rows}
     level = corrected(len(models) * len(others))
     changes = {
-        model: [own_difference(minus(losses[model, other], losses[model, rate]), level) for other in others]
+        model: [paired_difference(minus(losses[model, other], losses[model, rate]), level) for other in others]
         for model in models
     }
     return rate, others, changes

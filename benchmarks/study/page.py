@@ -9,18 +9,17 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from archive import RESULTS, lines_of, row_of, study_sweeps, values_of
-from differences import (
+from benchmarks.study.archive import RESULTS, lines_of, row_of, study_sweeps, values_of
+from benchmarks.study.differences import (
     Difference,
-    apart_from_vanilla,
     corrected,
+    gaps_to_vanilla,
     minus,
-    own_difference,
+    paired_difference,
     rate_changes,
     relative_differences,
 )
-from pictures import draw_all
-
+from benchmarks.study.pictures import draw_all
 from depthlm.accounting.parameters import count_parameters
 from depthlm.build import build_model
 from depthlm.config.experiment import Column
@@ -52,7 +51,7 @@ def views_of(scaling: Sweep) -> dict[str, Column]:
 def with_blocks(text: str, content: dict[str, str]) -> str:
     """Return the page with the content of each block replaced. Raises KeyError for an unknown block."""
     pattern = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
-    return pattern.sub(lambda found: f"<!-- {found[1]} -->\n\n{content[found[1]]}\n\n<!-- end -->", text)
+    return pattern.sub(lambda match: f"<!-- {match[1]} -->\n\n{content[match[1]]}\n\n<!-- end -->", text)
 
 
 def blocks(sweeps: Mapping[str, Sweep]) -> dict[str, str]:
@@ -109,7 +108,9 @@ def costs(sweep: Sweep) -> Table:
                 for c in columns
             ]
             known = [
-                number_text(own.mean / base.mean, 2) for own, base in pairs if own is not None and base is not None
+                number_text(value.mean / base.mean, 2)
+                for value, base in pairs
+                if value is not None and base is not None
             ]
             texts.append(", ".join(known) or DASH)
         table.append(cells([model, *texts]))
@@ -192,8 +193,8 @@ def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Ta
         pairs = [(row_of(sweep, model=model, size=s), row_of(sweep, model=reference, size=s)) for s in sizes]
         each, overall = relative_differences(sweep, pairs, level)
         planned = [len(row.points) for row, _ in pairs]
-        of = [_difference_cell(number, seeds) for number, seeds in zip(each, planned, strict=True)]
-        table.append([Cell(label), *of, _difference_cell(overall, sum(planned), 2)])
+        differing = [_difference_cell(number, seeds) for number, seeds in zip(each, planned, strict=True)]
+        table.append([Cell(label), *differing, _difference_cell(overall, sum(planned), 2)])
     return Table([title, *sizes, "all sizes, in %"], table)
 
 
@@ -223,8 +224,8 @@ def start(sweep: Sweep) -> Table:
     for size in values_of(sweep, "size"):
         rows = [row for row in sweep.rows if row.settings["size"] == size]
         for pair in sorted({(r.settings["size.init_std"], r.settings["size.embedding_init_std"]) for r in rows}):
-            own = [r for r in rows if (r.settings["size.init_std"], r.settings["size.embedding_init_std"]) == pair]
-            by_rate = {r.settings["optimizer.lr"]: measured(r, sweep.first[1]) for r in own}
+            started = [r for r in rows if (r.settings["size.init_std"], r.settings["size.embedding_init_std"]) == pair]
+            by_rate = {r.settings["optimizer.lr"]: measured(r, sweep.first[1]) for r in started}
             known = {rate: number.mean for rate, number in by_rate.items() if number is not None}
             best = min(known, key=lambda rate: known[rate], default=None)
             tried = ", ".join(sorted(by_rate, key=float))
@@ -241,9 +242,9 @@ def rates(sweep: Sweep) -> Table:
     """
     rate, others, changes = rate_changes(sweep)
     table = []
-    for model, of in changes.items():
+    for model, by_rate in changes.items():
         row = row_of(sweep, model=model, optimizer__lr=rate)
-        changed = [_difference_cell(change, len(row.points)) for change in of]
+        changed = [_difference_cell(change, len(row.points)) for change in by_rate]
         table.append([Cell(model), Cell(_with_deviation(measured(row, sweep.first[1]))), *changed])
     return Table(["validation loss", f"at {rate}", *(f"change at {other}" for other in others)], table)
 
@@ -254,15 +255,15 @@ def sensitivity(sweep: Sweep, key: str) -> Table:
     changes = list(itertools.combinations(values, 2))
     level = corrected(len(values) * len(models[1:]) + len(changes) * len(models))
     planned = len(sweep.rows[0].points)
-    table, apart = [], {value: apart_from_vanilla(sweep, key, value) for value in values}
-    for value, of in apart.items():
-        against = [_difference_cell(own_difference(of[model], level), planned) for model in models[1:]]
-        table.append([Cell(value), Cell(_with_deviation(over_seeds(list(of["vanilla"].values())))), *against])
-    for one, other in changes:
+    table, gaps = [], {value: gaps_to_vanilla(sweep, key, value) for value in values}
+    for value, by_model in gaps.items():
+        against = [_difference_cell(paired_difference(by_model[model], level), planned) for model in models[1:]]
+        table.append([Cell(value), Cell(_with_deviation(over_seeds(list(by_model["vanilla"].values())))), *against])
+    for before, after in changes:
         moved = [
-            _difference_cell(own_difference(minus(apart[other][m], apart[one][m]), level), planned) for m in models
+            _difference_cell(paired_difference(minus(gaps[after][m], gaps[before][m]), level), planned) for m in models
         ]
-        table.append([Cell(f"change from {one} to {other}"), *moved])
+        table.append([Cell(f"change from {before} to {after}"), *moved])
     return Table([key, "vanilla", *(f"{model} - vanilla" for model in models[1:])], table)
 
 

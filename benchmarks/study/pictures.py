@@ -5,19 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from archive import values_of
-from differences import Difference, apart_from_vanilla, own_difference, rate_changes
+from depthlm.report.figures.panels import panels_of
+from depthlm.report.figures.stamp import stamp_of
+from depthlm.report.mechanism import mechanism_from
 
+from benchmarks.study.archive import values_of
+from benchmarks.study.differences import Difference, gaps_to_vanilla, paired_difference, rate_changes
 from depthlm.config.experiment import Column
-from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
+from depthlm.report.figures.loss_curves import draw_loss_curves
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.style import grid, mechanism_of, save, subplots
+from depthlm.report.figures.style import grid, save, subplots
 from depthlm.report.rows import Row, measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
 from depthlm.runs.records import COMPLETE
-from depthlm.sweeps.points import Point
 
 PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
 SENSITIVITY = {
@@ -36,7 +38,7 @@ def draw_all(sweeps: Mapping[str, Sweep], views: Mapping[str, Column], folder: P
         (folder / name).unlink(missing_ok=True)
     _draw_start(sweeps["start"], folder / "start.png")
     _draw_rates(sweeps["rates"], folder / "rates.png")
-    draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", scaling.stamp())
+    draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", stamp_of(scaling))
     fitted = curves(scaling, views)
     draw_scaling(scaling, fitted, savings(scaling, fitted), folder / "scaling.png", views)
     _draw_sensitivity(sweeps, folder / "sensitivity.png")
@@ -53,10 +55,10 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
     for size in values_of(sweep, "size"):
         rows = [row for row in sweep.rows if row.settings["size"] == size]
         for std in dict.fromkeys(row.settings["size.init_std"] for row in rows):
-            own = [row for row in rows if row.settings["size.init_std"] == std]
+            drawn_rows = [row for row in rows if row.settings["size.init_std"] == std]
             points = []
-            for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in own):
-                tried = [row for row in own if row.settings["size.embedding_init_std"] == start]
+            for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in drawn_rows):
+                tried = [row for row in drawn_rows if row.settings["size.embedding_init_std"] == start]
                 if (loss := best_of(tried, sweep.first[1])) is not None:
                     points.append((float(start), loss))
             if points:
@@ -83,22 +85,22 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
         panel.legend(frameon=False, fontsize="small")
         grid(panel)
     shown = replace(sweep, rows=[row for row in sweep.rows if row.settings["size"] in groups])
-    save(figure, path, shown.stamp())
+    save(figure, path, stamp_of(shown))
 
 
 def _draw_rates(sweep: Sweep, path: Path) -> None:
     """Draw how the loss of each mechanism differs at other learning rates than that of the study."""
     rate, others, changes = rate_changes(sweep)
-    if not any(change is not None for of in changes.values() for change in of):
+    if not any(change is not None for by_rate in changes.values() for change in by_rate):
         return
     figure, axes = subplots(1, 8, 4.8)
     panel = axes[0, 0]
     for number, (other, marker) in enumerate(zip(others, "os", strict=True)):
         look = {"marker": marker, "ls": "", "fillstyle": "none" if number else "full"}
-        for place, (model, of) in enumerate(changes.items()):
-            if (change := of[number]) is not None:
+        for place, (model, by_rate) in enumerate(changes.items()):
+            if (change := by_rate[number]) is not None:
                 y = place - 0.12 + 0.24 * number
-                colour = mechanism_of(Point([], {"model": model})).colour
+                colour = mechanism_from({"model": model}).colour
                 panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=colour, **look)
         panel.plot([], [], color="0.3", label=f"at {other}", **look)
     panel.axvline(0, color="0.3", lw=1.3)
@@ -109,7 +111,7 @@ def _draw_rates(sweep: Sweep, path: Path) -> None:
     panel.set_title(f"Change of the loss at half and at twice the learning rate, {size}", fontsize="medium")
     panel.legend(frameon=False, fontsize="small")
     grid(panel)
-    save(figure, path, f"{sweep.stamp()}; error bars: 95% intervals, paired by seed, without a correction")
+    save(figure, path, f"{stamp_of(sweep)}; error bars: 95% intervals, paired by seed, without a correction")
 
 
 def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
@@ -122,18 +124,18 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
         values = values_of(sweep, key)
         ticks = []
         for place, value in enumerate(values):
-            gaps = apart_from_vanilla(sweep, key, value)
+            gaps = gaps_to_vanilla(sweep, key, value)
             vanilla = over_seeds(list(gaps.pop("vanilla").values()))
             ticks.append(f"{float(value):g}\n(vanilla: {number_text(None if vanilla is None else vanilla.mean, 3)})")
             for number, (model, gap) in enumerate(gaps.items()):
-                if (difference := own_difference(gap, 0.95)) is not None:
+                if (difference := paired_difference(gap, 0.95)) is not None:
                     _draw_difference(panel, place + 0.06 * number, difference, model)
         panel.set_xlim(-0.4, len(values) - 0.6)
         panel.axhline(0, color="0.3", lw=1.3)
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), ticks)
         size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
-        panel.set_title(f"{sweep.experiment.title}\n{size}, {sweep.stamp()}", fontsize="medium")
+        panel.set_title(f"{sweep.experiment.title}\n{size}, {stamp_of(sweep)}", fontsize="medium")
         grid(panel)
     handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
@@ -144,11 +146,5 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
 def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:
     shown = panel.get_legend_handles_labels()[1]
     label = None if model in shown else model
-    style = {
-        "color": mechanism_of(Point([], {"model": model})).colour,
-        "marker": "o",
-        "ls": "",
-        "capsize": 3,
-        "label": label,
-    }
+    style = {"color": mechanism_from({"model": model}).colour, "marker": "o", "ls": "", "capsize": 3, "label": label}
     panel.errorbar([place], [number.mean], number.arms, **style)

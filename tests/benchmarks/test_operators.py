@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import depthlm
-from benchmarks import operators
-from benchmarks.operators import CASES, Make, Shape, difference, read_table, shape_of, step
+from benchmarks.shared import operators
+from benchmarks.shared.operators import CASES, Make, Shape, difference, read_table, shape_of, step
 from depthlm.config import compose_anywhere
 from depthlm.mechanisms.attention_residuals import AttentionResiduals
 from depthlm.mechanisms.dca import DeepCrossAttention

@@ -59,7 +59,7 @@ def compare(folder: Path, *arguments: str, attn_res: str = ATTN_RES) -> tuple[su
     metadata.parent.mkdir()
     metadata.write_text("Name: liger-kernel\nVersion: 0.0\n")
     command = [sys.executable, "benchmarks/peers.py", *arguments, "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     return done, json.loads(output.read_text())
 
@@ -92,7 +92,12 @@ def test_times_are_compared(tmp_path: Path) -> None:
 
 def test_without_a_peer_the_command_says_what_to_install() -> None:
     # a module that exists nowhere else
-    command = [sys.executable, "-S", "-c", "import sys; sys.path.insert(0, 'benchmarks'); import peers; peers.main()"]
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        "import sys; sys.path.insert(0, '.'); from benchmarks import peers; peers.main()",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 2
     assert "pip install --no-deps liger-kernel fla-core einops" in done.stderr

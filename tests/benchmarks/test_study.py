@@ -1,39 +1,23 @@
 """The page of docs/results agrees with the committed records of its runs, and they with the experiments."""
 
-import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from benchmarks.study import archive, page
 from depthlm.config import compose_anywhere
 from depthlm.machine import environment
 from depthlm.sweeps.points import sweep_points
 
 ROOT = Path(__file__).resolve().parents[2]
-STUDY = ROOT / "benchmarks" / "study"
 
 
-@pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch):
-    """Import a script of the study, beside which its other scripts lie."""
-    monkeypatch.syspath_prepend(STUDY)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in ("archive", "differences", "pictures", "page", "collect"):
-        sys.modules.pop(name, None)
-
-
-def test_the_tables_of_the_page_are_those_of_the_records(study) -> None:
-    page = study("page")
+def test_the_tables_of_the_page_are_those_of_the_records() -> None:
     text = page.PAGE.read_text()
     assert page.with_blocks(text, page.blocks(page.study_sweeps())) == text, "run `python benchmarks/study/page.py`"
 
@@ -42,8 +26,8 @@ def test_the_tables_of_the_page_are_those_of_the_records(study) -> None:
 CONSTANTS = {"0.9", "0.95", "0.1", "0.06", "3.11", "1.4"}
 
 
-def test_every_number_in_the_prose_is_in_a_table(study) -> None:
-    text = study("page").PAGE.read_text()
+def test_every_number_in_the_prose_is_in_a_table() -> None:
+    text = page.PAGE.read_text()
     number = r"(?<![\w.])[-+]?\d+\.\d+(?![\w]|\.\d)"
     tables = set(re.findall(number, " ".join(re.findall(r"<!-- \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL))))
     prose = re.sub(r"<!-- \w+ -->\n.*?<!-- end -->", "", text, flags=re.DOTALL)
@@ -58,8 +42,8 @@ def points_of(experiment: str, every: bool) -> list:
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_recorded_runs_trained_as_their_experiments_say(study, every: bool) -> None:
-    archive, compared = study("archive"), 0
+def test_the_recorded_runs_trained_as_their_experiments_say(every: bool) -> None:
+    compared = 0
     for experiment in archive.EXPERIMENTS:
         lines = archive.lines_of(experiment)
         for point in points_of(experiment, every):
@@ -71,8 +55,7 @@ def test_the_recorded_runs_trained_as_their_experiments_say(study, every: bool) 
     assert compared
 
 
-def test_losses_are_binned_into_means_at_the_last_tokens_of_each_group(study) -> None:
-    archive = study("archive")
+def test_losses_are_binned_into_means_at_the_last_tokens_of_each_group() -> None:
     rows = [{"tokens": 10 * step, "loss": 9.0, "mean_loss": float(step)} for step in range(1, 101)]
     bins = archive.binned(rows)
     assert len(bins) == archive.BINS
@@ -83,25 +66,23 @@ def test_losses_are_binned_into_means_at_the_last_tokens_of_each_group(study) ->
 
 
 def test_the_missing_runs_are_printed_as_overrides(
-    study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    archive, collect = study("archive"), study("collect")
     first, second, *others = sweep_points(["experiment=depthlm/rates"])
     monkeypatch.setattr(archive, "ARCHIVE", tmp_path)
     archive.write_lines("rates", [{"run": Path(point.directory).name} for point in others])
-    monkeypatch.setattr(collect, "EXPERIMENTS", ["rates"])
-    monkeypatch.setattr(sys, "argv", ["collect.py", "--missing"])
-    collect.main()
+    monkeypatch.setattr(archive, "EXPERIMENTS", ["rates"])
+    monkeypatch.setattr(sys, "argv", ["archive.py", "--missing"])
+    archive.main()
     lines = capsys.readouterr().out.splitlines()
     assert [sweep_points(line.split()) for line in lines] == [[first], [second]]
 
 
 @pytest.mark.slow
-def test_a_point_repeats_to_the_last_digit(study, tmp_path: Path) -> None:
-    archive = study("archive")
+def test_a_point_repeats_to_the_last_digit(tmp_path: Path) -> None:
     (point,) = sweep_points(["experiment=depthlm/scaling", "size=nano_60k", "model=vanilla", "seed=1"])
     line = archive.lines_of("scaling")[Path(point.directory).name]
-    here = study("collect").place(environment.describe("cpu"))
+    here = archive.place(environment.describe("cpu"))
     # processors of one name may have other vector instructions, with which the last digits differ
     if not here.items() <= line["environment"].items() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("this machine or its packages differ from those of the recorded run")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.disturbances.jobs import Job, finish
 from benchmarks.disturbances.kills import Killer
-from benchmarks.disturbances.results import newest_step, outcome, same
+from benchmarks.disturbances.runs import Job, finish, newest_step, outcome, same
 
 from ..forks import Forks
 

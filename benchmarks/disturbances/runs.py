@@ -1,5 +1,6 @@
-"""Jobs: the processes of one run, as each launcher starts them."""
+"""A run that is disturbed: its processes, as each launcher starts them, what it has written, and its results."""
 
+import json
 import os
 import signal
 import socket
@@ -13,11 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "train.py"]
 # torchrun waits 30 s for ranks that ignore SIGTERM
 END_SECONDS = 120.0
+# what must not depend on disturbances, of each row of metrics.jsonl
+NAMES = (
+    "step", "tokens", "loss", "mean_loss", "learning_rate", "grad_norm", "validation/stdlib/loss",
+    "validation/local/loss",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,44 @@ def finish(overrides: Sequence[str], begin: Begin) -> None:
         job.kill()
 
 
+def newest_step(directory: Path) -> int:
+    """Return the step of the newest complete row in metrics.jsonl, or 0 if there is none."""
+    with suppress(OSError):
+        for row in reversed((directory / "metrics.jsonl").read_text().splitlines()):
+            with suppress(ValueError):
+                return int(json.loads(row)["step"])
+    return 0
+
+
+def is_saving(directory: Path, since: float = 0.0) -> bool:
+    """Return whether a checkpoint is being written. since: Unix time; folders that are older do not count."""
+    for path in (directory / "checkpoints").glob(".saving-*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_ctime >= since:
+                return True
+    return False
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    """Return the results that must not depend on disturbances: loss curve, validation loss and weights."""
+    rows = [json.loads(row) for row in (directory / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((directory / "summary.json").read_text())
+    newest = (directory / "checkpoints/latest").read_text().strip()
+    return {
+        "curve": [[row.get(name) for name in NAMES] for row in rows],
+        "validation_loss": summary["validation_loss"],
+        "weights": load_file(directory / "checkpoints" / newest / "model.safetensors"),
+    }
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two results are equal, bit for bit."""
+    if any(first[key] != second[key] for key in ("curve", "validation_loss")):
+        return False
+    ours, theirs = first["weights"], second["weights"]
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def free_port() -> int:
     """Return a port that was free a moment ago."""
     with socket.socket() as listener:
@@ -128,12 +174,12 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _find(directory: str) -> list[int]:
     """Return the process ids of the ranks that train with this override, in the order of ranks."""
-    found = []
+    ranks_found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if {"train.py", directory} <= set(process.cmdline()):
                 variables = process.environ()
                 rank = variables.get("RANK") or variables.get("SLURM_PROCID")
                 if rank is not None:
-                    found.append((int(rank), process.pid))
-    return [pid for _, pid in sorted(found)]
+                    ranks_found.append((int(rank), process.pid))
+    return [pid for _, pid in sorted(ranks_found)]

@@ -1,19 +1,50 @@
-"""The same decoder by transformers and by litgpt, with our weights.
+"""Decoders that benchmarks compare: ours in the engine of train.py, those of transformers and litgpt with our weights.
 
 litgpt is not a dependency of this repository. Its own requirements exclude the versions of other packages that this
 repository has, so it is installed without them.
 """
 
 import importlib.util
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, cat, nn
 
+from depthlm.build import build_model
 from depthlm.config import Config
-from depthlm.model import Decoder
+from depthlm.distributed.launchers import ranks
+from depthlm.model import Decoder, compile_sublayers
 from depthlm.pretrained.native import native_config, native_type, their_weight
+from depthlm.training.engine import build_engine
+from depthlm.training.plan import Plan, make_plan
+from depthlm.training.setup import compiles
+from depthlm.training.step import train_step
 
 INSTALL_LITGPT = "litgpt is not installed: pip install --no-deps litgpt lightning lightning-utilities torchmetrics"
 Weights = dict[str, Tensor]
+
+
+class Training(NamedTuple):
+    """What train.py trains: the engine, the arithmetic of a batch, and a batch [accumulation, micro_batch, T + 1]."""
+
+    engine: Any
+    plan: Plan
+    batch: Tensor
+
+    def step(self) -> float:
+        """Train on the batch. A GPU computes a step while the host continues, so wait for the loss."""
+        return train_step(self.engine, self.batch, self.plan, 0.0).item()
+
+
+def training_of(config: Config, device: torch.device) -> Training:
+    """Build the decoder of a configuration in its engine, with a batch of random tokens."""
+    plan, model = make_plan(config, ranks()), build_model(config, device)
+    model.checkpoint_activations(config.training.activation_checkpointing)
+    if compiles(config, device):
+        compile_sublayers(model)
+    shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
+    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    return Training(build_engine(config, plan, model), plan, batch)
 
 
 def has_litgpt() -> bool:

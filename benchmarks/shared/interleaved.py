@@ -1,22 +1,15 @@
 """A fair comparison in one process: every contender takes a turn in every round, under the same machine conditions."""
 
 import gc
-import json
-import os
-import platform
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-
-from depthlm.files import replace_text
-from depthlm.machine import environment
 
 Step = Callable[[], object]
 
@@ -32,9 +25,9 @@ def measure(
         for _ in range(warmup):
             step()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds):
+    for round_number in range(rounds):
         order = list(contenders.items())
-        for name, step in order if number % 2 == 0 else reversed(order):
+        for name, step in order if round_number % 2 == 0 else reversed(order):
             for _ in range(settle):
                 step()
             _synchronize()
@@ -62,28 +55,40 @@ def against(times: list[float], baseline: list[float], tokens: int) -> dict[str,
     }
 
 
-def spread(seconds: dict[str, list[float]], one: str, twin: str) -> float:
+def twin_baseline(seconds: dict[str, list[float]], name: str, twin: str) -> tuple[list[float], list[float]]:
+    """Return the mean times of two contenders with the same code, and the ratios of their times."""
+    pairs = list(zip(seconds[twin], seconds[name], strict=True))
+    return [statistics.mean(pair) for pair in pairs], [a / b for a, b in pairs]
+
+
+def twin_note(ratios: list[float], name: str) -> str:
+    """Return what `twin_baseline` says of the noise of the machine."""
+    noise = max((abs(value - 1) for value in ratios), default=0.0)
+    median = statistics.median(ratios or [1.0])
+    return f"{name} again: median {median:.3f}, single rounds differ by up to {noise:.1%}"
+
+
+def spread(seconds: dict[str, list[float]], name: str, twin: str) -> float:
     """Return the largest deviation from 1 of the ratio of two runs of the same code: the noise of this machine."""
-    return max(abs(b / a - 1) for a, b in zip(seconds[one], seconds[twin], strict=True))
+    return max(abs(b / a - 1) for a, b in zip(seconds[name], seconds[twin], strict=True))
 
 
-def peak_memory_gib(script: str, *arguments: str) -> float:
-    """Return the peak memory of `script --memory-of <arguments>`, a separate process that calls `print_peak_memory`.
+def peak_memory_gib(make: Callable[..., Step], *arguments: Any) -> float:
+    """Return the peak memory of two steps of `make(*arguments)` in a new process, of the GPU if there is one.
 
-    Call this while the process is small, because on Linux a child's peak starts at that of its parent.
+    Call this while this process is small, because on Linux a child's peak starts at that of its parent.
     """
-    command = [sys.executable, script, "--memory-of", *arguments]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_peak_of, make, arguments).result()
 
 
-def print_peak_memory(step: Step) -> None:
-    """Print the peak memory of two steps in GiB, of the GPU if there is one."""
+def _peak_of(make: Callable[..., Step], arguments: tuple[Any, ...]) -> float:
+    step = make(*arguments)
     step()
     step()
     if torch.cuda.is_available():
-        print(torch.cuda.max_memory_allocated() / 2**30)
-    else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def gpu_bytes() -> int:
@@ -108,28 +113,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def error_text(error: Exception) -> str:
-    """Return an error in one line, for a result that could not be measured."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-
-
-def result_path(benchmark: str) -> Path:
-    """Return the path for the results of a benchmark on this machine."""
-    name = torch.cuda.get_device_name().replace(" ", "-").lower() if torch.cuda.is_available() else platform.node()
-    return Path(__file__).parent / "results" / f"{benchmark}-{name}.json"
-
-
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Write results together with the machine that they were measured on. An interruption leaves the earlier file."""
-    machine = environment.describe(environment.device_type())
-    for name in ("command", "code"):
-        machine.pop(name)
-    machine["threads"] = torch.get_num_threads()
-    machine["load_average"] = os.getloadavg()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps({"machine": machine, **results}, indent=1) + "\n")
 
 
 def _synchronize() -> None:

@@ -31,7 +31,7 @@ from depthlm.ops.mhc.naive import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
 
-TABLES = Path(__file__).parent / "tables" / "kernels"
+TABLES = Path(__file__).parents[1] / "tables" / "kernels"
 EPS = 1e-6
 # number of streams of hyper-connections and mHC, and Sinkhorn iterations of mHC
 STREAMS, ITERATIONS = 4, 20

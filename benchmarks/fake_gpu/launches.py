@@ -1,4 +1,9 @@
-"""Triton launches: recorded instead of executed, and compiled to machine code for sm_90, which is then inspected."""
+"""The launches of a step: those of Triton kernels, which are recorded, and those of compiled regions.
+
+A Triton kernel can be compiled to machine code for sm_90, which is then inspected. For a compiled region, Inductor
+generates the Python code that launches its kernels; the launches are counted in that code, and the kernels are not
+compiled. The graphs themselves run on fake tensors, so that memory is counted as usual.
+"""
 
 import re
 import subprocess
@@ -7,16 +12,32 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor import compile_fx, config, scheduler
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction, MockTensor
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # of a multiprocessor of an H100: registers, warps, blocks, bytes of shared memory; of these, reserved per block
 REGISTERS, WARPS, BLOCKS, SHARED, RESERVED = 65536, 64, 32, 233472, 1024
+
+# calls in the generated code that launch a kernel, by kind: fused by Inductor, of a library, of a registered operator
+GENERATED = {
+    "fused": re.compile(r"^\s+\w+\.run\(", re.M),
+    "library": re.compile(r"^\s+(?:\w+ = )?extern_kernels\.\w+\(", re.M),
+    "operator": re.compile(r"^\s+(?:\w+ = )?torch\.ops\.aten\.\w+\.\w+\(", re.M),
+}
 
 Grid = tuple[int, ...]
 
@@ -121,3 +142,44 @@ def _widths(instructions: list[str], *names: str) -> dict[int, int]:
     accesses = [name.split(".")[1:] for name in instructions if name.split(".")[0] in names]
     widths = [[part.lstrip("US") for part in parts if re.fullmatch(r"[US]?(8|16|64|128)", part)] for parts in accesses]
     return dict(sorted(Counter(int((width or ["32"])[0]) for width in widths).items(), reverse=True))
+
+
+class Counting(Protocol):
+    def region(self, launches: Counter[str], run: Callable[[], Any]) -> Any:
+        """Count the launches of a region, and run it."""
+
+
+def backend(counting: Counting) -> Any:
+    """Return a backend of torch.compile whose regions report their launches to `counting`."""
+    torch.version.cuda = "13.0"  # type: ignore[attr-defined]
+    config.compile_threads = 1
+    scheduler.has_triton = lambda *_: True
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        # a backward pass may be lowered while its launches are counted
+        with _disable_current_modes():
+            launches = generated(graph, inputs)
+        return lambda *arguments: counting.region(launches, lambda: graph(*arguments))
+
+    return aot_autograd(
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=torch._functorch.partitioners.min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+def generated(graph: torch.fx.GraphModule, inputs: Any) -> Counter[str]:
+    """Return how many kernels of each kind Inductor's code for a graph launches."""
+    fake_mode = detect_fake_mode(inputs)
+    compile_fx.view_to_reshape(graph)
+    with V.set_fake_mode(fake_mode):
+        compile_fx.fake_tensor_prop(graph, inputs)
+        post_grad_passes(graph, is_inference=False)
+        compile_fx.fake_tensor_prop(graph, inputs)
+        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=fake_mode.shape_env, is_inference=False)
+        with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            code, _ = lowering.codegen()
+    text = getattr(code, "value", code)
+    return Counter({kind: len(pattern.findall(text)) for kind, pattern in GENERATED.items()})

@@ -1,0 +1,1 @@
+"""Measurements, each a script; README.md has the newest figures."""

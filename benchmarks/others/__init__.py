@@ -1,1 +1,0 @@
-"""Other packages, in the form in which the benchmarks compare them with ours."""
