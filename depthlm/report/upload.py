@@ -8,7 +8,7 @@ from typing import Any
 from depthlm.config.schema import Tracker
 from depthlm.errors import UserError
 from depthlm.report.tables import DASH, MISSING, Cell, Table
-from depthlm.runs.trackers import init_wandb
+from depthlm.runs.weights_and_biases import init as init_wandb
 
 
 def upload(path: Path, tables: Sequence[Table], project: str) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import Corpus, TokenFiles, validation_batches
-from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
 from depthlm.evaluation import diagnose, generate, total_loss
