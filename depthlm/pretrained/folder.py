@@ -18,8 +18,7 @@ from depthlm.data import padded_vocab_size, vocab_size
 from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
-from depthlm.pretrained.experts import stack_experts
-from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight
+from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight, stack_experts
 
 if TYPE_CHECKING:
     from depthlm.config import Config
