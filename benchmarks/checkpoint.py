@@ -51,7 +51,7 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
     """Return the seconds of saving and of dd in every round, and the cost of asynchronous saving to training."""
     trained = training_of(config, start_distributed(ranks()))
     trained.step()  # creates the optimizer states
-    about = {"corpus": "", "world_size": 1, "stage": 0, "config": asdict(config)}
+    about = {"corpus": "", "world_size": 1, "stage": 0, "experts": 1, "config": asdict(config)}
     saver = Saver(trained.engine, folder, replace(config.training, keep_last=1), about)
     saves, copies = [], []
     for number in range(1, rounds + 2):

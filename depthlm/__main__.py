@@ -93,7 +93,7 @@ def evaluate(arguments: list[str], program: str) -> None:
 
 def generate(arguments: list[str], program: str) -> None:
     """Generate text with a trained run, after a prompt or after each line of a file."""
-    from depthlm.evaluation.writing import Generate, write_text
+    from depthlm.evaluation.generation import Generate, write_text
 
     write_text(_read(program, Generate, arguments))
 

@@ -12,12 +12,12 @@ from rich.table import Table
 from depthlm.console import stdout_console
 from depthlm.counts import bytes_text
 from depthlm.errors import UserError
-from depthlm.runs.listing import Listed
+from depthlm.runs.listing import RunListing
 from depthlm.runs.removal import Removal, plan_removal, remove
 from depthlm.streams import printable
 
 
-def remove_runs(root: Path, runs: Sequence[Listed], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
+def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
     """List what removing these runs removes, and remove it if `yes` is given or the user confirms it.
 
     Raises UserError if a folder cannot be removed, after the others have been removed.

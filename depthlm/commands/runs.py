@@ -13,8 +13,7 @@ from depthlm.commands.remove_runs import remove_runs
 from depthlm.console import stdout_console
 from depthlm.counts import count_text
 from depthlm.errors import UserError
-from depthlm.runs.filters import value_text
-from depthlm.runs.listing import Listed, list_runs, read_filters
+from depthlm.runs.listing import RunListing, list_runs, read_filters, value_text
 from depthlm.sweeps.table import STYLES
 
 COLUMNS = {"directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age"}
@@ -112,7 +111,7 @@ def _check(parsed: argparse.Namespace) -> None:
     parsed.to = parsed.to or REPORT
 
 
-def show_runs(runs: Sequence[Listed], root: Path, keys: Sequence[str] = ()) -> None:
+def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
     """Print the runs as a table. keys: further values to show, which the user has filtered or sorted by."""
     further = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
     table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.watchdog import Activity
 
 # calls a function by its name on all ranks with one argument, and returns the values by rank
@@ -31,7 +31,7 @@ class StoppedError(Exception):
     """Raised by a called function on a rank that has to stop."""
 
 
-class Abandoned(BaseException):
+class AbandonedThread(BaseException):
     """Raised in rank 0's thread, at its next call, after the ranks have stopped serving it."""
 
 
@@ -123,7 +123,7 @@ class _Leader:
     def _run(self) -> None:
         try:
             self.work(self._call, lambda value: self.messages.put((SEND, value)))
-        except Abandoned:
+        except AbandonedThread:
             return
         except BaseException as error:
             self.messages.put((END, str(error) or type(error).__name__))
@@ -132,11 +132,11 @@ class _Leader:
 
     def _call(self, name: str, argument: Any) -> list[Any]:
         if self.abandoned:
-            raise Abandoned
+            raise AbandonedThread
         self.messages.put((CALL, (name, argument)))
         outcomes = self.replies.get()
         if outcomes is None:
-            raise Abandoned
+            raise AbandonedThread
         for rank, (_, failure) in enumerate(outcomes):
             if failure is not None:
                 raise CallError(failure if len(outcomes) == 1 else f"rank {rank}: {failure}")

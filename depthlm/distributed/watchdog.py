@@ -12,10 +12,20 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
-from depthlm.distributed.abort import end, is_consequence, last_words, line_of
-from depthlm.distributed.collectives import gather
-from depthlm.distributed.diagnosis import AwakeClock, FailureReport, Heartbeat, Listener, listed, stalled
+from depthlm.distributed.diagnosis import (
+    AwakeClock,
+    FailureReport,
+    Heartbeat,
+    Listener,
+    end,
+    is_consequence,
+    last_words,
+    line_of,
+    listed,
+    stalled,
+)
 from depthlm.distributed.launchers import Ranks
+from depthlm.distributed.process_group import gather
 
 log = logging.getLogger("depthlm")
 

@@ -11,7 +11,7 @@ from depthlm.doctor import machine, software
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
-from depthlm.runs.trackers import has_key
+from depthlm.runs.weights_and_biases import has_key
 
 # timeout in seconds for a connection to W&B's server
 REACH = 3.0

@@ -16,8 +16,7 @@ from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
-from depthlm.evaluation.results import add_results
-from depthlm.evaluation.validation_sets import folder_sets, measure_sets, run_sets
+from depthlm.evaluation.losses import add_results, folder_sets, measure_sets, run_sets
 from depthlm.fields import key
 from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import Device, usable_device

@@ -1,15 +1,54 @@
-"""Generate text with a decoder, one token at a time.
+"""Generate text with a decoder, one token at a time, and the command `python -m depthlm generate`.
 
 Shapes: b batch, t tokens, v vocabulary.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from depthlm.model.decoder import Decoder
+from depthlm.data import Tokenizer
+from depthlm.errors import UserError
+from depthlm.fields import key
+from depthlm.loading import load
+from depthlm.machine.environment import Device, usable_device
+from depthlm.model import Decoder
+from depthlm.streams import printable
+
+# what the tokenizer decodes an incomplete UTF-8 character to
+UNFINISHED = "\ufffd"
+# default for max_new_tokens
+NEW_TOKENS = 128
+
+
+@dataclass
+class Generate:
+    """The arguments of `generate`."""
+
+    run: str = key(doc="run directory; its newest valid checkpoint is used")
+    prompt: str | None = key(None, "the text to continue; empty: the beginning of a document")
+    prompts: str | None = key(None, "a file with one prompt per line, instead; prints one JSON object per line")
+    max_new_tokens: int | None = key(
+        None,
+        f"tokens after the prompt, fewer if the text ends; null: {NEW_TOKENS}, or as many as fit into the context",
+        minimum=1,
+    )
+    temperature: float = key(0.8, "0: always the most likely token; lower values favor likely tokens", minimum=0)
+    top_k: int | None = key(50, "sample only from the k most likely tokens", minimum=1)
+    top_p: float | None = key(
+        None, "sample only from the fewest tokens whose total probability reaches this", above=0, maximum=1
+    )
+    seed: int = key(1, "seed of the sampling", minimum=0)
+    batch_size: int = key(16, "prompts of a file per batch", minimum=1)
+    precision: Literal["fp32", "bf16"] = key("fp32", "dtype of the computation")
+    device: Device = key("auto", "auto: the GPU if there is one, else the CPU")
+    trust: list[str] | None = key(None, "modules that may define the run's own mechanism")
 
 
 def generate(model: Decoder, tokens_bt: Tensor, max_new_tokens: int, **settings: Any) -> Tensor:
@@ -67,6 +106,46 @@ def stream(
         input_bt = new_b1 if use_cache else torch.cat((input_bt, new_b1), dim=1)
 
 
+def write_text(arguments: Generate) -> None:
+    """Print the prompt and its continuation, or one line of JSON for each prompt of a file: {"prompt", "text"}.
+
+    Raises UserError for a run without a checkpoint, if not exactly one of prompt and prompts is set, for a file that
+    cannot be read, and for a prompt that does not fit into the run's context together with the new tokens.
+    """
+    if (arguments.prompt is None) == (arguments.prompts is None):
+        raise UserError("give prompt=<text> or prompts=<file>")
+    lines = {1: arguments.prompt or ""} if arguments.prompts is None else _lines(Path(arguments.prompts))
+    prompts = list(lines.values())
+    device = torch.device(usable_device(arguments.device))
+    model, config = load(arguments.run, device, arguments.trust or ())
+    tokenizer = Tokenizer.load(arguments.run)
+    # a document follows the end of another one
+    encoded = [ids or [tokenizer.end_of_text] for ids in tokenizer.encode_batch(prompts)]
+    context = config.training.sequence_length
+    available = context - max(map(len, encoded))
+    new_tokens = arguments.max_new_tokens or max(1, min(NEW_TOKENS, available))
+    for number, ids in zip(lines, encoded, strict=True):
+        if len(ids) + new_tokens > context:
+            which = "prompt=:" if arguments.prompts is None else f"prompts={arguments.prompts}, line {number}:"
+            raise UserError(
+                f"{which} {len(ids)} tokens and max_new_tokens={new_tokens} are more than the {context} tokens "
+                f"of the run's context; allowed: max_new_tokens up to {max(0, context - len(ids))} for this prompt"
+            )
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
+    generator = torch.Generator(device).manual_seed(arguments.seed)
+    with autocast:
+        if arguments.prompts is None:
+            steps = _continue(model, tokenizer, encoded, new_tokens, arguments, generator)
+            _print_as_it_comes(prompts[0], (tokenizer.decode(row) for (row,) in steps))
+            return
+        for start in range(0, len(encoded), arguments.batch_size):
+            part = slice(start, start + arguments.batch_size)
+            *_, last = _continue(model, tokenizer, encoded[part], new_tokens, arguments, generator)
+            for prompt, row in zip(prompts[part], last, strict=True):
+                continued = {"prompt": prompt, "text": tokenizer.decode(row)}
+                print(json.dumps(continued, ensure_ascii=False), flush=True)
+
+
 def _choose(
     logits_bv: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
@@ -80,3 +159,64 @@ def _choose(
         before_bv = probabilities_bv.cumsum(dim=-1) - probabilities_bv
         probabilities_bv = probabilities_bv.masked_fill(before_bv >= top_p, 0.0)
     return index_bv.gather(1, torch.multinomial(probabilities_bv, 1, generator=generator))
+
+
+def _continue(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    encoded: Sequence[list[int]],
+    max_new_tokens: int,
+    arguments: Generate,
+    generator: torch.Generator,
+) -> Iterator[list[list[int]]]:
+    """Yield, after every new token, the tokens that follow each prompt so far, without the end of text."""
+    width = max(map(len, encoded))
+    device = generator.device
+    tokens_bt = torch.tensor([[0] * (width - len(ids)) + ids for ids in encoded], device=device)
+    padding_b: Tensor | None = torch.tensor([width - len(ids) for ids in encoded], device=device)
+    if len({len(ids) for ids in encoded}) == 1:
+        padding_b = None
+    new = stream(
+        model,
+        tokens_bt,
+        max_new_tokens,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        generator,
+        eos=tokenizer.end_of_text,
+        padding_b=padding_b,
+    )
+    rows: list[list[int]] = [[] for _ in encoded]
+    for tokens_b1 in new:
+        for row, token in zip(rows, tokens_b1[:, 0].tolist(), strict=True):
+            if token != tokenizer.end_of_text:
+                row.append(token)
+        yield rows
+
+
+def _print_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
+    # a model of somebody else may write control characters
+    shows = printable if sys.stdout.isatty() else str
+    sys.stdout.write(shows(prompt))
+    shown = ""
+    text = ""
+    for text in texts:
+        complete = text.rstrip(UNFINISHED)
+        if complete.startswith(shown):
+            sys.stdout.write(shows(complete[len(shown) :]))
+            shown = complete
+        sys.stdout.flush()
+    sys.stdout.write(shows(text[len(shown) :]) + "\n")
+
+
+def _lines(file: Path) -> dict[int, str]:
+    """Return the lines with a prompt, by their number in the file."""
+    try:
+        all_lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompts={file}: cannot be read ({error})") from None
+    lines = {number: line for number, line in enumerate(all_lines, start=1) if line.strip()}
+    if not lines:
+        raise UserError(f"prompts={file}: no prompt in it")
+    return lines

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,6 @@ from depthlm.config import Config
 from depthlm.config.errors import nearest
 from depthlm.counts import counted
 from depthlm.errors import UserError
-from depthlm.evaluation.tasks import SHIPPED, SUITES, Suite
 from depthlm.locations import install_command
 from depthlm.model import Decoder
 
@@ -30,6 +29,8 @@ WITHOUT_HUB = """Without access to the hub, do one of the following:
 # of the examples before a question, and of sampled answers; the default of the harness
 SEED = 1234
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+# tasks that come with depthlm
+SHIPPED = {file.stem: file for file in Path(__file__).parent.joinpath("shipped").glob("*.yaml")}
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,47 @@ class FailedTasksError(Exception):
         """failures: the reason of each job, by its key."""
         listed = "\n".join(f"  - {key}: {why}" for key, why in failures.items())
         super().__init__(f"{counted(len(failures), 'task')} failed, and the results of the others are kept:\n{listed}")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks of the harness by their name in evaluation.json, each with its metric. `average` is over all tasks."""
+
+    tasks: dict[str, tuple[str, str]]
+    shots: list[int] = field(default_factory=lambda: [0])
+
+
+SUITES = {
+    # Depth-Attention (arXiv 2606.05014), Table 1: "all downstream numbers are accuracies"
+    "paper": Suite(
+        {
+            "lambada": ("lambada_openai", "acc"),
+            "piqa": ("piqa", "acc"),
+            "winogrande": ("winogrande", "acc"),
+            "sciq": ("sciq", "acc"),
+            "hellaswag": ("hellaswag", "acc"),
+            "arc_easy": ("arc_easy", "acc"),
+            "arc_challenge": ("arc_challenge", "acc"),
+            "race": ("race", "acc"),
+        },
+        [0, 5],
+    ),
+    # MoDA (arXiv 2603.15619), section 4.3; it names no metrics, so these are those of OLMo's own evaluation
+    "moda": Suite(
+        {
+            "piqa": ("piqa", "acc_norm"),
+            "hellaswag": ("hellaswag", "acc_norm"),
+            "winogrande": ("winogrande", "acc"),
+            "openbookqa": ("openbookqa", "acc_norm"),
+            "boolq": ("boolq", "acc"),
+            "sciq": ("sciq", "acc"),
+            "arc_easy": ("arc_easy", "acc"),
+            "arc_challenge": ("arc_challenge", "acc_norm"),
+            "copa": ("copa", "acc"),
+            "mmlu": ("mmlu", "acc"),
+        }
+    ),
+}
 
 
 def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
@@ -151,7 +193,7 @@ def task_manager(names: Sequence[str]) -> Any:
 
 def language_model(model: Decoder, config: Config, run: Path, batch_size: int, precision: str) -> Any:
     """Return a decoder as the harness's language model. precision: fp32, or the dtype of its autocast."""
-    from depthlm.evaluation.harness_lm import HarnessLM
+    from depthlm.evaluation.language_models import HarnessLM
     from depthlm.hugging_face import as_causal_lm, as_tokenizer
 
     return HarnessLM(

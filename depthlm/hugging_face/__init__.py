@@ -66,7 +66,7 @@ def as_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Return the tokenizer of a run directory or file for transformers. See `tokenizer.as_tokenizer`."""
     _check_transformers()
-    from depthlm.hugging_face.tokenizer import as_tokenizer as wrap
+    from depthlm.hugging_face.folder import as_tokenizer as wrap
 
     return wrap(tokenizer, max_length)
 

@@ -1,6 +1,6 @@
 """A decoder with the interface of transformers: `forward` and `generate`, with transformers' own cache.
 
-Shapes: b batch, t new tokens, s tokens in the cache and new, v vocabulary.
+Shapes: b batch, t new tokens, s tokens in the cache and new, v vocabulary, k key/value heads, e head size.
 """
 
 from functools import partial
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from depthlm.hugging_face.cache import HeldCache
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
@@ -21,6 +21,86 @@ from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
 UNSUPPORTED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
+
+
+class StateLayer(DynamicLayer):
+    """A layer of a transformers cache with a state of fixed size, which holds `length` tokens, in place of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.state: tuple[Tensor, ...] | None = None
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens that the state holds."""
+        return self.length
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length, self.state = 0, None
+
+    def crop(self, *_: int) -> None:
+        """Raise NotImplementedError: a state cannot forget its last tokens."""
+        raise NotImplementedError("a state cannot forget its last tokens, so assisted generation is not possible")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the state of another row for each row, as beam search does."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        if self.state is not None:
+            self.state = tuple(x.index_select(0, indices.to(x.device)) for x in self.state)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        if self.state is not None:
+            self.state = tuple(x.repeat_interleave(repeats, dim=0) for x in self.state)
+
+
+class DecoderCache:
+    """The cache interface of a decoder, on top of a cache of transformers, which can also be reordered and cropped.
+
+    length: tokens in the cache before this forward pass. document_b1: as in `KVCache`.
+    """
+
+    def __init__(self, inner: Cache) -> None:
+        self.inner = inner
+        self.length = inner.get_seq_length()
+        self.document_b1: Tensor | None = None
+
+    def update(self, slot: int, k_bkte: Tensor, v_bkte: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new tokens to a slot, and return all of its keys and values, k_bkse and v_bkse."""
+        end = self.length + k_bkte.shape[2]
+        k, v = self.inner.update(k_bkte, v_bkte, slot)
+        # a cache of fixed size also returns the empty positions
+        return k[:, :, :end], v[:, :, :end]
+
+    def state(self, slot: int) -> tuple[Tensor, ...] | None:
+        """Return the state of a slot after the last cached token; None before the first one."""
+        layer = self.inner.layers[slot] if slot < len(self.inner.layers) else None
+        return layer.state if isinstance(layer, StateLayer) else None
+
+    def set_state(self, slot: int, state: tuple[Tensor, ...]) -> None:
+        """Keep the state of a slot after the new tokens."""
+        layers = self.inner.layers
+        layers += [DynamicLayer() for _ in range(slot + 1 - len(layers))]
+        if not isinstance(layers[slot], StateLayer):
+            layers[slot] = StateLayer()
+        layers[slot].state = state
+
+    def advance(self, tokens: int, document_b1: Tensor | None = None) -> None:
+        """Count the tokens of states: transformers counts those of keys. `CausalLM.ends` finds documents each time."""
+        for layer in self.inner.layers:
+            if isinstance(layer, StateLayer):
+                layer.length += tokens
+
+    def ends_of_text(self, ends_bt: Tensor, slot: int) -> Tensor:
+        """Return ends_bs of all tokens so far. They have their own cache slot, so beam search reorders them too."""
+        if len(self.inner.layers) == slot:
+            self.inner.layers.append(DynamicLayer())
+        ends_b1t1 = ends_bt[:, None, :, None]
+        return self.inner.update(ends_b1t1, ends_b1t1, slot)[0][:, 0, :, 0]
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):
@@ -76,7 +156,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"{name}: a depthlm model does not take it; positions follow from attention_mask")
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = DynamicCache(config=self.config)
-        cache = None if past_key_values is None else HeldCache(past_key_values)
+        cache = None if past_key_values is None else DecoderCache(past_key_values)
         ends_bt = self.ends(input_ids, attention_mask, cache)
         hidden_btd = self.decoder.hidden(input_ids, cache, ends_bt=ends_bt)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -88,7 +168,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         wanted = self.config.return_dict if return_dict is None else return_dict
         return output if wanted else output.to_tuple()
 
-    def ends(self, tokens_bt: Tensor, mask_bs: Tensor | None, cache: HeldCache | None) -> Tensor | None:
+    def ends(self, tokens_bt: Tensor, mask_bs: Tensor | None, cache: DecoderCache | None) -> Tensor | None:
         """Return ends_bt of `Decoder.forward`; None if each row is one document.
 
         If the cached tokens contain several documents, this also sets where the newest of them begins in the cache.

@@ -1,7 +1,6 @@
 """The command `python -m depthlm export`: export a run as a Hugging Face folder, push it, print how to load it."""
 
 from dataclasses import dataclass
-from typing import Optional
 
 from depthlm.fields import key
 from depthlm.hugging_face import export
@@ -12,21 +11,21 @@ class ExportArguments:
     """The arguments of `export`."""
 
     run: str = key(doc="run directory; its newest valid checkpoint is exported")
-    to: Optional[str] = key(None, "the folder to write; replaces an earlier export in it; by default <run>/export")
-    push_to: Optional[str] = key(
+    to: str | None = key(None, "the folder to write; replaces an earlier export in it; by default <run>/export")
+    push_to: str | None = key(
         None,
         "also push the folder to this model repository of the Hugging Face hub, <owner>/<name>; needs "
         "`hf auth login` or HF_TOKEN",
     )
-    private: Optional[bool] = key(
+    private: bool | None = key(
         None, "push_to: whether a new repository is private; by default as its owner has set on the hub"
     )
-    license: Optional[str] = key(
+    license: str | None = key(
         None,
         "license of the weights for the model card, as the hub names it (apache-2.0, mit, cc-by-4.0, other); by "
         "default the card does not state one",
     )
-    trust: Optional[list[str]] = key(None, "modules that define the run's own mechanism; they are copied too")
+    trust: list[str] | None = key(None, "modules that define the run's own mechanism; they are copied too")
 
 
 def export_run(arguments: ExportArguments) -> None:

@@ -18,7 +18,7 @@ from depthlm.model.attention import attention_class
 
 MODELING = "modeling_depthlm"
 # packages that are available wherever transformers is
-THERE = ("torch", "transformers", "numpy", "safetensors", "tokenizers", *sys.stdlib_module_names)
+AVAILABLE = ("torch", "transformers", "numpy", "safetensors", "tokenizers", *sys.stdlib_module_names)
 
 
 def auto_map() -> dict[str, str]:
@@ -83,7 +83,7 @@ def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
                 if _is_own(alias.name, own):
                     raise _refusal(file, node, f"import {alias.name}", f"write `from {alias.name} import ...`")
                 if id(node) not in optional:
-                    _check_there(alias.name, file, node)
+                    _check_available(alias.name, file, node)
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
@@ -91,7 +91,7 @@ def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
                 source = importlib.util.resolve_name("." * node.level + source, package)
             elif not _is_own(source, own):
                 if id(node) not in optional:
-                    _check_there(source, file, node)
+                    _check_available(source, file, node)
                 continue
             line = lines[node.lineno - 1]
             start = len(line.encode()[: node.col_offset].decode())
@@ -111,14 +111,14 @@ def flat_name(module: str) -> str:
 def _is_own(name: str, own: set[str]) -> bool:
     """Return whether a module is part of depthlm or of the user's code: a mechanism's package, or a local module."""
     top = name.partition(".")[0]
-    if top in own or top in THERE:
+    if top in own or top in AVAILABLE:
         return top in own
     spec = importlib.util.find_spec(top)
     return spec is not None and "site-packages" not in (spec.origin or "site-packages")
 
 
-def _check_there(name: str, file: Path, node: ast.stmt) -> None:
-    if name.partition(".")[0] not in THERE:
+def _check_available(name: str, file: Path, node: ast.stmt) -> None:
+    if name.partition(".")[0] not in AVAILABLE:
         raise _refusal(file, node, f"import of {name}", "an export may only need PyTorch, transformers and NumPy")
 
 

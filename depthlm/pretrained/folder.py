@@ -19,8 +19,7 @@ from depthlm.data.settings import Data
 from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
-from depthlm.pretrained.experts import stack_experts
-from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight
+from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight, stack_experts
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

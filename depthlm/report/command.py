@@ -15,7 +15,7 @@ from depthlm.report.runs_report import NO_DIFFERENCE, find_runs, runs_report
 from depthlm.report.sweep import read_sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, show
 from depthlm.runs.records import RunRecord
-from depthlm.runs.trackers import init_wandb
+from depthlm.runs.weights_and_biases import init as init_wandb
 from depthlm.streams import printable
 
 USAGE = (

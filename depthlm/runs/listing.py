@@ -1,25 +1,44 @@
-"""The runs below a folder: their state, their newest numbers, and every value that a filter may name."""
+"""The runs below a folder: their state, their newest numbers, and every value that a filter may name.
 
+A filter is a word, a pattern, or a comparison such as `model=mhc`, `optimizer.lr>1e-3`, `tokens>=1M` or `age<2d`.
+"""
+
+import math
+import operator
+import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from fnmatch import fnmatch
+from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from depthlm.config.errors import nearest
+from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
 from depthlm.run_directory import REMOVING, RunDirectory
-from depthlm.runs.filters import Comparison, parse_comparison
-from depthlm.runs.records import RunRecord, read_run, recorded_settings
+from depthlm.runs.records import STATES, RunRecord, read_run, recorded_settings
 from depthlm.runs.validation_losses import finite
 
 # folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
 IGNORED = {".slurm", "wandb"}
+AGE = "age"
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+ORDERS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+# a pattern of directories, such as `*/lr=0.1`, begins with another character than a key
+COMPARISON = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*", re.DOTALL)
+WITHOUT_KEY = re.compile(r"\s*(!=|[=<>])")
+COUNT = re.compile(rf"\d[\d_]*(\.\d+)?[{''.join(SCALES)}]", re.IGNORECASE)
+AGE_TEXT = re.compile(rf"(\d+(?:\.\d+)?)\s*([{''.join(SECONDS)}])")
 
 
 @dataclass(frozen=True)
-class Listed:
+class RunListing:
     """An entry of the list. loss: the last logged training loss. age: seconds since the last write to the directory.
 
     values: all that a filter may compare: the fields above, the settings of config.yaml, the results in summary.json,
@@ -42,17 +61,41 @@ class Listed:
         return {name: value for name, value in asdict(self).items() if name != "values"}
 
 
-FIELDS = frozenset(Listed.__dataclass_fields__) - {"values"}
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison of one value of a run. number: the text as a number, in seconds for an age; None if it is none."""
+
+    key: str
+    operator: str
+    text: str
+    number: float | None
+
+    def matches(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the values of a run satisfy the comparison; false for a run without this value."""
+        if self.key not in values:
+            return False
+        value = values[self.key]
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if self.operator in ORDERS:
+            return number is not None and self.number is not None and ORDERS[self.operator](number, self.number)
+        if number is not None and self.number is not None:
+            equal = number == self.number
+        else:
+            equal = value_text(value) == self.text or fnmatchcase(value_text(value), self.text)
+        return equal == (self.operator == "=")
 
 
-def list_runs(root: Path, filters: Sequence[str] = (), sort: str = "") -> list[Listed]:
+FIELDS = frozenset(RunListing.__dataclass_fields__) - {"values"}
+
+
+def list_runs(root: Path, filters: Sequence[str] = (), sort: str = "") -> list[RunListing]:
     """Return the runs below a folder that match all filters.
 
     sort: the key by which they are sorted, the smallest value first and runs without a value last; by default the run
     that changed last is the last. Raises UserError for a filter that cannot be read, or for a key that no run has.
     """
     comparisons, words = read_filters(filters)
-    runs = [_listed(folder) for folder in run_folders(root)]
+    runs = [_list_run(folder) for folder in run_folders(root)]
     check_keys([*(comparison.key for comparison in comparisons), *filter(None, [sort])], runs)
     matching = [
         run
@@ -89,7 +132,7 @@ def read_filters(filters: Sequence[str]) -> tuple[list[Comparison], list[str]]:
     return comparisons, words
 
 
-def check_keys(keys: Sequence[str], runs: Sequence[Listed]) -> None:
+def check_keys(keys: Sequence[str], runs: Sequence[RunListing]) -> None:
     """Raise UserError for keys that no run has, each with the nearest one that some run has."""
     known = FIELDS.union(*(run.values for run in runs))
     # where there is no run, no key is a mistake
@@ -103,11 +146,54 @@ def check_keys(keys: Sequence[str], runs: Sequence[Listed]) -> None:
         )
 
 
+def parse_comparison(text: str) -> Comparison | None:
+    """Return the comparison that a filter states, or None for a word or a pattern.
+
+    Raises UserError if the key or the value is missing, if the state is none that a run can have, or if it compares
+    with something other than a number by <, <=, > or >=, or an age with no time.
+    """
+    match = COMPARISON.fullmatch(text)
+    if match is None:
+        if WITHOUT_KEY.match(text):
+            raise UserError(f"{text}: a comparison begins with a key, as in `loss<3.2` or `model=mhc`")
+        return None
+    key, sign, value = match[1], match[2].replace("==", "="), match[3]
+    if not value and sign not in ORDERS:
+        raise UserError(f"{text}: nothing to compare {key} with; give a value, as in `model=mhc`")
+    if key == "state" and sign not in ORDERS and not any(fnmatchcase(state, value) for state in STATES):
+        raise UserError(f"{text}: no run has this state; allowed: {', '.join(STATES)}{nearest(value, STATES)}")
+    if key == AGE:
+        seconds = _seconds(value)
+        if seconds is None:
+            raise UserError(f"{text}: an age is a number with the unit s, m, h or d, as in `age{sign}2d`")
+        return Comparison(key, sign, value, seconds)
+    number = parse_number(value)
+    if number is None and sign in ORDERS:
+        raise UserError(f"{text}: {sign} needs a number, as in `{key}{sign}3.2` or `{key}{sign}10B`; `=` compares text")
+    return Comparison(key, sign, value, number)
+
+
+def parse_number(text: str) -> float | None:
+    """Return 3.2, 1e-3 or a count such as 10B as a number; None for anything else, and for nan and infinity."""
+    try:
+        # parse_count is slow for 1e99999999, but exact for large counts and for 1.1B
+        return parse_count(text) if re.fullmatch(r"[\d_]+", text) or COUNT.fullmatch(text) else _finite(float(text))
+    except ValueError:
+        return None
+
+
+def value_text(value: Any) -> str:
+    """Return a value as a user writes it in an override: null, true, [1,2]."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace(", ", ",") if isinstance(value, list) else str(value)
+
+
 def _is_ignored(parts: Collection[str]) -> bool:
     return not IGNORED.isdisjoint(parts) or any(part.startswith(REMOVING) for part in parts)
 
 
-def _matches(run: Listed, root: Path, text: str) -> bool:
+def _matches(run: RunListing, root: Path, text: str) -> bool:
     # every run would match a word in the path of the root itself
     below, text = str(Path(run.directory).relative_to(root)), text.removeprefix(f"{root}/")
     return text in below or any(text == word or fnmatch(word, text) for word in (below, run.state, run.model, run.size))
@@ -120,14 +206,14 @@ def _rank(value: Any) -> tuple[int, float, str]:
     return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
 
 
-def _listed(folder: Path) -> Listed:
+def _list_run(folder: Path) -> RunListing:
     paths = RunDirectory(folder)
     run, settings = read_run(folder), recorded_settings(folder)
     newest = max(file.stat().st_mtime for file in (paths.config, paths.metrics, paths.summary) if file.exists())
     last = run.rows[-1] if run.rows else {}
     tokens = finite(run.summary.get("tokens", last.get("tokens")))
     names = {key.removesuffix(".name"): value for key, value in settings.items() if key.endswith(".name")}
-    listed = Listed(
+    listing = RunListing(
         directory=str(folder),
         state=run.state,
         model=str(names.get("model", "?")),
@@ -138,8 +224,8 @@ def _listed(folder: Path) -> Listed:
         validation_loss=run.number("validation_loss"),
         age=max(0.0, time.time() - newest),
     )
-    own = {key: value for key, value in listed.fields().items() if value is not None and value != "?"}
-    return Listed(**listed.fields(), values=_numbers(run) | settings | names | own)
+    own = {key: value for key, value in listing.fields().items() if value is not None and value != "?"}
+    return RunListing(**listing.fields(), values=_numbers(run) | settings | names | own)
 
 
 def _numbers(run: RunRecord) -> dict[str, float]:
@@ -148,3 +234,12 @@ def _numbers(run: RunRecord) -> dict[str, float]:
     for content in (*run.rows, run.summary):
         newest |= content
     return {name: number for name, value in newest.items() if (number := finite(value)) is not None}
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _seconds(text: str) -> float | None:
+    match = AGE_TEXT.fullmatch(text)
+    return None if match is None else float(match[1]) * SECONDS[match[2]]

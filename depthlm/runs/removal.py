@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from depthlm.run_directory import REMOVING, RunDirectory, removing
-from depthlm.runs.listing import Listed, run_folders
+from depthlm.runs.listing import RunListing, run_folders
 from depthlm.runs.records import is_locked
 
 LEFTOVER = "leftover"
@@ -32,7 +32,7 @@ class Removal:
     kept: str | None = None
 
 
-def plan_removal(root: Path, runs: Sequence[Listed], only_checkpoints: bool) -> list[Removal]:
+def plan_removal(root: Path, runs: Sequence[RunListing], only_checkpoints: bool) -> list[Removal]:
     """Return what removing these runs below a folder would remove, and what interrupted removals have left there.
 
     only_checkpoints: keep the runs, and remove their checkpoints.
@@ -54,7 +54,7 @@ def plan_removal(root: Path, runs: Sequence[Listed], only_checkpoints: bool) -> 
     return planned
 
 
-def _why_kept(root: Path, run: Listed, path: Path, every: Sequence[Path]) -> str | None:
+def _why_kept(root: Path, run: RunListing, path: Path, every: Sequence[Path]) -> str | None:
     folder = Path(run.directory)
     if "?" in (run.model, run.size):
         return "its config.yaml is not that of a run"

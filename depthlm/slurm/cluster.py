@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import yaml
 
@@ -19,18 +19,16 @@ SETTINGS = Path("slurm/cluster.yaml")
 class Cluster:
     """The resources and sbatch options of each point of a sweep."""
 
-    partition: Optional[str] = key(None, "partition; null here and below: the default of the cluster")
-    account: Optional[str] = key(None, "account")
-    qos: Optional[str] = key(None, "quality of service")
+    partition: str | None = key(None, "partition; null here and below: the default of the cluster")
+    account: str | None = key(None, "account")
+    qos: str | None = key(None, "quality of service")
     time: str = key("24:00:00", "time limit of a job; a point that needs longer is saved, requeued and resumed")
     nodes: int = key(1, "nodes per point", minimum=1)
     gpus_per_node: int = key(8, "GPUs per node, each with one task and one rank; 0: no GPU", minimum=0)
-    tasks_per_node: Optional[int] = key(None, "ranks per node without GPUs; null: 1", minimum=1)
+    tasks_per_node: int | None = key(None, "ranks per node without GPUs; null: 1", minimum=1)
     cpus_per_task: int = key(8, "CPU cores per rank", minimum=1)
-    mem: Optional[str] = key(None, "memory per node, such as 500G")
-    throttle: Optional[int] = key(
-        None, "maximum number of concurrent points; null: the limit of the cluster", minimum=1
-    )
+    mem: str | None = key(None, "memory per node, such as 500G")
+    throttle: int | None = key(None, "maximum number of concurrent points; null: the limit of the cluster", minimum=1)
     signal_seconds: int = key(120, "seconds before the time limit at which a job saves", minimum=1)
     setup: str = key("", "shell commands run in the job before training, such as `module load cuda/13.0`")
     extra: list[str] = key([], "additional options of sbatch, separated by commas: --exclude=n3,--constraint=h100")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from depthlm.config import Config
-from depthlm.distributed.collectives import on_rank_0
 from depthlm.distributed.launchers import Ranks
+from depthlm.distributed.process_group import on_rank_0
 from depthlm.distributed.signals import stop_on_signal
 from depthlm.errors import UserError
-from depthlm.evaluation.at_checkpoint import check_evaluation, missing_results
+from depthlm.evaluation.online import check_evaluation, missing_results
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import lost, retrain
 from depthlm.runs.directory import (

@@ -27,9 +27,8 @@ from depthlm.config.keys import flatten
 from depthlm.config.saved import targets
 from depthlm.data import Batches, Corpus, check_prepared, open_corpus, prepare
 from depthlm.distributed import launchers
-from depthlm.distributed.collectives import gather, on_rank_0, smallest
 from depthlm.distributed.launchers import Ranks
-from depthlm.distributed.process_group import leave_distributed, start_distributed
+from depthlm.distributed.process_group import gather, leave_distributed, on_rank_0, smallest, start_distributed
 from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from depthlm.data import loader
-from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import STOPPED, StopRequest
-from depthlm.evaluation.at_checkpoint import evaluate_checkpoint, missing_results, record_results
+from depthlm.evaluation.online import evaluate_checkpoint, missing_results, record_results
 from depthlm.machine import environment
 from depthlm.model.layer import UNOBSERVED
 from depthlm.model.parameters import seed_for

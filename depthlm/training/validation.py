@@ -8,10 +8,12 @@ from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import Corpus, TokenFiles, validation_batches
-from depthlm.distributed.collectives import on_any_rank
+from depthlm.distributed.process_group import on_any_rank
 from depthlm.distributed.signals import StopRequest
 from depthlm.distributed.watchdog import Activity
-from depthlm.evaluation import diagnose, generate, total_loss
+from depthlm.evaluation import generate, total_loss
+from depthlm.model import Connection, Decoder, Observer
+from depthlm.model.connection import State
 from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.engine import Engine, autocast
 from depthlm.training.plan import Plan
@@ -85,3 +87,19 @@ def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     with engine.evaluated(), autocast(config, engine.device), torch.compiler.set_stance("force_eager"):
         sampled = generate(engine.model, tokens.to(engine.device), 64, temperature=0.7, top_k=50, generator=generator)
     log.info("a sample:\n%s", corpus.tokenizer.decode(sampled[0, 1:].tolist()))
+
+
+@torch.no_grad()
+def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
+    """Return the maximum over tokens and sublayers of each value of `Connection.diagnostics`."""
+    if all(type(connection).diagnostics is Connection.diagnostics for connection in model.connections):
+        return {}
+    largest: dict[str, Tensor] = {}
+
+    class Diagnoses(Observer):
+        def read(self, connection: Connection, state: State) -> None:
+            for name, value in connection.diagnostics(state).items():
+                largest[name] = torch.maximum(largest[name], value.max()) if name in largest else value.max()
+
+    model(tokens_bt, observer=Diagnoses())
+    return {name: float(value) for name, value in largest.items()}

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from depthlm.distributed import watchdog
-from depthlm.distributed.collectives import Rank0Error
 from depthlm.distributed.diagnosis import FailureReport, Heartbeat
 from depthlm.distributed.launchers import Ranks
+from depthlm.distributed.process_group import Rank0Error
 from depthlm.distributed.watchdog import Activity, Watcher, connect, watch_ranks
 from depthlm.errors import UserError
 

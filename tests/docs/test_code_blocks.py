@@ -15,7 +15,7 @@ from depthlm.commands.command_line import read_command_line
 from depthlm.config import compose_anywhere
 from depthlm.config.arguments import read_arguments
 from depthlm.evaluation.evaluate import Evaluate
-from depthlm.evaluation.writing import Generate
+from depthlm.evaluation.generation import Generate
 from depthlm.hugging_face.command import ExportArguments
 from depthlm.inspect import Inspect
 from depthlm.runs.listing import read_filters

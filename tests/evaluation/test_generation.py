@@ -1,7 +1,17 @@
+"""Generation: the loop over tokens, and the command."""
+
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from depthlm.evaluation.generation import generate
+import depthlm
+from depthlm.config.arguments import read_arguments
+from depthlm.data import Tokenizer
+from depthlm.errors import UserError
+from depthlm.evaluation import stream
+from depthlm.evaluation.generation import Generate, generate, write_text
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.decoder import Decoder
@@ -64,3 +74,92 @@ def test_invalid_settings_are_refused(model, settings):
         generate(model, PROMPT, 1, **settings)
     with pytest.raises(ValueError, match="empty"):
         generate(model, PROMPT[:, :0], 1)
+
+
+LINES = ["the depth", "a stream is read by", "x"]
+
+
+def write(*arguments: str) -> None:
+    write_text(read_arguments(Generate, arguments))
+
+
+def greedy(directory: Path, prompt: str, tokens: int) -> str:
+    model, _ = depthlm.load(directory)
+    tokenizer = Tokenizer.load(directory)
+    ids = tokenizer.encode_batch([prompt])[0]
+    return tokenizer.decode(generate(model, torch.tensor([ids]), tokens, use_cache=False)[0, len(ids) :].tolist())
+
+
+def test_a_prompt_is_printed_and_continued(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(f"run={trained}", "prompt=the depth of", "max_new_tokens=20", "temperature=0")
+    assert capsys.readouterr().out == "the depth of" + greedy(trained, "the depth of", 20) + "\n"
+
+
+def test_the_batch_does_not_affect_the_continuation_of_a_prompt(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(LINES) + "\n\n")
+    for batch_size in (1, 2):
+        write(
+            f"run={trained}", f"prompts={tmp_path / 'prompts.txt'}", "max_new_tokens=12", "temperature=0",
+            f"batch_size={batch_size}",
+        )  # fmt: skip
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert found == [{"prompt": line, "text": greedy(trained, line, 12)} for line in LINES]
+
+
+def test_sampling_is_reproducible_by_its_seed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        write(f"run={trained}", "prompt=", "max_new_tokens=30", f"seed={seed}", "top_p=0.9")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_text_is_streamed_in_complete_characters(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = depthlm.load(trained)
+    parts = "a é 深 𝄞".encode()
+    # a model that generates these bytes, one per token
+    script = iter(parts)
+    one_hot = torch.nn.functional.one_hot
+    monkeypatch.setattr(model, "logits", lambda hidden: one_hot(torch.tensor([[next(script)]]), 320).float())
+    from depthlm.evaluation.generation import _print_as_it_comes
+
+    tokenizer, row = Tokenizer.load(trained), []
+
+    def texts() -> object:
+        for token in stream(model, torch.tensor([[256]]), len(parts)):
+            row.append(int(token))
+            yield tokenizer.decode(row)
+
+    _print_as_it_comes("", texts())  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "a é 深 𝄞\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["prompt=" + "x" * 41, "max_new_tokens=8"], "41 tokens and max_new_tokens=8 are more than the 48"),
+        (["max_new_tokens=8"], "give prompt=<text> or prompts=<file>"),
+        (["prompt=a", "prompts=b"], "give prompt=<text> or prompts=<file>"),
+        (["prompts=/nowhere"], "cannot be read"),
+        (["prompts={lines}", "max_new_tokens=8"], "line 3: 44 tokens"),
+    ],
+)
+def test_invalid_prompts_are_refused(trained: Path, tmp_path: Path, given: list[str], words: str) -> None:
+    (tmp_path / "lines").write_text("short\n\n" + "x" * 44)
+    with pytest.raises(UserError, match=words):
+        write(f"run={trained}", *(text.format(lines=tmp_path / "lines") for text in given))
+
+
+def test_padding_on_the_left_does_not_change_the_text(trained: Path) -> None:
+    model, _ = depthlm.load(trained)
+    model.end_of_text = 256
+    row = torch.tensor([[97, 256, 98, 99]])
+    alone = generate(model, row, 8)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), row], dim=1)
+    for use_cache in (True, False):
+        found = generate(model, padded, 8, use_cache=use_cache, padding_b=torch.tensor([3]))
+        assert torch.equal(found[:, 3:], alone)

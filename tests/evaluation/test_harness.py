@@ -18,10 +18,9 @@ from depthlm.config.arguments import read_arguments
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.evaluate import Evaluate, evaluate
-from depthlm.evaluation.harness import hub_or_cache, jobs_of
-from depthlm.evaluation.harness_lm import HarnessLM
+from depthlm.evaluation.harness import SUITES, hub_or_cache, jobs_of
+from depthlm.evaluation.language_models import HarnessLM
 from depthlm.evaluation.shipped.read import python_words
-from depthlm.evaluation.tasks import SUITES
 
 TASK = """task: depth_words
 dataset_path: json

@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from depthlm.pretrained.experts import split_experts
 from depthlm.pretrained.folder import load_weights, read_pretrained
-from depthlm.pretrained.native import NATIVE, native_config, native_type, their_weight
+from depthlm.pretrained.native import NATIVE, native_config, native_type, split_experts, their_weight
 
 # num_kv_heads, and what else differs from the backbone's file
 CASES = [(kv_heads, {"tie_embeddings": tie}) for kv_heads in (1, 2, 4) for tie in (True, False)]

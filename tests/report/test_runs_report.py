@@ -8,7 +8,7 @@ import pytest
 from depthlm.errors import UserError
 from depthlm.report import report
 from depthlm.report.runs_report import distinguishing_settings, duration, find_runs, short_names
-from tests.runs.trackers.wandb_file import records
+from tests.runs.wandb_file import records
 
 from .made_up import is_png, row, write_run
 
@@ -30,17 +30,6 @@ def test_the_report_has_the_numbers_and_differing_settings() -> None:
     assert row(text, "model.name") == ["vanilla", "a\\|b", "vanilla"]
     assert "output_dir" not in text
     assert is_png("loss_curves.png")
-
-
-def test_old_and_new_names_of_a_setting_do_not_differ() -> None:
-    target = "depthlm.model.connections.{}.GRN"
-    old = {"import_from": None, "training": {"on_bad_numbers": "skip"}}
-    new = {"import_from": None, "init_from": None, "training": {"on_bad_numbers": None, "on_nonfinite": "skip"}}
-    for name, config, module in (("a", old, "cross_attention"), ("b", new, "deep_cross_attention")):
-        model = {"name": "dca", "connection": {"_target_": target.format(module)}}
-        write_run(f"outputs/{name}", config={**config, "model": model})
-    text = report(["runs=outputs/a,outputs/b", "to=report"]).read_text()
-    assert "No setting that affects the result differs." in text
 
 
 def test_a_single_run_and_an_unreadable_configuration() -> None:

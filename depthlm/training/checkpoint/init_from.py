@@ -18,7 +18,7 @@ from depthlm.config import Config, ConfigError
 from depthlm.config.saved import compare
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import FILE_NAME
-from depthlm.distributed.collectives import on_rank_0
+from depthlm.distributed.process_group import on_rank_0
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 from depthlm.model.parameters import part_of, shape_of

@@ -20,7 +20,7 @@ import torch
 
 from depthlm.config import Config
 from depthlm.config.saved import compare
-from depthlm.distributed.collectives import gather, on_rank_0
+from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.errors import UserError
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import checkpoint_of, newest_checkpoint, read_manifest, remove_leftovers

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from depthlm.config.schema import Training
-from depthlm.distributed.collectives import gather, on_rank_0
+from depthlm.distributed.process_group import gather, on_rank_0
 from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
 from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs.checkpoints import STATE, WEIGHTS, prune, remove_leftovers

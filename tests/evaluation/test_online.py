@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval")
 import depthlm
 from depthlm.config.arguments import read_arguments
 from depthlm.errors import UserError
-from depthlm.evaluation import at_checkpoint
+from depthlm.evaluation import online
 from depthlm.evaluation.evaluate import Evaluate, evaluate
 from depthlm.runs.trackers import Trackers
 from depthlm.training import train
@@ -74,14 +74,14 @@ def test_two_ranks_give_the_results_of_one(
 def test_a_failure_is_logged_and_training_continues(
     overrides: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    run_job = at_checkpoint.run_job
+    run_job = online.run_job
 
     def fail(lm: Any, job: Any, manager: Any, limit: Any) -> Any:
         if job.shots == 0:
             raise ConnectionError("the hub is down")
         return run_job(lm, job, manager, limit)
 
-    monkeypatch.setattr(at_checkpoint, "run_job", fail)
+    monkeypatch.setattr(online, "run_job", fail)
     caplog.set_level(logging.WARNING, "depthlm")
     assert train(depthlm.compose(overrides())) == 0
     assert sorted({key.partition("/")[0] for key in rows(tmp_path / "run")[6]}) == ["evaluation", "one_shot"]
@@ -91,7 +91,7 @@ def test_a_failure_is_logged_and_training_continues(
     def exhausted(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(at_checkpoint, "with_weights", exhausted)
+    monkeypatch.setattr(online, "with_weights", exhausted)
     assert train(depthlm.compose(overrides(name="full"))) == 0
     assert rows(tmp_path / "full") == {}
     log = (tmp_path / "full/train.log").read_text()
@@ -101,7 +101,7 @@ def test_a_failure_is_logged_and_training_continues(
 def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
     overrides: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_job, jobs = at_checkpoint.run_job, []
+    run_job, jobs = online.run_job, []
 
     def stop(lm: Any, job: Any, manager: Any, limit: Any) -> Any:
         jobs.append(job.key)
@@ -110,7 +110,7 @@ def test_a_stop_during_an_evaluation_is_resumed_with_the_task_that_is_missing(
         return run_job(lm, job, manager, limit)
 
     main = threading.main_thread().ident or 0
-    monkeypatch.setattr(at_checkpoint, "run_job", stop)
+    monkeypatch.setattr(online, "run_job", stop)
     assert train(depthlm.compose(overrides())) == 75
     assert "zero_shot/python_words/acc" in rows(tmp_path / "run")[4]
     assert train(depthlm.compose(overrides())) == 0
@@ -145,7 +145,7 @@ def test_trackers_get_the_row_of_an_evaluation_that_is_stopped(
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         return {}
 
-    monkeypatch.setattr(at_checkpoint, "run_job", run_job)
+    monkeypatch.setattr(online, "run_job", run_job)
     assert train(depthlm.compose(overrides())) == 75
     at_4 = [row for row in written if row["step"] == 4]
     assert "loss" in at_4[0]

@@ -17,10 +17,11 @@ import wandb
 
 from depthlm.config.schema import Tracker
 from depthlm.run_directory import MANIFEST, RunDirectory
-from depthlm.runs.trackers import Trackers, service, start_trackers, weights_and_biases
-from depthlm.runs.trackers.service import Queued
-from depthlm.runs.trackers.weights_and_biases import WeightsAndBiases, give_up, has_key
-from tests.runs.trackers.wandb_file import records
+from depthlm.runs import trackers as service
+from depthlm.runs import weights_and_biases
+from depthlm.runs.trackers import QueuedService, Trackers, start_trackers
+from depthlm.runs.weights_and_biases import WeightsAndBiases, give_up, has_key
+from tests.runs.wandb_file import records
 
 SETTINGS = {name: {"name": value} for name, value in (("model", "mhc"), ("size", "micro"), ("data", "stdlib"))} | {
     "experiment": {"name": None}
@@ -31,8 +32,8 @@ def start(folder: Path, run_id: str | None, **tracker: Any) -> Trackers:
     return start_trackers(Tracker(wandb=True, **tracker), folder, SETTINGS, run_id, resumed_at=0)
 
 
-def tracked(run: Any, folder: Path) -> Queued:
-    return Queued(WeightsAndBiases(run, folder, "none"))
+def tracked(run: Any, folder: Path) -> QueuedService:
+    return QueuedService(WeightsAndBiases(run, folder, "none"))
 
 
 class Run:

@@ -1,15 +1,31 @@
-"""A language model of the harness whose requests all ranks compute."""
+"""Language models of the harness (lm-eval): a decoder of this process, and one whose requests all ranks compute."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+from lm_eval.models.huggingface import HFLM
 
 from depthlm.distributed.calls import Call
+from depthlm.errors import UserError
 
 # requests of each rank between two moments at which a run can stop or log progress
 CHUNK = 256
+
+
+class HarnessLM(HFLM):
+    """The harness's model for transformers, which ends with an empty AssertionError for an answer without a token."""
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        text, answer = super()._encode_pair(context, continuation)
+        if not answer:
+            raise UserError(
+                f"the tokenizer merges the answer {continuation!r} with the end of the text before it, "
+                f"{context[-20:]!r}, so it has no token of its own; begin the answers of this task with a space, or "
+                "move the end of its questions into them"
+            )
+        return text, answer
 
 
 class SharedLM(LM):

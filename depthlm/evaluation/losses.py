@@ -1,18 +1,41 @@
-"""Measure losses on complete validation sets, named as in evaluation.json."""
+"""Losses, perplexities and bits per byte on complete validation sets, and their record in evaluation.json."""
 
+import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
+from torch import Tensor
 
 from depthlm.config import Config
 from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
 from depthlm.data.manifest import Split
-from depthlm.evaluation.perplexity import TotalLoss, total_loss
+from depthlm.files import read_json, replace_text
 from depthlm.model import Decoder
 from depthlm.runs.validation_losses import ValidationLosses, finite
+
+
+class TotalLoss(NamedTuple):
+    """Sums over a validation set. nats: negative log-likelihood. tokens: number of targets."""
+
+    nats: float
+    tokens: int
+
+    @property
+    def mean(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    def bits_per_byte(self, text_bytes: float) -> float:
+        """Return the loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
+
+        text_bytes: bytes of the text that the targets encode.
+        """
+        return self.nats / math.log(2) / text_bytes
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,27 @@ class ValidationSet:
     def bits_per_byte(self, total: TotalLoss) -> float | None:
         """Return the bits per byte of a loss; None if it is not finite, or unknown tokens hide some of the text."""
         return None if self.split.hides_text else finite(total.bits_per_byte(self.split.bytes))
+
+
+def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:
+    """Return the negative log-likelihood of batches (inputs [b, T], targets [b, T]), summed over ranks in float64."""
+    total = local_loss(model, batches, device)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return TotalLoss(float(total[0]), int(total[1]))
+
+
+@torch.no_grad()
+def local_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return the negative log-likelihood of this rank's batches in nats, and the number of their targets, as [2]."""
+    training = model.training
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for inputs, targets in batches:
+        loss = model(inputs.to(device), targets.to(device))
+        total += torch.stack([loss.nll.double(), loss.tokens.double()])
+    model.train(training)
+    return total
 
 
 def run_sets(config: Config) -> list[ValidationSet]:
@@ -81,3 +125,15 @@ def measure_sets(
         losses |= ValidationLosses({one.name: finite(total.mean)}).row()
         losses[f"validation/{one.name}/bits_per_byte"] = one.bits_per_byte(total)
     return losses
+
+
+def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
+    """Add results of the checkpoint of a step to evaluation.json, and return its content. Raises OSError.
+
+    Results of another checkpoint are dropped.
+    """
+    before = read_json(path)
+    kept = before if before.get("step") == step else {}
+    recorded = {"step": step} | kept | results
+    replace_text(path, json.dumps(recorded, indent=1) + "\n")
+    return recorded

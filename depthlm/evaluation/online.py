@@ -29,9 +29,7 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.perplexity import TotalLoss, local_loss
-from depthlm.evaluation.results import add_results
-from depthlm.evaluation.validation_sets import ValidationSet, folder_sets
+from depthlm.evaluation.losses import TotalLoss, ValidationSet, add_results, folder_sets, local_loss
 from depthlm.loading import with_weights
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import finite, perplexity
@@ -170,7 +168,7 @@ class _Copy:
 
     def compute(self, name: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Return this rank's results of the harness's requests of a kind."""
-        from depthlm.evaluation.shared_lm import own_part
+        from depthlm.evaluation.language_models import own_part
 
         if self.lm is None:
             batch_size, precision = self.config.evaluation.batch_size, self.config.precision.name
@@ -193,7 +191,7 @@ def _results(
     import lm_eval.api.task
     from tqdm import tqdm
 
-    from depthlm.evaluation.shared_lm import SharedLM
+    from depthlm.evaluation.language_models import SharedLM
 
     # a bar for each task would interrupt that of the run
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)

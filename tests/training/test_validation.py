@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.evaluation import diagnose
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
+from depthlm.training.validation import diagnose
 
 SHAPE = ["size=micro", "data.tokenizer=bytes"]
 

@@ -1,1 +1,0 @@
-"""Tasks of lm-eval that need no download."""

@@ -1,0 +1,136 @@
+"""Several services record one run, and one that fails does not disturb the others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wandb
+
+from depthlm.config import compose, compose_anywhere
+from depthlm.config.errors import ConfigError
+from depthlm.config.schema import Tracker
+from depthlm.config.validate import machine
+from depthlm.runs.trackers import Trackers, start_trackers
+
+SETTINGS = {name: {"name": "any"} for name in ("model", "size", "data", "experiment")}
+
+
+def test_a_service_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def init(**settings: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(wandb, "init", init)
+    trackers = start_trackers(Tracker(wandb=True, tensorboard=True), tmp_path, SETTINGS, "kept", resumed_at=0)
+    assert [service.service.name for service in trackers.services] == ["TensorBoard"]
+    # a later process continues the W&B run
+    assert trackers.id == "kept"
+    trackers.write({"step": 1, "loss": 1.0})
+    trackers.close(None)
+    accumulator = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [event.value for event in accumulator.Scalars("loss")] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [("none", []), ("wandb", ["wandb"]), ("[wandb,tensorboard]", ["wandb", "tensorboard"]), ("[]", []),
+     ("[tensorboard,trackio]", ["tensorboard", "trackio"])],
+)  # fmt: skip
+def test_tracker_is_one_service_or_a_list_of_them(choice: str, expected: list[str]) -> None:
+    tracker = compose_anywhere([f"tracker={choice}"]).tracker
+    assert [name for name in ("wandb", "tensorboard", "trackio") if getattr(tracker, name)] == expected
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        compose(["tracker=[wandb,trackio]", "kernels=torch"])
+    assert any("tracker=trackio: trackio is not installed; pip install" in text for text in error.value.errors)
+
+
+reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def start(folder: Path, resumed_at: int | None) -> Trackers:
+    return start_trackers(Tracker(tensorboard=True), folder, {"seed": 1}, None, resumed_at=resumed_at)
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    accumulator = reader.EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(name)]
+
+
+def test_scalars_have_the_steps_of_metrics_and_text_has_the_configuration_and_alerts(tmp_path: Path) -> None:
+    trackers = start(tmp_path, 0)
+    for step in (1, 5):
+        trackers.write({"step": step, "loss": 4.0 / step, "mfu": None})
+    trackers.alert("bad batch", "skipped", 5)
+    trackers.close({"steps": 5, "validation_loss": 0.5, "skipped": []})
+    assert scalars(tmp_path, "loss") == [(1, 4.0), (5, pytest.approx(0.8))]
+    assert scalars(tmp_path, "summary/validation_loss") == [(5, 0.5)]
+    accumulator = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert accumulator.Tags()["tensors"] == ["config/text_summary", "alerts/text_summary"]
+    assert b"seed: 1" in accumulator.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert "mfu" not in accumulator.Tags()["scalars"]
+
+
+def test_steps_that_are_trained_again_replace_those_of_the_process_that_was_killed(tmp_path: Path) -> None:
+    killed = start(tmp_path, 0)
+    for step in (10, 20, 30):
+        killed.write({"step": step, "loss": 1.0})
+    killed.close(None)
+    resumed = start(tmp_path, 20)
+    resumed.write({"step": 30, "loss": 2.0})
+    resumed.close(None)
+    assert scalars(tmp_path, "loss") == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+def test_an_evaluation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path: Path) -> None:
+    training = start(tmp_path, 0)
+    training.write({"step": 30, "loss": 1.0})
+    training.close(None)
+    evaluation = start(tmp_path, None)
+    evaluation.close({"step": 20, "lambada": 0.25})
+    assert scalars(tmp_path, "loss") == [(30, 1.0)]
+    assert scalars(tmp_path, "summary/lambada") == [(20, 0.25)]
+
+
+pytest.importorskip("trackio")
+
+# Trackio reads the folder of its database when it is imported
+RECORD = """
+from pathlib import Path
+from depthlm.config.schema import Tracker
+from depthlm.runs.trackers import start_trackers
+for step in (1, 2):
+    config = Tracker(trackio=True, project="trial")
+    settings = {"experiment": {"name": "moda/scaling"}}
+    trackers = start_trackers(config, Path("runs/one"), settings, None, resumed_at=step - 1)
+    trackers.write({"step": step, "loss": 0.5 / step})
+    trackers.alert("bad batch", "skipped", step)
+    trackers.close({"validation_loss": 0.25} if step == 2 else None)
+from trackio.sqlite_storage import SQLiteStorage
+rows = SQLiteStorage.get_logs("trial", "runs/one")
+print([(row["step"], row["loss"]) for row in rows if "loss" in row])
+print([row["summary/validation_loss"] for row in rows if "summary/validation_loss" in row])
+print([(alert["title"], alert["step"]) for alert in SQLiteStorage.get_alerts("trial")])
+"""
+
+
+def test_a_run_that_is_resumed_is_one_run_with_the_steps_of_metrics_and_nothing_is_printed(tmp_path: Path) -> None:
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", RECORD], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == [
+        "[(1, 0.5), (2, 0.25)]", "[0.25]", "[('bad batch', 2), ('bad batch', 1)]"
+    ], done.stderr  # fmt: skip
