@@ -16,14 +16,16 @@ from depthlm.accounting.flops import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
 from depthlm.accounting.overhead import Overhead, overhead
 from depthlm.accounting.parameters import count_parameters
-from depthlm.accounting.recomputation import CHOICES, recomputed_flops
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose_anywhere, mechanisms, run_steps
 from depthlm.console import stderr_console, stdout_console
 from depthlm.errors import UserError
+from depthlm.model import Decoder
 
 # memory of common GPUs, in GB of 10^9 bytes; what they have beyond that is left to CUDA
 GPUS = (80, 141)
+# values of training.activation_checkpointing that `summary` compares; any n is possible
+CHOICES: tuple[bool | int | str, ...] = (False, "selective", 2, True)
 
 
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
@@ -197,3 +199,17 @@ def _bytes_text(count: float) -> str:
         return f"{count / 2**10:.0f} KiB"
     # round halves up, as the papers do
     return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"
+
+
+def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
+    """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
+
+    how: a value of training.activation_checkpointing. With selective, they are those of the mechanism, whose kernels
+    run again; the mechanisms' PyTorch code computes even fewer again, since its matrix products are stored too.
+    """
+    if how == "selective":
+        return overhead(model).flops_per_token
+    flops = flops_per_token(model, sequence_length)
+    passes = model.loops * model.size.num_layers
+    layers = math.ceil(passes / int(how)) if how else 0
+    return (flops.forward - flops.head) * layers / passes

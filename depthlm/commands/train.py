@@ -1,19 +1,59 @@
 """`depthlm train`, `python train.py`: Hydra composes the configuration, depthlm.training trains."""
 
+import argparse
+import importlib.util
 import math
 import sys
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import DictConfig
 
-from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
+import depthlm
+from depthlm.commands.help import print_help
 from depthlm.config import Config, changes, run_of
+from depthlm.config.compose import compose
+from depthlm.config.errors import ConfigError
+from depthlm.config.hydra_context import flags_parser, open_names
+from depthlm.config.resolve import by_name, experiment_of
 from depthlm.config.saved import config_text
-from depthlm.distributed.launchers import first_rank
+from depthlm.distributed.launchers import first_rank, ranks
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
-from depthlm.locations import CONF
+from depthlm.locations import CONF, install_command
 from depthlm.streams import continue_without_output, printable
+from depthlm.sweeps.points import check_points, is_axis, sweep_points
+
+# overrides that need an extra: the override, the plugin module and the extra
+PLUGINS = (
+    ("hydra/sweeper=optuna", "hydra_optuna_sweeper", "tune"),
+    ("hydra/sweeper=learning_rate", "hydra_optuna_sweeper", "tune"),
+)
+# settings of Hydra that depthlm decides, and what to use instead
+FIXED = {
+    "hydra.run.dir=": "the run directory is output_dir=",
+    "hydra.output_subdir=": "the run directory is output_dir=, which contains config.yaml",
+    "hydra.job.chdir=": "paths are relative to the folder of the command; give output_dir=",
+    "hydra/launcher=slurm": "there is no such launcher; slurm/submit.py submits a sweep to SLURM as a job array",
+}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The command line of train.py.
+
+    completion: whether a shell requests completions. shows: whether Hydra shows the configuration instead of running.
+    hydra: the arguments passed to Hydra.
+    """
+
+    overrides: list[str]
+    config_dir: str | None
+    multirun: bool
+    shows: bool
+    completion: bool
+    hydra: list[str]
 
 
 def main(arguments: list[str], program: str) -> None:
@@ -84,3 +124,80 @@ def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
     if code == STOPPED:
         sys.exit(STOPPED)
     return math.inf if code == FAILED else read_run(config.output_dir or "").number("validation_loss")
+
+
+def read_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Parse the command line. For --help and --version, print the text and exit with code 0.
+
+    Raises UserError for invalid flags.
+    """
+    # DeepSpeed's launcher adds --local_rank, which Hydra's parser rejects; the environment has the same value
+    kept = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
+    if "--help" in kept or "-h" in kept:
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_argument("--config-dir", "-cd")
+        flag_values, others = flags.parse_known_args(kept)
+        print_help([topic for topic in others if not topic.startswith("-")], flag_values.config_dir)
+        sys.exit(0)
+    if "--version" in kept:
+        print(f"depthlm {depthlm.__version__}")
+        sys.exit(0)
+    # Hydra's modes (--cfg, --info, ...) show a configuration without running it
+    parsed, unknown = flags_parser().parse_known_intermixed_args(kept)
+    if unknown and not parsed.shell_completion:
+        wrong = [text for text in unknown if text.startswith("-")] or unknown
+        raise UserError(f"{' '.join(wrong)}: no such flag; settings are key=value, and --help lists them")
+    if parsed.config_name or parsed.config_path:
+        raise UserError(
+            "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
+        )
+    if parsed.resolve and not parsed.cfg:
+        raise UserError("--resolve: only valid with --cfg job")
+    if parsed.info and run_of(parsed.overrides) is not None:
+        raise UserError("--info: not with run=, which Hydra does not compose; --cfg job prints the configuration")
+    return CommandLine(
+        overrides=parsed.overrides,
+        config_dir=parsed.config_dir,
+        multirun=parsed.multirun,
+        shows=bool(parsed.cfg or parsed.info),
+        completion=parsed.shell_completion,
+        # flags first: Hydra takes none between the overrides
+        hydra=open_names(sorted(kept, key=parsed.overrides.__contains__), settings=parsed.multirun),
+    )
+
+
+def check_command_line(line: CommandLine) -> Config | None:
+    """Return the configuration of a run, or None for a sweep.
+
+    Raises UserError with all mistakes in the overrides, including those of every point of a sweep.
+    """
+    errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(key)]
+    if not line.multirun and run_of(line.overrides) is None:
+        errors += _several_points(line)
+    if errors:
+        raise ConfigError(errors)
+    if not line.multirun:
+        return compose(line.overrides, line.config_dir)
+    if ranks().world_size > 1:
+        raise UserError("-m under several ranks would run the whole sweep on each rank; launch one point at a time")
+    for group, plugin, extra in PLUGINS:
+        if group in line.overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise UserError(f"{group}: not installed; {install_command(extra)}")
+    # another sweeper chooses its own points, and may write its database to outputs/ before the first run
+    other = any(text.startswith("hydra/sweeper=") for text in line.overrides)
+    check_points([text for text in line.overrides if not (other and is_axis(text))], line.config_dir)
+    if other:
+        Path("outputs").mkdir(exist_ok=True)
+    return None
+
+
+def _several_points(line: CommandLine) -> list[str]:
+    """Return an error for an experiment without -m, unless the overrides select one of its points."""
+    name = experiment_of(line.overrides)
+    if name is None:
+        return []
+    points = sweep_points(line.overrides, line.config_dir)
+    if len(points) <= 1 or any(by_name(point.overrides) == by_name(line.overrides) for point in points):
+        return []
+    example = " ".join(text for text in points[0].overrides if text not in line.overrides)
+    return [f"experiment={name}: {len(points)} points; add -m to train each, or choose one, as in {example}"]

@@ -12,11 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from depthlm.config.budget import LENGTHS
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.keys import keys, on_resume
-from depthlm.config.resolve import by_name, folder_name, run_name
+from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line

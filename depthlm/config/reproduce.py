@@ -9,10 +9,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from depthlm.config.budget import LENGTHS
 from depthlm.config.compose import compose_anywhere
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf, mechanism_option, value_text
 from depthlm.config.keys import flatten
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare
 from depthlm.config.schema import Config
 from depthlm.counts import parse_count

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from depthlm.data.end_of_text import (
     FILES,
     TOKENIZER_CONFIG,
     choose,
+    is_character,
     parsed,
     read_files,
     usual_end_of_text,
@@ -32,22 +33,19 @@ from depthlm.data.errors import DataError
 from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
 from depthlm.data.settings import Data
-from depthlm.data.text_encoder import drops_unknown, text_encoder, unknown_token
 from depthlm.files import replace_text
+
+FILE_NAME = "tokenizer.json"
+PADDING = "<|padding|>"
+# Bytes of text that the BPE is trained on, per token of its vocabulary, and their bounds: more text changes few merges
+# and takes longer.
+BYTES_PER_TOKEN, MIN_BPE_BYTES, MAX_BPE_BYTES = 2**12, 2**23, 2**25
+_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
+
 
 # The library warns when a process forks after the library has used threads, and data loaders fork; only `prepare`
 # turns its threads on.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-FILE_NAME = "tokenizer.json"
-PADDING = "<|padding|>"
-
-# Bytes of text that the BPE is trained on, per token of its vocabulary, and their bounds: more text changes few merges
-# and takes longer.
-BYTES_PER_TOKEN, MIN_BPE_BYTES, MAX_BPE_BYTES = 2**12, 2**23, 2**25
-
-
-_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
 
 
 class Tokenizer:
@@ -262,3 +260,66 @@ def parallel_tokenizers() -> Iterator[None]:
         yield
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def text_encoder(text: str, end_of_text: str) -> Encoder:
+    """Return an encoder with the ids of this tokenizer.json that encodes no text as a special token or the end of text.
+
+    These tokens get names that no text has, so text that is spelled like one is encoded by the other tokens. That is
+    exact for each model: a Unigram lattice and a table of words lack the name, and BPE lacks the merges that make it.
+    BPE dropout, truncation and padding are off.
+    """
+    record = json.loads(text)
+    model, added = record["model"], record.get("added_tokens") or []
+    record["truncation"] = record["padding"] = None
+    if model.get("dropout"):
+        model["dropout"] = None
+    special = {token["content"] for token in added if token["special"]}
+    # a character or a byte may be text that only this token encodes
+    names = _unreachable_names(text, {token for token in special if not is_character(token)} | {end_of_text})
+    for token in added:
+        token["special"] = token["special"] or token["content"] == end_of_text
+        token["content"] = names.get(token["content"], token["content"])
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if "merges" in model:
+        pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
+        model["merges"] = [merge for merge, (a, b) in pairs if not {a, b, _merged(model, a, b)} & names.keys()]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    encoder = Encoder.from_str(json.dumps(record))
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def unknown_token(text: str) -> int | None:
+    """Return the id of the token that stands for what a tokenizer.json does not know; None if it has no such token."""
+    record = json.loads(text)
+    model = record["model"]
+    if isinstance(model["vocab"], list):
+        return model.get("unk_id")
+    added = {token["content"]: token["id"] for token in record.get("added_tokens") or []}
+    return model["vocab"].get(model.get("unk_token"), added.get(model.get("unk_token")))
+
+
+def drops_unknown(text: str) -> bool:
+    """Return whether a tokenizer.json loses the characters that it does not know, without a token for them."""
+    model = json.loads(text)["model"]
+    if not isinstance(model["vocab"], dict) or model.get("unk_token") is not None or model.get("byte_fallback"):
+        return False
+    return not model["vocab"].keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
+
+
+def _unreachable_names(text: str, tokens: Collection[str]) -> dict[str, str]:
+    # U+FDD0 is a noncharacter, and the digest is of the tokenizer itself
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {token: f"\ufdd0{digest}:{number}" for number, token in enumerate(sorted(tokens))}
+
+
+def _merged(model: dict[str, Any], first: str, second: str) -> str:
+    """Return the token that BPE merges a pair into, without the prefix of a continuing subword."""
+    prefix = model.get("continuing_subword_prefix") or ""
+    return first + second.removeprefix(prefix)

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.budget import LENGTHS
 from depthlm.config.keys import on_resume
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, load_config
 from depthlm.errors import UserError
 from depthlm.files import digest, is_inside

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from depthlm.config import Config
-from depthlm.config.budget import LENGTHS
 from depthlm.config.keys import on_resume
+from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare, load_config, signed_config_text
 from depthlm.distributed.launchers import Ranks
 from depthlm.errors import UserError

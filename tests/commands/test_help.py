@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import depthlm
-from depthlm.commands.command_line import read_command_line
 from depthlm.commands.help import print_help, setting_meanings
+from depthlm.commands.train import read_command_line
 from depthlm.config import mechanisms
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY

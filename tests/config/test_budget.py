@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from depthlm.config import compose, compose_anywhere, run_steps, warmup_steps
-from depthlm.config.budget import divided, matrices
+from depthlm.config.resolve import divided, matrices
 from depthlm.config.schema import Config
 from depthlm.sweeps import sweep_points
 

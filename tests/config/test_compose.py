@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import depthlm
-from depthlm.commands.command_line import read_command_line
+from depthlm.commands.train import read_command_line
 from depthlm.config import compose_anywhere, run_steps, warmup_steps
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, open_names
 from depthlm.config.keys import keys

@@ -12,7 +12,7 @@ import torch
 import depthlm
 from depthlm.accounting.parameters import count_parameters
 from depthlm.config import Config, compose_anywhere, run_steps
-from depthlm.config.budget import matrices
+from depthlm.config.resolve import matrices
 from depthlm.locations import REPOSITORY
 from depthlm.sweeps import Point, load_experiment, point_directory, sweep_points
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import depthlm
-from depthlm.commands.command_line import read_command_line
+from depthlm.commands.train import read_command_line
 from depthlm.config import Config, ConfigError, changes, compose_anywhere
 from depthlm.config.saved import config_text
 from depthlm.errors import UserError

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Encoder
 
 from depthlm.data import DataError, Tokenizer
-from depthlm.data.text_encoder import drops_unknown, text_encoder, unknown_token
+from depthlm.data.tokenizers import drops_unknown, text_encoder, unknown_token
 
 SPECIAL = ["<unk>", "<pad>", "</s>"]
 # merges and pieces spell special tokens

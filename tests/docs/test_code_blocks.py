@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from depthlm.__main__ import COMMANDS
-from depthlm.commands.command_line import read_command_line
+from depthlm.commands.train import read_command_line
 from depthlm.config import compose_anywhere
 from depthlm.config.arguments import read_arguments
 from depthlm.evaluation.evaluate import Evaluate

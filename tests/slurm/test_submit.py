@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.jobs import queued_points, remember_jobs
-from depthlm.slurm.snapshot import next_snapshot, take_snapshot
-from depthlm.slurm.submit import line
+from depthlm.slurm.cluster import queued_points, remember_jobs
+from depthlm.slurm.submit import line, next_snapshot, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
 from ..forks import Forks, environment_with

@@ -2,9 +2,8 @@
 
 from collections.abc import Set
 
-from depthlm.config.budget import LENGTHS
 from depthlm.config.errors import listed
-from depthlm.config.resolve import tokenizer_exists
+from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.config.validate.machine import check_divides
 from depthlm.config.validate.mechanism import check_values, reads_across_layers

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.__main__ import main
-from depthlm.commands.command_line import check_command_line, read_command_line
+from depthlm.commands.train import check_command_line, read_command_line
 from depthlm.config import ConfigError, compose
 from depthlm.errors import UserError
 from depthlm.sweeps import sweep_points
