@@ -5,14 +5,13 @@ from depthlm.lazy import lazy_attributes
 # not imported from `typing`, because a command must handle Ctrl-C from its first moment
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from depthlm.build import build_model
+    from depthlm.build import build_model, load
     from depthlm.config.compose import compose
-    from depthlm.loading import load
     from depthlm.training import train
 
 __all__ = ["__version__", "build_model", "compose", "load", "train"]
 __version__ = "0.2.0"
 
 __getattr__ = lazy_attributes(
-    __name__, {"build_model": "build", "compose": "config", "load": "loading", "train": "training"}
+    __name__, {"build_model": "build", "compose": "config", "load": "build", "train": "training"}
 )

@@ -1,10 +1,21 @@
-"""Build a decoder with its initial weights from a configuration."""
+"""Build a decoder from a configuration, with its initial weights or with those of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from depthlm.config import Config
-from depthlm.config.validate.mechanism import factories
+from depthlm.config.saved import check_trusted, load_config, targets
+from depthlm.config.validate.mechanism import check_target, factories
+from depthlm.data import Tokenizer
+from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize
+from depthlm.run_directory import RunDirectory
+from depthlm.runs.checkpoints import WEIGHTS, newest_checkpoint, retrain
+from depthlm.runs.manifest import Manifest
 
 
 def build_model(config: Config, device: str | torch.device = "cpu") -> Decoder:
@@ -27,3 +38,54 @@ def draw_weights(config: Config, model: Decoder, device: str | torch.device) -> 
     """Give a model on meta its initial weights, on this device."""
     model.to_empty(device=device)
     initialize(model, config.seed, config.size.init_std)
+
+
+def load(run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()) -> tuple[Decoder, Config]:
+    """Return the model of a run directory, with the weights of its newest valid checkpoint, and its configuration.
+
+    The model is in evaluation mode. The configuration is read as data and may only build classes of depthlm and of the
+    modules named in `trust`. Raises UserError for a directory without a run or checkpoint, or a mechanism from
+    another module.
+    """
+    model, config, _ = load_checkpoint(run, device, trust)
+    return model, config
+
+
+def load_checkpoint(
+    run: str | Path, device: str | torch.device = "cpu", trust: Sequence[str] = ()
+) -> tuple[Decoder, Config, Manifest]:
+    """Like `load`, and also return the manifest of the loaded checkpoint."""
+    directory = Path(run)
+    config = load_config(directory)
+    check_trusted(targets(config.model), trust, str(directory))
+    for part, settings in (("connection", config.model.connection), ("attention", config.model.attention)):
+        if errors := check_target(f"model.{part}", settings):
+            raise UserError(f"{directory}: {'; '.join(errors)}")
+    model, manifest = _load_newest(config, directory, device)
+    if model.kernels == "triton":
+        # a requirement of training should not restrict where the model is used
+        model.kernels = "auto"
+    if config.data.document_mask:
+        model.end_of_text = Tokenizer.load(directory).end_of_text
+    return model, config, manifest
+
+
+def _load_newest(config: Config, directory: Path, device: str | torch.device) -> tuple[Decoder, Manifest]:
+    while (checkpoint := newest_checkpoint(directory)) is not None:
+        path, manifest = checkpoint
+        try:
+            return with_weights(config, path, device), manifest
+        except (OSError, SafetensorError) as error:
+            # a process that trains removes old checkpoints
+            if path.exists():
+                raise UserError(f"{path}: {WEIGHTS} cannot be read ({error})") from None
+    finished = RunDirectory(directory).summary.exists()
+    remedy = retrain(directory) if finished else "train it first, or name another run"
+    raise UserError(f"{directory}: no checkpoint in it; {remedy}")
+
+
+def with_weights(config: Config, checkpoint: Path, device: str | torch.device) -> Decoder:
+    """Return the decoder of a configuration in evaluation mode, with the weights of a checkpoint's folder."""
+    model = build_model(config, "meta").to_empty(device=device)
+    model.load_state_dict(load_file(checkpoint / WEIGHTS, device=str(device)))
+    return model.eval()

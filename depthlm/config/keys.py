@@ -207,4 +207,4 @@ def _walk(schema: type, prefix: str, inherited: Mapping[str, Any]) -> Iterator[K
 def _adapter(schema: Any) -> TypeAdapter[Any]:
     config = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
     # pydantic takes a configuration beside a dataclass only if the type is a union
-    return TypeAdapter(Optional[schema], config=config)
+    return TypeAdapter(Optional[schema], config=config)  # noqa: UP045

@@ -10,6 +10,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from depthlm.build import load_checkpoint
 from depthlm.config import Config
 from depthlm.config.saved import RUN, check_reach, is_own
 from depthlm.config.schema import Tracker
@@ -18,7 +19,6 @@ from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.evaluation.losses import add_results, folder_sets, measure_sets, run_sets
 from depthlm.fields import key
-from depthlm.loading import load_checkpoint
 from depthlm.machine.environment import Device, usable_device
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.manifest import Manifest

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from depthlm.build import load
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.fields import key
-from depthlm.loading import load
 from depthlm.machine.environment import Device, usable_device
 from depthlm.model import Decoder
 from depthlm.streams import printable

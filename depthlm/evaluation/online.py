@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from depthlm.build import with_weights
 from depthlm.config import Config
 from depthlm.data import Tokenizer, validation_batches
 from depthlm.distributed.calls import Call, Send, StoppedError, serve
@@ -30,7 +31,6 @@ from depthlm.evaluation.harness import (
     task_manager,
 )
 from depthlm.evaluation.losses import TotalLoss, ValidationSet, add_results, folder_sets, local_loss
-from depthlm.loading import with_weights
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import finite, perplexity
 

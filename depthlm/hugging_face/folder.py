@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Encoder
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from depthlm.build import load_checkpoint
 from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
@@ -33,7 +34,6 @@ from depthlm.files import digest, usual_mode
 from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
-from depthlm.loading import load_checkpoint
 from depthlm.model import Decoder
 from depthlm.pretrained.native import native_config, native_type, split_experts, their_weight
 from depthlm.run_directory import RunDirectory

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from depthlm.build import load
 from depthlm.config import Config
 from depthlm.config.saved import check_reach
 from depthlm.console import stdout_console
@@ -23,7 +24,6 @@ from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.figures import TOKENS, token_names
 from depthlm.inspect.picture import Array, Picture
 from depthlm.inspect.recorded import expert_picture, sublayer_norm_picture
-from depthlm.loading import load
 from depthlm.machine import environment
 from depthlm.model import Decoder
 from depthlm.report.figures.style import save

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from depthlm.build import load_checkpoint, with_weights
 from depthlm.files import digest
-from depthlm.loading import load_checkpoint, with_weights
 from depthlm.runs.manifest import sealed
 
 from .hugging_face.conftest import make_run
@@ -50,5 +50,5 @@ def test_a_checkpoint_that_training_removes_meanwhile_gives_way_to_the_newest(
         return with_weights(*arguments)
 
     monkeypatch.setattr("depthlm.runs.checkpoints.digest", verify)
-    monkeypatch.setattr("depthlm.loading.with_weights", load)
+    monkeypatch.setattr("depthlm.build.with_weights", load)
     assert load_checkpoint(run)[2].step == 2
