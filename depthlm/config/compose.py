@@ -105,7 +105,8 @@ def _resolved(
     config, errors = check_fields(raw)
     if config is None:
         raise ConfigError(errors)
-    starts = {name for point in config.experiment.points for name, value in point.items() if str(value)[:1] == "@"}
+    points = [point for point in config.experiment.points if isinstance(point, dict)]
+    starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
     if saved is not None and keeps_mechanism(saved, config):
         # only another mechanism needs a new name
         given.add("model.name")

@@ -30,7 +30,8 @@ def check_fields(raw: DictConfig) -> tuple[Config | None, list[str]]:
         if isinstance(settings, dict):
             errors += check_target(name, {**settings, **target})
     config, mistakes = check_values(values)
-    return (None if errors else config), [*errors, *mistakes, *_check_sources(values)]
+    errors += [*mistakes, *_check_sources(values)]
+    return (None if errors else config), errors
 
 
 def check_values(values: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
