@@ -10,7 +10,7 @@ from torch import Tensor, cat, nn
 
 from depthlm.config import Config
 from depthlm.model import Decoder
-from depthlm.pretrained.native import native_config, native_type, their_weight
+from depthlm.pretrained.native import export_weight, native_config, native_type
 
 INSTALL_LITGPT = "litgpt is not installed: pip install --no-deps litgpt lightning lightning-utilities torchmetrics"
 Weights = dict[str, Tensor]
@@ -31,7 +31,7 @@ def transformers_decoder(model: Decoder) -> nn.Module:
     # drawing weights that are replaced would take a CPU long
     with next(iter(weights.values())).device:
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
-    renamed = dict(their_weight(kind, name, tensor) for name, tensor in weights.items())
+    renamed = dict(export_weight(kind, name, tensor) for name, tensor in weights.items())
     for name in [name for name in renamed if name.endswith(".experts.gate_proj")]:
         # one tensor: the rows of all gates, then those of all others
         up = name.replace("gate_proj", "up_proj")

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from depthlm.commands.command_line import CommandLine, check_command_line, read_command_line
 from depthlm.config import Config, changes, run_of
 from depthlm.config.saved import config_text
-from depthlm.distributed.launchers import first_rank
+from depthlm.distributed.launchers import is_rank_0
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
 from depthlm.locations import CONF
@@ -43,7 +43,7 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
         print(config_text(config), end="")
         sys.exit(0)
     changed = {} if run is None else changes(run, config)
-    if changed and first_rank():
+    if changed and is_rank_0():
         print(f"{program}: a new run in {config.output_dir}; differences from {run}:")
         print(printable("\n".join(f"  - {name}: {words}" for name, words in changed.items())), flush=True)
     from depthlm.training import train

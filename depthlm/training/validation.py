@@ -58,7 +58,7 @@ def mark_each(
     """Yield the same batches and mark progress at each. Raises ValidationStopped if a rank has a signal; collective."""
     check_every = 1 if torch.distributed.get_world_size() == 1 else STOP_CHECK_EVERY
     for number, batch in enumerate(batches):
-        activity.go_on()
+        activity.mark_progress()
         if number % check_every == 0 and on_any_rank((request.name is not None,), device)[0]:
             raise ValidationStopped
         yield batch

@@ -102,10 +102,10 @@ class Reducer:
 
 
 def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters in buckets of one dtype, the last first. Experts that are spread are apart.
+    """Return the trainable parameters in buckets of one dtype, in reverse order. Spread experts have separate buckets.
 
-    This is roughly the order in which the backward pass computes their gradients. size: most elements of a bucket that
-    has more than one parameter.
+    This is roughly the order in which the backward pass computes their gradients. size: the maximum number of
+    elements of a bucket that has more than one parameter.
     """
     buckets: list[list[nn.Parameter]] = []
     elements = 0

@@ -108,9 +108,9 @@ def dtypes(config: Config, model: Decoder) -> str:
         computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
         return f"{computed}; gradients accumulated in fp32, reduced in {reduced}"
     scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
-    kept = sorted({name.rpartition(".")[2] for name in fp32_parameters(model)})
-    in_fp32 = f" (fp32: {', '.join(kept)})" if kept else ""
-    return f"{name} weights{in_fp32}, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
+    in_fp32 = sorted({name.rpartition(".")[2] for name in fp32_parameters(model)})
+    exceptions = f" (fp32: {', '.join(in_fp32)})" if in_fp32 else ""
+    return f"{name} weights{exceptions}, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
 
 
 def mixture(plan: Plan, batches: Batches) -> str:
