@@ -68,6 +68,78 @@ def derived(
     }
 
 
+def summary_of(
+    progress: Progress,
+    losses: ValidationLosses,
+    last: Mapping[str, Any],
+    *,
+    parameters: int,
+    flops_per_token: float,
+    unigram_entropy: float | None,
+    mfu: float | None,
+    peak_memory_gib: float,
+) -> dict[str, Any]:
+    """Return the content of summary.json.
+
+    losses: of the last validation. last: the last row of metrics.jsonl. flops_per_token: of a training step.
+    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
+    """
+    return {
+        "parameters": parameters,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "training_loss": last.get("loss"),
+        "validation_loss": losses.mean,
+        "validation_perplexity": perplexity(losses.mean),
+        **losses.row(),
+        "unigram_entropy": unigram_entropy,
+        "forward_flops_per_token": flops_per_token / 3,
+        "training_flops": flops_per_token * progress.tokens,
+        "tokens_per_second": progress.tokens_per_second,
+        "mfu": mfu,
+        "wall_seconds": progress.wall_seconds,
+        "peak_memory_gib": peak_memory_gib,
+        "skipped": progress.skipped,
+    }
+
+
+def write_results(directory: Path, summary: dict[str, Any]) -> None:
+    """Write the summary of a complete run and draw its losses, and print the summary; on rank 0.
+
+    Raises OSError if the summary cannot be written; without a picture of the losses, the run is complete as well.
+    """
+    replace_text(RunDirectory(directory).summary, json.dumps(summary, indent=1) + "\n")
+    try:
+        plot_loss(directory, summary["unigram_entropy"])
+    except OSError as error:
+        log.warning("the loss curve cannot be drawn (%s)", error)
+    show_summary("This run is complete", directory, summary, rank=0)
+
+
+def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
+    """Print the summary of a complete run as a table."""
+    unigram = summary["unigram_entropy"]
+    entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
+    losses = ValidationLosses.of_row(summary).by_set
+    sets = {}
+    if len(losses) > 1:
+        sets = {
+            loss_key(name): f"{number_text(loss)} (perplexity {number_text(perplexity(loss))})"
+            for name, loss in losses.items()
+        }
+    rows = {
+        "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
+        f"{number_text(summary['validation_perplexity'])}{entropy})",
+        **sets,
+        "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
+        "loss curve": str(RunDirectory(directory).loss_curve),
+        "weights": str(RunDirectory(directory).checkpoints),
+    }
+    show_table(title, rows, rank)
+
+
 def mixers(config: Config) -> dict[str, str]:
     """Describe the mixers of the layers, and to how many of them the mechanism's attention applies, if they differ."""
     names = config.backbone.mixers_of(config.size.num_layers)
@@ -117,75 +189,3 @@ def mixture(plan: Plan, batches: Batches) -> str:
     """Describe each source's share of the training tokens and its epochs in the whole run."""
     seen = batches.seen(plan.max_steps)
     return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())
-
-
-def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
-    """Print the summary of a complete run as a table."""
-    unigram = summary["unigram_entropy"]
-    entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
-    losses = ValidationLosses.of_row(summary).by_set
-    sets = {}
-    if len(losses) > 1:
-        sets = {
-            loss_key(name): f"{number_text(loss)} (perplexity {number_text(perplexity(loss))})"
-            for name, loss in losses.items()
-        }
-    rows = {
-        "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
-        f"{number_text(summary['validation_perplexity'])}{entropy})",
-        **sets,
-        "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s",
-        "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
-        "loss curve": str(RunDirectory(directory).loss_curve),
-        "weights": str(RunDirectory(directory).checkpoints),
-    }
-    show_table(title, rows, rank)
-
-
-def summary_of(
-    progress: Progress,
-    losses: ValidationLosses,
-    last: Mapping[str, Any],
-    *,
-    parameters: int,
-    flops_per_token: float,
-    unigram_entropy: float | None,
-    mfu: float | None,
-    peak_memory_gib: float,
-) -> dict[str, Any]:
-    """Return the content of summary.json.
-
-    losses: of the last validation. last: the last row of metrics.jsonl. flops_per_token: of a training step.
-    unigram_entropy: of the corpus, in nats per token. mfu: that of the whole run.
-    """
-    return {
-        "parameters": parameters,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "training_loss": last.get("loss"),
-        "validation_loss": losses.mean,
-        "validation_perplexity": perplexity(losses.mean),
-        **losses.row(),
-        "unigram_entropy": unigram_entropy,
-        "forward_flops_per_token": flops_per_token / 3,
-        "training_flops": flops_per_token * progress.tokens,
-        "tokens_per_second": progress.tokens_per_second,
-        "mfu": mfu,
-        "wall_seconds": progress.wall_seconds,
-        "peak_memory_gib": peak_memory_gib,
-        "skipped": progress.skipped,
-    }
-
-
-def write_results(directory: Path, summary: dict[str, Any]) -> None:
-    """Write the summary of a complete run and draw its losses, and print the summary; on rank 0.
-
-    Raises OSError if the summary cannot be written; without a picture of the losses, the run is complete as well.
-    """
-    replace_text(RunDirectory(directory).summary, json.dumps(summary, indent=1) + "\n")
-    try:
-        plot_loss(directory, summary["unigram_entropy"])
-    except OSError as error:
-        log.warning("the loss curve cannot be drawn (%s)", error)
-    show_summary("This run is complete", directory, summary, rank=0)
