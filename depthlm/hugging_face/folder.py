@@ -195,15 +195,15 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         # an export that was killed leaves a staging folder without a lock
         with lock_folder(folder.parent):
             for abandoned in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
                 with suppress(OSError), lock_folder(abandoned, fcntl.LOCK_NB):
                     shutil.rmtree(abandoned, ignore_errors=True)
             staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-            held.callback(shutil.rmtree, staging, ignore_errors=True)
-            held.enter_context(lock_folder(staging))
+            stack.callback(shutil.rmtree, staging, ignore_errors=True)
+            stack.enter_context(lock_folder(staging))
         new, old = staging / "new", staging / "old"
         new.mkdir()
         yield new

@@ -49,7 +49,7 @@ def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
     Raises KeyError if the layers of each kind are not listed.
     """
-    config = dict(config) | {theirs: config[ours] for ours, theirs in ALIASES.items() if ours in config}
+    config = dict(config) | {hub_name: config[name] for name, hub_name in ALIASES.items() if name in config}
     linear = {hub_name: config[name] for name, hub_name in LINEAR.items() if name in config}
     linear |= config.get("linear_attn_config") or {}
     count, unsupported = config["num_hidden_layers"], []
@@ -80,6 +80,6 @@ def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def pattern(names: list[str]) -> list[str]:
-    """Return the shortest list of mixers that gives each layer its own."""
+    """Return the shortest list of mixers that, repeated, gives every layer its mixer."""
     backbones = (Backbone(mixers=names[:length]) for length in range(1, len(names) + 1))
     return next(backbone.mixers for backbone in backbones if backbone.mixers_of(len(names)) == names)

@@ -303,8 +303,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float | None, list[str]]:
 
 def _names(model_type: str) -> dict[str, str]:
     """Map the beginnings and parts of our names to those of transformers. The first part that a name has applies."""
-    whole = {"embedding.": "model.embed_tokens.", "head.": "lm_head.", "final_norm.": "model.norm."}
-    return whole | {"layers.": "model.layers."} | NATIVE[model_type].names | {".attention.": ".self_attn."}
+    beginnings = {"embedding.": "model.embed_tokens.", "head.": "lm_head.", "final_norm.": "model.norm."}
+    return beginnings | {"layers.": "model.layers."} | NATIVE[model_type].names | {".attention.": ".self_attn."}
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

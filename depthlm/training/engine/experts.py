@@ -30,7 +30,7 @@ from depthlm.training.engine.sharding import configure_deepspeed
 def draw_spread(config: Config, model: Decoder, device: torch.device) -> None:
     """Give a model on meta its initial weights, of which each rank keeps only its own experts; collective.
 
-    Every rank draws each weight as a whole, since its generator cannot skip to a part, but only one at a time.
+    Every rank draws full weights, one at a time, since a generator cannot skip to a part.
     """
     import deepspeed
     from deepspeed.utils import groups

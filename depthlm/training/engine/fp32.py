@@ -14,7 +14,7 @@ from depthlm.model.parameters import fp32_parameters
 from depthlm.training.engine.partitions import Fragment, Partition, partitions
 from depthlm.training.engine.sharding import writable
 
-# whole and flat, by parameter
+# full and flat, by parameter
 Values = dict[nn.Parameter, Tensor]
 
 

@@ -91,8 +91,8 @@ def nonfinite(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any | No
 
     zero: DeepSpeed's optimizer around it at ZeRO 1 to 3.
     """
-    whole = _replicated(model, optimizer) if zero is None else _sharded(model, optimizer, zero)
-    return next((name for name, tensor in whole if not _is_finite(tensor)), None)
+    tensors = _replicated(model, optimizer) if zero is None else _sharded(model, optimizer, zero)
+    return next((name for name, tensor in tensors if not _is_finite(tensor)), None)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -122,7 +122,7 @@ class MetricsFile:
 
 
 def open_metrics(path: Path, after_step: int, saved: dict[str, Any]) -> MetricsFile:
-    """Open metrics.jsonl on rank 0; the other ranks get its newest row, so that all decide alike. Collective."""
+    """Open metrics.jsonl on rank 0, and give all ranks its newest row, which their decisions depend on. Collective."""
     metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step, saved)
     last = [metrics.last]
     torch.distributed.broadcast_object_list(last)
