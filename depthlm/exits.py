@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from depthlm.distributed.launchers import first_rank
+from depthlm.distributed.launchers import is_rank_0
 from depthlm.errors import UserError
 from depthlm.streams import printable
 
@@ -29,7 +29,7 @@ def exit_on_mistake(command: str, action: Callable[[], None]) -> None:
 
 def fail(command: str, error: UserError) -> NoReturn:
     """Print a user error, on rank 0 only, and exit with code 2."""
-    if first_rank():
+    if is_rank_0():
         # a message may quote a file of somebody else
         print(printable(f"{command}: {error}"), file=sys.stderr)
     sys.exit(USER_MISTAKE)

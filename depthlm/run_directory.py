@@ -2,11 +2,10 @@
 
 import re
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-# how the name of a folder begins that is being removed
+# the names of folders that are being removed begin with it
 REMOVING = ".removing-"
 
 
@@ -15,8 +14,8 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def removing(folder: Path) -> Path:
-    """Where a folder is moved before its content is deleted; another path at each call."""
+def hidden_path(folder: Path) -> Path:
+    """Return the path to which a folder is moved before its content is deleted; another one at each call."""
     return folder.with_name(f"{REMOVING}{folder.name}-{secrets.token_hex(8)}")
 
 
@@ -26,51 +25,49 @@ def step_of(checkpoint: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The files and folders of a run, whether they exist or not."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # the resolved configuration; versions, git commit, command and device
+        self.config, self.environment = path / "config.yaml", path / "environment.json"
+        # what was printed
+        self.log = path / "train.log"
+        # one object per logged step
+        self.metrics = path / "metrics.jsonl"
+        # sublayer norms: the sizes of each sublayer's output and gradient, one object per logged step
+        self.sublayer_norms = path / "blocks.jsonl"
+        # the load of each expert, and the entropy and bias of each router, one object per logged step
+        self.experts = path / "experts.jsonl"
+        # the batches with a non-finite loss or gradient, or with a spike
+        self.bad_batches = path / "bad_batches.jsonl"
+        # the results of a complete run: a run is complete when this file exists
+        self.summary = path / "summary.json"
+        # why the last attempt failed, until the next attempt
+        self.failure = path / "failure.json"
+        # the measurements of `evaluate`
+        self.evaluation = path / "evaluation.json"
+        # the picture of the losses
+        self.loss_curve = path / "loss.png"
+        # the profile of a few steps
+        self.trace = path / "profile" / "trace.json"
+        # the figures of `inspect`, and the folder for transformers that `export` writes by default
+        self.inspection, self.export = path / "inspect", path / "export"
+        # what W&B and TensorBoard write
+        self.wandb, self.tensorboard = path / "wandb", path / "tensorboard"
+        # the process that trains this run holds this file locked
+        self.lock = path / ".lock"
+        # an empty file that exists since the first checkpoint was complete, also if all checkpoints are removed
+        self.saved = path / ".saved"
+        self.checkpoints = path / "checkpoints"
+        # the name of the newest checkpoint, for people and scripts; resuming reads the manifests
+        self.latest = self.checkpoints / "latest"
 
     @classmethod
     def of(cls, output_dir: str | Path | None) -> "RunDirectory":
-        """The run directory of a configuration's `output_dir`."""
+        """Return the run directory of a configuration's `output_dir`."""
         return cls(Path(output_dir or ""))
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, git commit, command and device."""
-        return self.path / "environment.json"
-
-    @property
-    def log(self) -> Path:
-        """What was printed."""
-        return self.path / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        """One object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def sublayer_norms(self) -> Path:
-        """The sizes of each sublayer's output and gradient, one object per logged step."""
-        return self.path / "blocks.jsonl"
-
-    @property
-    def experts(self) -> Path:
-        """The load of each expert, and the entropy and bias of each router, one object per logged step."""
-        return self.path / "experts.jsonl"
-
-    @property
-    def bad_batches(self) -> Path:
-        """The batches with a non-finite loss or gradient, or with a spike."""
-        return self.path / "bad_batches.jsonl"
 
     @property
     def row_files(self) -> tuple[Path, ...]:
@@ -99,89 +96,24 @@ class RunDirectory:
             *(self.path / name for name in ("tokenizer.json", "tokenizer_config.json")),
         )
 
-    @property
-    def summary(self) -> Path:
-        """The results of a complete run. A run is complete when this file exists."""
-        return self.path / "summary.json"
-
     def earlier_summary(self, step: int) -> Path:
-        """The summary of a run that was complete at this step and has been extended since."""
+        """Return the summary of a run that was complete at this step and has been extended since."""
         return self.path / f"summary-step-{step:08d}.json"
 
-    @property
-    def failure(self) -> Path:
-        """Why the last attempt failed, until the next one."""
-        return self.path / "failure.json"
-
-    @property
-    def evaluation(self) -> Path:
-        """The measurements of `evaluate`."""
-        return self.path / "evaluation.json"
-
-    @property
-    def loss_curve(self) -> Path:
-        """The picture of the losses."""
-        return self.path / "loss.png"
-
-    @property
-    def trace(self) -> Path:
-        """The profile of a few steps."""
-        return self.path / "profile" / "trace.json"
-
-    @property
-    def inspection(self) -> Path:
-        """The folder of the pictures of `inspect`."""
-        return self.path / "inspect"
-
-    @property
-    def export(self) -> Path:
-        """The folder for transformers that `export` writes, unless it is given another."""
-        return self.path / "export"
-
-    @property
-    def wandb(self) -> Path:
-        """The folder that W&B writes."""
-        return self.path / "wandb"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def lock(self) -> Path:
-        """The file that the one process that trains this run holds locked."""
-        return self.path / ".lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def saved(self) -> Path:
-        """An empty file that exists since the first checkpoint was complete, also if all checkpoints are removed."""
-        return self.path / ".saved"
-
     def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
+        """Return the folder of the checkpoint of a step."""
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_folders(self) -> list[Path]:
-        """The folders of all checkpoints, the newest first, valid or not. Folders with other names are the user's."""
-        steps = {path: step_of(path) for path in self.checkpoints.glob("step-*")}
-        own = [path for path, step in steps.items() if step is not None and path.name == self.checkpoint(step).name]
-        return sorted(own, key=lambda path: step_of(path) or 0, reverse=True)
-
-    @property
-    def latest(self) -> Path:
-        """The name of the newest checkpoint, for people and scripts; resuming reads the manifests."""
-        return self.checkpoints / "latest"
+        """Return the folders of all checkpoints, the newest first, valid or not, without folders that a user named."""
+        steps = {path: step for path in self.checkpoints.glob("step-*") if (step := step_of(path)) is not None}
+        folders = [path for path, step in steps.items() if path.name == self.checkpoint(step).name]
+        return sorted(folders, key=lambda path: steps[path], reverse=True)
 
     def staging(self, step: int) -> Path:
-        """Where the checkpoint of a step is written before it is renamed."""
+        """Return the directory in which the checkpoint of a step is written before it is renamed."""
         return self.checkpoints / f".saving-step-{step:08d}"
 
     def leftovers(self) -> list[Path]:
-        """Staging directories of checkpoints that were being written when a process ended."""
+        """Return the staging directories of checkpoints that were being written when a process ended."""
         return [*self.checkpoints.glob(".saving-*")]

@@ -134,7 +134,7 @@ def test_wandb_with_a_key_and_no_network_is_a_warning(monkeypatch: pytest.Monkey
 def test_contradicting_launcher_variables_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("depthlm.distributed.launchers._told", ({}, None))
+    monkeypatch.setattr("depthlm.distributed.launchers._launched", ({}, None))
     (item,) = machine.ranks()
     assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
 

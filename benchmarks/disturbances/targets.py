@@ -24,8 +24,8 @@ from depthlm.data.settings import Data
 from depthlm.hugging_face import export
 from depthlm.inspect.recorded import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
-from depthlm.runs.checkpoints import lost, newest_checkpoint
-from depthlm.runs.directory import finished
+from depthlm.runs.checkpoints import missing_part, newest_checkpoint
+from depthlm.runs.directory import read_summary
 from depthlm.runs.listing import list_runs
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.records import read_run
@@ -75,7 +75,7 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
 
     def newest(_: Path) -> Any:
         newest_valid = newest_checkpoint(run)
-        lost(run, 4)
+        missing_part(run, 4)
         return None if newest_valid is None else newest_valid[1].step in (2, 4)
 
     def records(_: Path) -> Any:
@@ -115,7 +115,11 @@ def of_run(run: Path, overrides: list[str]) -> list[Target]:
         Target("blocks.jsonl", run / "blocks.jsonl", rows, False, ((*python, "inspect", f"run={run}"),)),
         Target("experts.jsonl", run / "experts.jsonl", expert_rows, False, ((*python, "inspect", f"run={run}"),)),
         Target(
-            "summary.json", run / "summary.json", lambda _: (finished(run), records(_)), False, (*loading, *resuming)
+            "summary.json",
+            run / "summary.json",
+            lambda _: (read_summary(run), records(_)),
+            False,
+            (*loading, *resuming),
         ),
         Target("evaluation.json", run / "evaluation.json", records, False, resuming[1:]),
         Target("failure.json", run / "failure.json", records, False, loading[1:]),

@@ -19,7 +19,7 @@ from depthlm.config.errors import ConfigError
 from depthlm.config.hydra_context import flags_parser, open_names
 from depthlm.config.resolve import by_name, experiment_of
 from depthlm.config.saved import config_text
-from depthlm.distributed.launchers import first_rank, ranks
+from depthlm.distributed.launchers import is_rank_0, ranks
 from depthlm.errors import UserError
 from depthlm.exits import exit_on_mistake
 from depthlm.locations import CONF, install_command
@@ -83,7 +83,7 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
         print(config_text(config), end="")
         sys.exit(0)
     changed = {} if run is None else changes(run, config)
-    if changed and first_rank():
+    if changed and is_rank_0():
         print(f"{program}: a new run in {config.output_dir}; differences from {run}:")
         print(printable("\n".join(f"  - {name}: {words}" for name, words in changed.items())), flush=True)
     from depthlm.training import train

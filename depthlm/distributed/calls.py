@@ -1,4 +1,4 @@
-"""Rank 0 calls functions on all ranks from a thread of its own, so that whatever it waits for blocks no rank."""
+"""Rank 0 calls functions on all ranks from a separate thread, so that nothing this thread waits for blocks a rank."""
 
 import queue
 import threading
@@ -19,7 +19,7 @@ Send = Callable[[Any], None]
 # seconds between two messages of rank 0 while rank 0's thread computes or waits for something
 POLL = 0.5
 IDLE, CALL, SEND, END = "idle", "call", "send", "end"
-# the failure of a function that has raised StoppedError
+# the failure that stands for a StoppedError of a function
 STOPPED = "stopped"
 
 
@@ -56,7 +56,7 @@ def serve(
     leader = _Leader(work, patience) if torch.distributed.get_rank() == 0 else None
     try:
         while True:
-            activity.go_on()
+            activity.mark_progress()
             if on_any_rank((stopping(),), device)[0]:
                 return ""
             message: list[Any] = [leader.next_message() if leader is not None else None]
@@ -96,7 +96,7 @@ class _Leader:
         self.work, self.patience = work, patience
         self.messages: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.replies: queue.Queue[list[tuple[Any, str | None]] | None] = queue.Queue()
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         self.abandoned = False
         threading.Thread(target=self._run, name="calls", daemon=True).start()
 
@@ -105,14 +105,14 @@ class _Leader:
         try:
             message = self.messages.get(timeout=POLL)
         except queue.Empty:
-            silent = time.monotonic() - self.heard > self.patience
+            silent = time.monotonic() - self.last_message > self.patience
             return (END, f"no progress for {self.patience / 60:.0f} min") if silent else (IDLE, None)
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         return message
 
     def reply(self, outcomes: list[tuple[Any, str | None]]) -> None:
         """Pass the outcomes of a call to the thread, whose silence is counted from now on."""
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         self.replies.put(outcomes)
 
     def abandon(self) -> None:

@@ -24,11 +24,11 @@ LOG_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One heartbeat of a rank.
+    """A heartbeat of a rank.
 
     count: increases with every heartbeat; step, turn, phase: the main thread's last mark, turn being the number of
-    phases before it in the step; still: seconds since that mark; where: the line of code the main thread is at;
-    limited: whether the stall timeout applies; heard: the rank knows that the run, or rank 0, ends; left: the rank has
+    phases before it in the step; idle: seconds since that mark; line: the line of code the main thread is at; limited:
+    whether the stall timeout applies; informed: the rank knows that the run, or rank 0, ends; finished: the rank has
     finished and is not checked any more.
     """
 
@@ -36,11 +36,11 @@ class Heartbeat:
     step: int = 0
     turn: int = 0
     phase: str = "starting"
-    still: float = 0.0
-    where: str = ""
+    idle: float = 0.0
+    line: str = ""
     limited: bool = True
-    heard: bool = False
-    left: bool = False
+    informed: bool = False
+    finished: bool = False
 
     def packed(self) -> str:
         """Return this as text for the store."""
@@ -106,13 +106,13 @@ class Listener:
 
     def silent(self, limit: float, now: float) -> FailureReport | None:
         """Report the ranks that have sent no heartbeat for `limit` seconds; None if there are none."""
-        blamed = [rank for rank, beat in self.last.items() if not beat.left and now - self.since[rank] > limit]
+        blamed = [rank for rank, beat in self.last.items() if not beat.finished and now - self.since[rank] > limit]
         if not blamed:
             return None
         place = self.last[blamed[0]].place()
         verb = "has" if len(blamed) == 1 else "have"
         silence = f"{verb} sent no heartbeat for {limit:g} s, the last one in {place}"
-        return FailureReport(tuple(blamed), f"{listed(blamed, self.names)} {silence}")
+        return FailureReport(tuple(blamed), f"{name_ranks(blamed, self.names)} {silence}")
 
 
 def stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str], limit: float) -> FailureReport | None:
@@ -120,29 +120,29 @@ def stalled(heartbeats: Mapping[int, Heartbeat], names: Mapping[int, str], limit
 
     The ranks that are behind the others are to blame. If all are at the same place, the report lists their code lines.
     """
-    active = {rank: beat for rank, beat in heartbeats.items() if not beat.left}
-    if not active or any(beat.still <= limit or not beat.limited for beat in active.values()):
+    active = {rank: beat for rank, beat in heartbeats.items() if not beat.finished}
+    if not active or any(beat.idle <= limit or not beat.limited for beat in active.values()):
         return None
-    still = f"no progress for {min(beat.still for beat in active.values()):.0f} s"
+    pause = f"no progress for {min(beat.idle for beat in active.values()):.0f} s"
     earliest = min((beat.step, beat.turn) for beat in active.values())
     blamed = [rank for rank, beat in active.items() if (beat.step, beat.turn) == earliest]
     heartbeat = active[blamed[0]]
     if len(blamed) < len(active):
         verb = "has" if len(blamed) == 1 else "have"
         place = f"{heartbeat.place()}{_location(heartbeat)}"
-        text = f"{listed(blamed, names)} {verb} made {still}, in {place}; the others wait"
+        text = f"{name_ranks(blamed, names)} {verb} made {pause}, in {place}; the others wait"
         return FailureReport(tuple(blamed), text)
     lines: dict[str, list[int]] = {}
     for rank, other in active.items():
-        lines.setdefault(other.where, []).append(rank)
+        lines.setdefault(other.line, []).append(rank)
     fewest_first = sorted(lines.items(), key=lambda item: len(item[1]))
-    locations = "; ".join(f"{listed(ranks, names)} at {where or 'an unknown line'}" for where, ranks in fewest_first)
+    locations = "; ".join(f"{name_ranks(ranks, names)} at {line or 'an unknown line'}" for line, ranks in fewest_first)
     return FailureReport(
-        tuple(blamed), f"all ranks have made {still} and wait at the same place, {heartbeat.place()}: {locations}"
+        tuple(blamed), f"all ranks have made {pause} and wait at the same place, {heartbeat.place()}: {locations}"
     )
 
 
-def listed(ranks: Iterable[int], names: Mapping[int, str]) -> str:
+def name_ranks(ranks: Iterable[int], names: Mapping[int, str]) -> str:
     """Name ranks as `rank 3 (host gpu-7, pid 1234)`; of many, only the first eight are named."""
     ranks = list(ranks)
     named = [f"rank {rank} ({names[rank]})" for rank in ranks[:MAX_NAMED]]
@@ -161,9 +161,9 @@ def is_consequence(error: BaseException) -> bool:
     )
 
 
-def last_words(error: BaseException, rank: int, names: dict[int, str]) -> FailureReport:
+def report_exception(error: BaseException, rank: int, names: dict[int, str]) -> FailureReport:
     """Return the failure report of an exception for the other ranks."""
-    name = listed([rank], names)
+    name = name_ranks([rank], names)
     if isinstance(error, UserError):
         return FailureReport((rank,), f"{name}: {error}", code=2, raised=True)
     if isinstance(error, SystemExit):
@@ -173,17 +173,17 @@ def last_words(error: BaseException, rank: int, names: dict[int, str]) -> Failur
 
 
 def line_of(frame: FrameType | None) -> str:
-    """Name the innermost call and ours: `all_reduce (distributed_c10d.py:2987) of train_step (step.py:38)`."""
+    """Name the innermost call, and the innermost in depthlm: `all_reduce (c10d.py:2987) of train_step (step.py:38)`."""
     if frame is None:
         return ""
-    own: FrameType | None = frame
-    while own is not None and not own.f_code.co_filename.startswith(str(PACKAGE)):
-        own = own.f_back
-    frames = [frame] if own is None or own is frame else [frame, own]
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_code.co_filename.startswith(str(PACKAGE)):
+        caller = caller.f_back
+    frames = [frame] if caller is None or caller is frame else [frame, caller]
     return " of ".join(f"{f.f_code.co_name} ({Path(f.f_code.co_filename).name}:{f.f_lineno})" for f in frames)
 
 
-def end(report: FailureReport, rank: int, main: int) -> None:
+def abort(report: FailureReport, rank: int, main: int) -> None:
     """Log the failure report and end this process, even if the main thread is in an uninterruptible operation."""
     # the thread that holds the lock of the log may be stuck too
     log_thread = threading.Thread(target=_log_report, args=(report, rank, main), daemon=True)
@@ -193,7 +193,7 @@ def end(report: FailureReport, rank: int, main: int) -> None:
 
 
 def _location(heartbeat: Heartbeat) -> str:
-    return f", at {heartbeat.where}" if heartbeat.where else ""
+    return f", at {heartbeat.line}" if heartbeat.line else ""
 
 
 def _log_report(report: FailureReport, rank: int, main: int) -> None:

@@ -10,7 +10,9 @@ from depthlm.machine import environment
 
 # the range of ports used under srun: above those of common services
 FIRST_PORT, PORTS = 20000, 40000
-GIVE = "start with torchrun, deepspeed or srun, which set all of these variables, or with plain python and none of them"
+ADVICE = (
+    "start with torchrun, deepspeed or srun, which set all of these variables, or with plain python and none of them"
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Ranks:
     port: int | None = None
 
 
-ALONE = Ranks(0, 0, 1, 1, "python")
-_told: tuple[dict[str, str], Ranks] = {}, ALONE
+SINGLE_RANK = Ranks(0, 0, 1, 1, "python")
+_launched: tuple[dict[str, str], Ranks] = {}, SINGLE_RANK
 
 
 def ranks(environment: Mapping[str, str] | None = None) -> Ranks:
@@ -37,20 +39,20 @@ def ranks(environment: Mapping[str, str] | None = None) -> Ranks:
     Raises UserError if the variables are incomplete or contradict each other.
     """
     if environment is None:
-        written, launched = _told
+        written, launched = _launched
         return launched if written and written.items() <= os.environ.items() else ranks(os.environ)
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _by_variables(environment)
+        return _read_variables(environment)
     # A shell inside an allocation has SLURM_PROCID too; only a step that srun started has its own step id.
     if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID", "").isdigit():
-        return _by_srun(environment)
+        return _read_srun(environment)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if environment.get(name, "1") != "1":
-            raise UserError(f"{name}={environment[name]}, but RANK is not set, since mpirun does not set it; {GIVE}")
-    return ALONE
+            raise UserError(f"{name}={environment[name]}, but RANK is not set, since mpirun does not set it; {ADVICE}")
+    return SINGLE_RANK
 
 
-def first_rank() -> bool:
+def is_rank_0() -> bool:
     """Return whether this process prints for all ranks: its rank is 0, or its environment is too broken to know."""
     try:
         return ranks().rank == 0
@@ -74,22 +76,22 @@ def device_index(ranks: Ranks, visible: int) -> int:
     return ranks.local_rank
 
 
-def tell_deepspeed(ranks: Ranks, index: int) -> None:
+def set_deepspeed_variables(ranks: Ranks, index: int) -> None:
     """Set the variables that DeepSpeed reads, whatever the launcher. index: that of this rank's device.
 
     `ranks()` still returns what the launcher has set.
     """
-    global _told
+    global _launched
     # DeepSpeed selects the device with index LOCAL_RANK, which need not be the rank on the node
     numbers = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size, "LOCAL_RANK": index}
     written = {name: str(value) for name, value in numbers.items()}
     if ranks.address is not None and ranks.port is not None:
         written |= {"MASTER_ADDR": ranks.address, "MASTER_PORT": str(ranks.port)}
     os.environ.update(written)
-    _told = written, ranks
+    _launched = written, ranks
 
 
-def found(ranks: Ranks, device: str) -> str:
+def describe_launch(ranks: Ranks, device: str) -> str:
     """Describe the launcher, the ranks and the device in one line."""
     if ranks.world_size == 1:
         return f"started by {ranks.launcher}: one rank, on {device}"
@@ -108,11 +110,11 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", parts.group())
 
 
-def _by_variables(environment: Mapping[str, str]) -> Ranks:
+def _read_variables(environment: Mapping[str, str]) -> Ranks:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
     if missing:
         (present,) = {"RANK", "WORLD_SIZE"} - set(missing)
-        raise UserError(f"{present}={environment[present]}, but {missing[0]} is not set: {GIVE}")
+        raise UserError(f"{present}={environment[present]}, but {missing[0]} is not set: {ADVICE}")
     rank, world_size = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE", least=1)
     # deepspeed uses another name for the ranks on a node, and both may be missing where variables are set by hand
     local_name = "LOCAL_RANK" if "LOCAL_RANK" in environment else "SLURM_LOCALID"
@@ -144,7 +146,7 @@ def _by_variables(environment: Mapping[str, str]) -> Ranks:
     return Ranks(rank, local_rank, world_size, local_world_size, launcher, nodes, address, port)
 
 
-def _by_srun(environment: Mapping[str, str]) -> Ranks:
+def _read_srun(environment: Mapping[str, str]) -> Ranks:
     tasks_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     rank, tasks = _integer(environment, "SLURM_PROCID"), _integer(environment, tasks_name, 1, least=1)
     if rank >= tasks:
@@ -181,10 +183,10 @@ def _integer(environment: Mapping[str, str], name: str, default: int | None = No
     text = environment.get(name)
     if text is None:
         if default is None:
-            raise UserError(f"{name} is not set: {GIVE}")
+            raise UserError(f"{name} is not set: {ADVICE}")
         return default
     if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < least:
-        raise UserError(f"{name}={text}: must be an integer of at least {least}; {GIVE}")
+        raise UserError(f"{name}={text}: must be an integer of at least {least}; {ADVICE}")
     return int(text)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import DistError, HashStore, PrefixStore, Store
 
-from depthlm.distributed.launchers import Ranks, device_index, found, tell_deepspeed
+from depthlm.distributed.launchers import Ranks, describe_launch, device_index, set_deepspeed_variables
 from depthlm.errors import UserError
 from depthlm.machine import environment
 
@@ -41,8 +41,8 @@ def start_distributed(
         device = torch.device("cuda", device_index(ranks, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     # DeepSpeed reads these variables even if the group exists, and imports mpi4py if they are missing
-    tell_deepspeed(ranks, device.index or 0)
-    log.info("%s", found(ranks, f"{device} of {socket.gethostname()}"))
+    set_deepspeed_variables(ranks, device.index or 0)
+    log.info("%s", describe_launch(ranks, f"{device} of {socket.gethostname()}"))
     if not torch.distributed.is_initialized():
         global _store
         # a single rank opens no port, so any number of runs can start on one machine at once
@@ -81,7 +81,7 @@ def rendezvous(ranks: Ranks, arrival: timedelta) -> Store:
     return store
 
 
-def wait_for_first_rank() -> None:
+def wait_for_rank_0() -> None:
     """Wait until rank 0 has reached this call, for hours if necessary; rank 0 does not wait. Collective.
 
     A collective operation could wait no longer than its timeout.
@@ -154,7 +154,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
             failure = error
             error_type = next((cls for cls in (UserError, OSError) if isinstance(error, cls)), Rank0Error)
             outcome = [(None, error_type, str(error))]
-    wait_for_first_rank()
+    wait_for_rank_0()
     torch.distributed.broadcast_object_list(outcome)
     if failure is not None:
         raise failure

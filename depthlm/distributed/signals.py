@@ -1,4 +1,4 @@
-"""Stopping a run: a first signal stops it after the step (at once before the first step), a second one at once."""
+"""Stop a run: the first signal stops it after the step (before the first step, at once), a second signal at once."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from depthlm.distributed.interrupts import INTERRUPTED, end_process, on_signals,
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOPPED = 75
 
-# reports to the other ranks why this one ends
+# reports to the other ranks why this rank ends
 Report = Callable[[BaseException], None]
 
 

@@ -17,11 +17,11 @@ from depthlm.distributed.diagnosis import (
     FailureReport,
     Heartbeat,
     Listener,
-    end,
+    abort,
     is_consequence,
-    last_words,
     line_of,
-    listed,
+    name_ranks,
+    report_exception,
     stalled,
 )
 from depthlm.distributed.launchers import Ranks
@@ -31,9 +31,9 @@ log = logging.getLogger("depthlm")
 
 CONNECT = timedelta(seconds=20)
 # seconds for a failure report to arrive, and for the other ranks to read it before rank 0 ends and the store with it
-LAST_WORDS = 5.0
+REPORT_SECONDS = 5.0
 # seconds for the other ranks to raise the same exception by themselves
-ALIKE = 5.0
+SAME_ERROR_SECONDS = 5.0
 
 
 class Activity:
@@ -59,7 +59,7 @@ class Activity:
         self.phase, self.step, self.limited = phase, step, limited
         self.marked = time.monotonic()
 
-    def go_on(self) -> None:
+    def mark_progress(self) -> None:
         """Mark progress within the current phase."""
         self.marked = time.monotonic()
 
@@ -117,7 +117,7 @@ def start_watcher(ranks: Ranks, activity: Activity, rank_timeout: float, stall_t
             log.warning(
                 "%s cannot reach %s:%d (%s), so the watchdog is off: a stuck rank ends the run only when its "
                 "collective operations time out",
-                listed(failures, names),
+                name_ranks(failures, names),
                 *address,
                 reason,
             )
@@ -157,8 +157,8 @@ class Watcher:
         monitored = range(1, ranks.world_size) if ranks.rank == 0 else (0,)
         self.listener = Listener(monitored, names, 0.0)
         self.main = threading.get_ident()
-        self.count, self.heard, self.left, self.over = 0, False, False, False
-        # the failure report of this rank; whether it fails by itself, or because another one is gone
+        self.count, self.informed, self.finished, self.closing = 0, False, False, False
+        # the failure report of this rank; whether it fails by itself, or because another rank is gone
         self.own_report: FailureReport | None = None
         self.failing, self.lost = False, False
         # the failure report that ends all ranks
@@ -174,7 +174,7 @@ class Watcher:
 
     def leave(self) -> None:
         """Announce that this rank has finished, so that no other waits for it; ranks may leave in any order."""
-        self.left = True
+        self.finished = True
         self._close()
 
     def fail(self, error: BaseException) -> None:
@@ -185,22 +185,22 @@ class Watcher:
             self.lost = True
             self.wake.set()
             # the failure report ends the process from the other thread
-            time.sleep(self.rank_timeout + LAST_WORDS + 3 * self.interval)
+            time.sleep(self.rank_timeout + REPORT_SECONDS + 3 * self.interval)
         self.failing = True
-        self.own_report = last_words(error, self.rank, self.names)
+        self.own_report = report_exception(error, self.rank, self.names)
         return self._close()
 
     def _close(self) -> None:
-        self.over = True
+        self.closing = True
         self.wake.set()
-        self.threads[0].join(LAST_WORDS)
+        self.threads[0].join(REPORT_SECONDS)
         if self.rank == 0:
             self._wait_for_ranks()
 
     def _exchange_loop(self) -> None:
         broken = False
         while True:
-            over = self.over
+            closing = self.closing
             try:
                 # a client whose connection broke stays broken, and logs an error at every use
                 if broken:
@@ -211,9 +211,9 @@ class Watcher:
                 broken = True
             if self.final_report is not None:
                 return self._abort(self.final_report)
-            if over:
+            if closing:
                 return None
-            if self.rank != 0 and self.listener.last[0].left:
+            if self.rank != 0 and self.listener.last[0].finished:
                 return self._acknowledge()
             if self.rank == 0:
                 self._check_ranks()
@@ -221,12 +221,12 @@ class Watcher:
             self.wake.clear()
 
     def _guard_loop(self) -> None:
-        while self.threads[0].is_alive() and not self.over:
+        while self.threads[0].is_alive() and not self.closing:
             time.sleep(self.interval)
             with self.lock:
                 report = self.listener.silent(self.rank_timeout, self.clock.tick(time.monotonic()))
-            if report is not None and self.final_report is None and not self.over:
-                return end(report, self.rank, self.main)
+            if report is not None and self.final_report is None and not self.closing:
+                return abort(report, self.rank, self.main)
 
     def _exchange(self) -> None:
         """Send a heartbeat and any failure report, and read those of the others."""
@@ -244,7 +244,7 @@ class Watcher:
             self._acknowledge()
 
     def _acknowledge(self) -> None:
-        self.heard = True
+        self.informed = True
         with suppress(DistError, RuntimeError):
             self.store.set(f"sign/{self.rank}", self._heartbeat().packed())
 
@@ -253,32 +253,34 @@ class Watcher:
             silent = self.listener.silent(self.rank_timeout, self.clock.tick(time.monotonic()))
             heartbeats = {0: self._heartbeat()} | self.listener.last
         report = silent or stalled(heartbeats, self.names, self.stall_timeout)
-        if report is not None and not self.over:
+        if report is not None and not self.closing:
             self.store.compare_set("end", "", report.packed())
             self.wake.set()
 
     def _abort(self, report: FailureReport) -> None:
         """End this process because of another rank's failure report, unless it raises an exception by itself."""
-        deadline = time.monotonic() + (ALIKE if report.raised else 0.0)
+        deadline = time.monotonic() + (SAME_ERROR_SECONDS if report.raised else 0.0)
         while time.monotonic() < deadline and not self.lost:
-            if self.over:
+            if self.closing:
                 return
             time.sleep(0.02)
-        if self.over:
+        if self.closing:
             return
         if self.rank == 0:
             self._wait_for_ranks()
-        end(report, self.rank, self.main)
+        abort(report, self.rank, self.main)
 
     def _wait_for_ranks(self) -> None:
         """Wait on rank 0, whose end ends the store, until the others have read the report, have left, or are silent."""
         silent = self.listener.silent(self.rank_timeout, self.clock.seconds)
         others = [rank for rank in self.listener.last if silent is None or rank not in silent.ranks]
-        deadline = time.monotonic() + LAST_WORDS
+        deadline = time.monotonic() + REPORT_SECONDS
         while others and time.monotonic() < deadline:
             texts = self.store.multi_get([f"sign/{rank}" for rank in others])
             heartbeats = map(Heartbeat.unpacked, texts)
-            others = [rank for rank, beat in zip(others, heartbeats, strict=True) if not (beat.heard or beat.left)]
+            others = [
+                rank for rank, beat in zip(others, heartbeats, strict=True) if not (beat.informed or beat.finished)
+            ]
             time.sleep(0.01)
 
     def _heartbeat(self) -> Heartbeat:
@@ -289,9 +291,9 @@ class Watcher:
             step=activity.step,
             turn=activity.turn,
             phase=activity.phase,
-            still=time.monotonic() - activity.marked,
-            where=line_of(sys._current_frames().get(self.main)),
+            idle=time.monotonic() - activity.marked,
+            line=line_of(sys._current_frames().get(self.main)),
             limited=activity.limited,
-            heard=self.heard,
-            left=self.left,
+            informed=self.informed,
+            finished=self.finished,
         )

@@ -191,6 +191,6 @@ def ranks() -> Iterator[Item]:
     except UserError as error:
         yield Item("ranks", "the launcher's variables contradict each other", PROBLEM, str(error))
         return
-    yield Item("ranks", launchers.found(process_ranks, "this machine"))
+    yield Item("ranks", launchers.describe_launch(process_ranks, "this machine"))
     cores, threads = environment.cores(), launchers.threads(process_ranks)
     yield Item("cores", f"{cores} of {os.cpu_count()} for this process, {threads} threads per rank")

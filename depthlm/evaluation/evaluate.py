@@ -71,12 +71,11 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
             sets = run_sets(config)
         else:
             sets = folder_sets(arguments.sets, tokenizer)
-        for one in sets:
-            if one.split.hides_text:
-                what = (
-                    f"{one.split.unknown_share:.1%} of its tokens are unknown, and hide text: it has no bits per byte"
-                )
-                stdout_console().print(f"{one.name}: {what}", markup=False, soft_wrap=True)
+        for validation_set in sets:
+            if validation_set.split.hides_text:
+                share = f"{validation_set.split.unknown_share:.1%} of its tokens are unknown, and hide text"
+                note = f"{validation_set.name}: {share}: it has no bits per byte"
+                stdout_console().print(note, markup=False, soft_wrap=True)
         results = measure_sets(model, sets, config.training.sequence_length, arguments.batch_size, autocast)
     else:
         from depthlm.evaluation.harness import FailedTasksError, run_tasks

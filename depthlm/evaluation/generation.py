@@ -136,7 +136,7 @@ def write_text(arguments: Generate) -> None:
     with autocast:
         if arguments.prompts is None:
             steps = _continue(model, tokenizer, encoded, new_tokens, arguments, generator)
-            _print_as_it_comes(prompts[0], (tokenizer.decode(row) for (row,) in steps))
+            _print_stream(prompts[0], (tokenizer.decode(row) for (row,) in steps))
             return
         for start in range(0, len(encoded), arguments.batch_size):
             part = slice(start, start + arguments.batch_size)
@@ -195,19 +195,19 @@ def _continue(
         yield rows
 
 
-def _print_as_it_comes(prompt: str, texts: Iterator[str]) -> None:
+def _print_stream(prompt: str, texts: Iterator[str]) -> None:
     # a model of somebody else may write control characters
-    shows = printable if sys.stdout.isatty() else str
-    sys.stdout.write(shows(prompt))
+    escaped = printable if sys.stdout.isatty() else str
+    sys.stdout.write(escaped(prompt))
     shown = ""
     text = ""
     for text in texts:
         complete = text.rstrip(UNFINISHED)
         if complete.startswith(shown):
-            sys.stdout.write(shows(complete[len(shown) :]))
+            sys.stdout.write(escaped(complete[len(shown) :]))
             shown = complete
         sys.stdout.flush()
-    sys.stdout.write(shows(text[len(shown) :]) + "\n")
+    sys.stdout.write(escaped(text[len(shown) :]) + "\n")
 
 
 def _lines(file: Path) -> dict[int, str]:

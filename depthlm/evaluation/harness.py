@@ -179,7 +179,7 @@ def task_manager(names: Sequence[str]) -> Any:
         raise UserError(f"tasks=: lm-eval is not installed; {install_command('evaluation')}") from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     files = [Path(name).resolve() for name in names if _is_file(name)] + [SHIPPED[n] for n in names if n in SHIPPED]
-    # the harness's own tasks are thousands of files, so they are only read if needed
+    # the harness's own tasks are thousands of files, so they are read only if needed
     needs_defaults = len(files) < len(names)
     manager = TaskManager(include_path=sorted({file.parent for file in files}), include_defaults=needs_defaults)
     tasks = dict.fromkeys(job.task for job in jobs_of(names, None))
@@ -227,7 +227,7 @@ def run_job(lm: Any, job: Job, manager: Any, limit: int | None) -> dict[str, flo
 
 @contextlib.contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Let `os._exit` raise RuntimeError: code of a task would end the process without a word.
+    """Let `os._exit` raise RuntimeError: code of a task would end the process without a message.
 
     Our own code may exit, as the watchdog does, and so may processes that a task starts.
     """

@@ -29,7 +29,7 @@ class HarnessLM(HFLM):
 
 
 class SharedLM(LM):
-    """The harness sees one process. `call` computes a request's arguments on the rank whose turn it is."""
+    """Appears to the harness as a single process; `call` distributes the requests over the ranks in turn."""
 
     def __init__(self, call: Call, ranks: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SharedLM(LM):
         return results
 
 
-def own_part(lm: Any, name: str, arguments: Sequence[tuple[Any, ...]], rank: int, ranks: int) -> list[Any]:
+def compute_part(lm: Any, name: str, arguments: Sequence[tuple[Any, ...]], rank: int, ranks: int) -> list[Any]:
     """Return a rank's results of the requests with these arguments. lm: this rank's language model of the harness."""
-    mine = [Instance(request_type=name, doc={}, arguments=one, idx=0) for one in arguments[rank::ranks]]
-    return getattr(lm, name)(mine, disable_tqdm=True) if mine else []
+    requests = [Instance(request_type=name, doc={}, arguments=values, idx=0) for values in arguments[rank::ranks]]
+    return getattr(lm, name)(requests, disable_tqdm=True) if requests else []

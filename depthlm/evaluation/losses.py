@@ -95,7 +95,7 @@ def folder_sets(folders: Iterable[str], tokenizer: Tokenizer) -> list[Validation
         if (manifest.tokenizer, Tokenizer.load(folder).end_of_text) != (tokenizer.fingerprint, tokenizer.end_of_text):
             remedy = "Prepare it with the run's: data.tokenizer=<run directory>/tokenizer.json."
             raise DataError("prepared with another tokenizer than the run's: its ids mean other text", folder, remedy)
-        if any(one.name == folder.name for one in sets):
+        if any(other.name == folder.name for other in sets):
             raise DataError("two folders of this name", folder, "Rename one: results are named after the folder.")
         (split,) = manifest.validation.values()
         tokens = TokenFiles(folder, split.files, manifest.dtype, vocab_size=manifest.vocab_size)
@@ -114,16 +114,19 @@ def measure_sets(
     """
     device = next(model.parameters()).device
     losses: dict[str, float | None] = {}
-    for one in sets:
-        windows = -(-(len(one.tokens) - 1) // sequence_length)
-        batches: Iterator = validation_batches(one.tokens, sequence_length, batch_size)
+    for validation_set in sets:
+        windows = -(-(len(validation_set.tokens) - 1) // sequence_length)
+        batches: Iterator = validation_batches(validation_set.tokens, sequence_length, batch_size)
         shown = track(
-            batches, f"{one.name}: {len(one.tokens):,} tokens", total=-(-windows // batch_size), transient=True
+            batches,
+            f"{validation_set.name}: {len(validation_set.tokens):,} tokens",
+            total=-(-windows // batch_size),
+            transient=True,
         )
         with autocast:
             total = total_loss(model, shown, device)
-        losses |= ValidationLosses({one.name: finite(total.mean)}).row()
-        losses[f"validation/{one.name}/bits_per_byte"] = one.bits_per_byte(total)
+        losses |= ValidationLosses({validation_set.name: finite(total.mean)}).row()
+        losses[f"validation/{validation_set.name}/bits_per_byte"] = validation_set.bits_per_byte(total)
     return losses
 
 

@@ -1,7 +1,7 @@
-"""Evaluate a checkpoint during training, on all ranks. A failure is logged, and training continues.
+"""Online evaluation: evaluate a checkpoint during training, on all ranks. A failure is logged, and training continues.
 
-Each rank loads the checkpoint's weights into a model of its own, so an evaluation needs memory for one more copy of the
-weights, needs no collective operation inside the model at any ZeRO stage, and leaves the trained model alone.
+Each rank loads the checkpoint's weights into a second model. So an evaluation needs memory for another copy of the
+weights, needs no collective operation inside the model at any ZeRO stage, and does not touch the trained model.
 """
 
 import logging
@@ -51,16 +51,16 @@ def check_evaluation(config: Config, tokenizer: Tokenizer, starting: bool) -> No
     starting: whether the run is new. Only then datasets that cannot be loaded are an error, since a hub that is down
     must not keep a run from being resumed.
     """
-    asked = config.evaluation
-    if asked.every is None:
+    settings = config.evaluation
+    if settings.every is None:
         return
-    folder_sets(asked.sets or [], tokenizer)
-    if not asked.tasks:
+    folder_sets(settings.sets or [], tokenizer)
+    if not settings.tasks:
         return
     try:
-        manager = task_manager(asked.tasks)
+        manager = task_manager(settings.tasks)
         if starting:
-            jobs = jobs_of(asked.tasks, asked.shots)
+            jobs = jobs_of(settings.tasks, settings.shots)
             with hub_or_cache(jobs):
                 check_datasets(manager, jobs, WITHOUT_HUB)
     except UserError as error:
@@ -87,7 +87,7 @@ def evaluate_checkpoint(
     row: the row of metrics.jsonl of that step; results that it has are not measured again. receive: gets the results as
     they come, on every rank. Whatever fails is logged and not raised.
     """
-    copy = _Copy(config, step, tokenizer, activity, stopping, device)
+    copy = _EvaluatedModel(config, step, tokenizer, activity, stopping, device)
     functions: dict[str, Callable[[Any], Any]] = {"load": copy.load, "loss": copy.loss}
     functions |= {name: partial(copy.compute, name) for name in REQUESTS}
     ranks, patience = torch.distributed.get_world_size(), 60 * config.training.stall_timeout
@@ -123,7 +123,7 @@ def record_results(config: Config, row: Mapping[str, Any]) -> None:
         log.warning("%s cannot be written (%s); metrics.jsonl has the results", path, error.strerror or error)
 
 
-class _Copy:
+class _EvaluatedModel:
     """This rank's model with the weights of a checkpoint, and what rank 0 can call on it."""
 
     def __init__(
@@ -151,31 +151,33 @@ class _Copy:
 
     def mark(self, *_: Any) -> None:
         """Mark progress at a batch. Raises StoppedError if this rank has to stop."""
-        self.activity.go_on()
+        self.activity.mark_progress()
         if self.stopping():
             raise StoppedError
 
     def loss(self, folder: str) -> tuple[float, float]:
         """Return the loss of this rank's part of a set in nats, and the number of its targets."""
-        (one,) = folder_sets([folder], self.tokenizer)
-        asked, name = self.config.evaluation, self.config.precision.name
+        (validation_set,) = folder_sets([folder], self.tokenizer)
+        settings, name = self.config.evaluation, self.config.precision.name
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         length = self.config.training.sequence_length
-        batches = validation_batches(one.tokens, length, asked.batch_size, rank=self.rank, ranks=self.ranks)
+        batches = validation_batches(
+            validation_set.tokens, length, settings.batch_size, rank=self.rank, ranks=self.ranks
+        )
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             nats, tokens = local_loss(self.model, batches, self.device).tolist()
         return nats, tokens
 
     def compute(self, name: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Return this rank's results of the harness's requests of a kind."""
-        from depthlm.evaluation.language_models import own_part
+        from depthlm.evaluation.language_models import compute_part
 
         if self.lm is None:
             batch_size, precision = self.config.evaluation.batch_size, self.config.precision.name
             self.lm = language_model(self.model, self.config, self.run.path, batch_size, precision)
         # for sampled answers
         torch.manual_seed(SEED)
-        return own_part(self.lm, name, arguments, self.rank, self.ranks)
+        return compute_part(self.lm, name, arguments, self.rank, self.ranks)
 
 
 def _results(
@@ -183,9 +185,11 @@ def _results(
 ) -> Iterator[dict[str, Any]]:
     """Yield the results that are not known yet, each as it is measured. known: grows while this runs."""
     for folder in _missing_sets(config, known):
-        (one,) = folder_sets([folder], tokenizer)
+        (validation_set,) = folder_sets([folder], tokenizer)
         parts = call("loss", folder)
-        yield _losses(one, TotalLoss(sum(nats for nats, _ in parts), int(sum(tokens for _, tokens in parts))))
+        yield _losses(
+            validation_set, TotalLoss(sum(nats for nats, _ in parts), int(sum(tokens for _, tokens in parts)))
+        )
     if not (jobs := _missing_jobs(config, known)):
         return
     import lm_eval.api.task
@@ -212,19 +216,19 @@ def _missing_sets(config: Config, row: Mapping[str, Any]) -> list[str]:
 
 
 def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
-    asked = config.evaluation
-    # scores on another number of questions are not those asked for
-    known = dict(row) if row.get(LIMIT) == asked.limit else {}
-    return [job for job in jobs_of(asked.tasks, asked.shots) if not job.is_in(known)] if asked.tasks else []
+    settings = config.evaluation
+    # scores on another number of questions are measured again
+    known = dict(row) if row.get(LIMIT) == settings.limit else {}
+    return [job for job in jobs_of(settings.tasks, settings.shots) if not job.is_in(known)] if settings.tasks else []
 
 
 def _set_prefix(folder: str) -> str:
     return f"evaluation/{Path(folder).name}"
 
 
-def _losses(one: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
-    prefix, loss = f"evaluation/{one.name}", finite(total.mean)
-    bits = {} if one.split.hides_text else {f"{prefix}/bits_per_byte": one.bits_per_byte(total)}
+def _losses(validation_set: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
+    prefix, loss = f"evaluation/{validation_set.name}", finite(total.mean)
+    bits = {} if validation_set.split.hides_text else {f"{prefix}/bits_per_byte": validation_set.bits_per_byte(total)}
     return {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss), **bits}
 
 

@@ -240,8 +240,10 @@ def losses(config: Config, results: Results, has_curve: bool) -> str:
     ]
     notes = []
     if rows:
-        most = config.training.validation_tokens
-        sets = "whole sets" if results.is_evaluation or most is None else f"at most {count_text(most)} tokens of a set"
+        limit = config.training.validation_tokens
+        sets = (
+            "whole sets" if results.is_evaluation or limit is None else f"at most {count_text(limit)} tokens of a set"
+        )
         notes.append(f"Validation: {sets}, after step {results.measured_at:,}.")
     if results.training is not None:
         rows.append(["training", number(results.training), number(perplexity(results.training)), number(None)])
@@ -275,8 +277,8 @@ def reproduction(config: Config, version: str) -> str:
         return ""
     command = " \\\n    ".join(["depthlm train", *overrides])
     used = f" It was trained with {version}." if version else ""
-    own = " Replace `/path/to` with your own folder." if "/path/to/" in command else ""
-    return f"## Reproduce\n\nThis command has the configuration of this model.{used}{own}\n\n```sh\n{command}\n```"
+    note = " Replace `/path/to` with your own folder." if "/path/to/" in command else ""
+    return f"## Reproduce\n\nThis command has the configuration of this model.{used}{note}\n\n```sh\n{command}\n```"
 
 
 def licenses(config: Config, native: bool, license: str | None) -> str:

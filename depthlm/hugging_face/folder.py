@@ -35,7 +35,7 @@ from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.model import Decoder
-from depthlm.pretrained.native import native_config, native_type, split_experts, their_weight
+from depthlm.pretrained.native import export_weight, native_config, native_type, split_experts
 from depthlm.run_directory import RunDirectory
 
 WEIGHTS, ABOUT = "model.safetensors", "depthlm.json"
@@ -80,7 +80,7 @@ def export(
     native = native_type(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
-        with replaced(folder) as new:
+        with replace_folder(folder) as new:
             write_config(model, config, tokenizer, native, new)
             write_weights(model, native, new)
             write_tokenizer(tokenizer, new)
@@ -154,7 +154,7 @@ def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
         named = {f"decoder.{name}": tensor for name, tensor in model.state_dict().items()}
     else:
         split = split_experts(model.state_dict())
-        named = dict(their_weight(native, name, tensor) for name, tensor in split.items())
+        named = dict(export_weight(native, name, tensor) for name, tensor in split.items())
     weights = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in named.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     usual_mode(folder / WEIGHTS)
@@ -188,27 +188,27 @@ def check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a staging folder, which replaces `folder` when the context exits without an error. Raises OSError.
 
     Of several processes that replace one folder, each has its own staging folder, and the last one wins.
     """
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         # an export that was killed leaves a staging folder without a lock
-        with locked(folder.parent):
+        with lock_folder(folder.parent):
             for abandoned in folder.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
-                with suppress(OSError), locked(abandoned, fcntl.LOCK_NB):
+                with suppress(OSError), lock_folder(abandoned, fcntl.LOCK_NB):
                     shutil.rmtree(abandoned, ignore_errors=True)
             staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-            held.callback(shutil.rmtree, staging, ignore_errors=True)
-            held.enter_context(locked(staging))
+            stack.callback(shutil.rmtree, staging, ignore_errors=True)
+            stack.enter_context(lock_folder(staging))
         new, old = staging / "new", staging / "old"
         new.mkdir()
         yield new
         # otherwise, another process could move its folder there between the two renames
-        with locked(folder.parent):
+        with lock_folder(folder.parent):
             if folder.exists():
                 os.replace(folder, old)
             try:
@@ -220,7 +220,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def locked(folder: Path, flags: int = 0) -> Iterator[None]:
+def lock_folder(folder: Path, flags: int = 0) -> Iterator[None]:
     """Lock a folder against other processes; with LOCK_NB, raise BlockingIOError if another one has locked it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

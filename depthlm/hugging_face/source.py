@@ -47,8 +47,8 @@ def write_code(model: Decoder, folder: Path) -> None:
         "class DepthLMForCausalLM(CausalLM):\n"
         "    connection_class = ConnectionClass\n    attention_class = AttentionClass\n"
     )
-    # transformers knows a class by the text of its own file, and the model's class by that of the configuration. With
-    # the same file, two exports of the same folder name in one process would share the model's class.
+    # transformers knows a class by the text of its file, and the model's class by the file of the configuration. With
+    # equal files, two exports of the same folder name in one process would share the model's class.
     digest = hashlib.sha256("".join(f"{name}\n{files[name]}" for name in sorted(files)).encode()).hexdigest()
     files[flat_name(DepthLMConfig.__module__)] += f"\n# SHA-256 of all code of this export: {digest}\n"
     for name, text in files.items():
@@ -56,19 +56,19 @@ def write_code(model: Decoder, folder: Path) -> None:
 
 
 def collect(modules: Iterable[str]) -> dict[str, str]:
-    """Return the flattened text of these modules and of all that they import from depthlm or their own packages."""
+    """Return the flattened text of these modules and of all that they import from depthlm or their packages."""
     waiting, texts = list(modules), {}
-    own = {name.partition(".")[0] for name in waiting}
+    packages = {name.partition(".")[0] for name in waiting}
     while waiting:
         module = waiting.pop()
         if module not in texts:
-            texts[module], needed = flatten(module, own)
+            texts[module], needed = flatten(module, packages)
             waiting.extend(needed)
     return texts
 
 
-def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
-    """Return a module's text, with imports from its own packages adapted to a flat folder, and the imported modules."""
+def flatten(module: str, packages: set[str]) -> tuple[str, list[str]]:
+    """Return a module's text with imports from `packages` adapted to a flat folder, and the modules that it imports."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise UserError(f"{module}: not a file of Python code, so an export cannot include it")
@@ -80,7 +80,7 @@ def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if _is_own(alias.name, own):
+                if _is_own(alias.name, packages):
                     raise _refusal(file, node, f"import {alias.name}", f"write `from {alias.name} import ...`")
                 if id(node) not in optional:
                     _check_available(alias.name, file, node)
@@ -89,7 +89,7 @@ def flatten(module: str, own: set[str]) -> tuple[str, list[str]]:
             if node.level:
                 package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
                 source = importlib.util.resolve_name("." * node.level + source, package)
-            elif not _is_own(source, own):
+            elif not _is_own(source, packages):
                 if id(node) not in optional:
                     _check_available(source, file, node)
                 continue
@@ -108,11 +108,11 @@ def flat_name(module: str) -> str:
     return module.replace(".", "_")
 
 
-def _is_own(name: str, own: set[str]) -> bool:
+def _is_own(name: str, packages: set[str]) -> bool:
     """Return whether a module is part of depthlm or of the user's code: a mechanism's package, or a local module."""
     top = name.partition(".")[0]
-    if top in own or top in AVAILABLE:
-        return top in own
+    if top in packages or top in AVAILABLE:
+        return top in packages
     spec = importlib.util.find_spec(top)
     return spec is not None and "site-packages" not in (spec.origin or "site-packages")
 

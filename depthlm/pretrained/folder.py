@@ -19,7 +19,7 @@ from depthlm.data.settings import Data
 from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
-from depthlm.pretrained.native import NATIVE, SHAPE, our_settings, our_weight, stack_experts
+from depthlm.pretrained.native import NATIVE, SHAPE, import_settings, import_weight, stack_experts
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,14 +29,14 @@ class Pretrained(NamedTuple):
     """A Hugging Face folder with its model_type, weight files and settings.
 
     settings: {"size", "backbone", "model"} as in a run's configuration, with only the keys that determine what the
-    weights compute. beyond: features that depthlm does not support.
+    weights compute. unsupported: features that depthlm does not support.
     """
 
     folder: Path
     model_type: str
     files: list[Path]
     settings: dict[str, dict[str, Any]]
-    beyond: list[str]
+    unsupported: list[str]
 
 
 def is_pretrained(folder: Path) -> bool:
@@ -54,15 +54,15 @@ def read_pretrained(folder: Path) -> Pretrained:
     if model_type not in (*NATIVE, "depthlm"):
         raise UserError(f"init_from={folder}: model_type {model_type}; allowed: {', '.join(NATIVE)}, depthlm")
     try:
-        settings, beyond = _own_settings(config) if model_type == "depthlm" else our_settings(config)
+        settings, unsupported = _settings_of_export(config) if model_type == "depthlm" else import_settings(config)
     except KeyError as error:
         raise UserError(f"init_from={folder}: {CONFIG} lacks {error}") from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(f"init_from={folder}: {CONFIG} has a value of a wrong type ({error})") from None
     if config.get("quantization_config"):
-        beyond.append("quantized weights")
-    source = Pretrained(folder, model_type, _weight_files(folder), settings, beyond)
-    if settings["backbone"]["tie_embeddings"] and _has_own_head(source):
+        unsupported.append("quantized weights")
+    source = Pretrained(folder, model_type, _weight_files(folder), settings, unsupported)
+    if settings["backbone"]["tie_embeddings"] and _has_separate_head(source):
         # as in transformers, the weights decide
         settings["backbone"]["tie_embeddings"] = False
     return source
@@ -76,20 +76,20 @@ def differences(source: Pretrained, settings: Mapping[str, Any], data: Data) -> 
 
     settings: size, backbone and model of the run.
     """
-    errors = [f"init_from={source.folder}: it has {feature}, which is not supported" for feature in source.beyond]
+    errors = [f"init_from={source.folder}: it has {feature}, which is not supported" for feature in source.unsupported]
     fixes = []
-    for part, theirs in source.settings.items():
-        ours = settings[part]
-        if part == "model" and theirs["name"] != ours.name:
+    for part, imported in source.settings.items():
+        configured = settings[part]
+        if part == "model" and imported["name"] != configured.name:
             continue
-        for key, value, our_value in _pairs(theirs, ours):
-            if value != our_value:
-                errors.append(f"{part}.{key}={shown(our_value)}: the weights have {shown(value)}")
+        for key, value, run_value in _pairs(imported, configured):
+            if value != run_value:
+                errors.append(f"{part}.{key}={shown(run_value)}: the weights have {shown(value)}")
                 fixes.append(f"{part}.{key}={shown(value)}")
     wanted = source.settings["size"]["vocab_size"]
     if vocab_size(data) > wanted:
-        own = source.folder / TOKENIZER
-        fixes.append(f"data.tokenizer={own if own.is_file() else '<its tokenizer.json>'}")
+        tokenizer = source.folder / TOKENIZER
+        fixes.append(f"data.tokenizer={tokenizer if tokenizer.is_file() else '<its tokenizer.json>'}")
     elif padded_vocab_size(data) > wanted:
         fixes.append("data.pad_vocab_multiple=1")
     return (
@@ -108,11 +108,11 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
             loaded = load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"init_from={source.folder}: {file.name} cannot be read ({error})") from None
-        for their_name, tensor in loaded.items():
+        for stored_name, tensor in loaded.items():
             if source.model_type == "depthlm":
-                weights[their_name.removeprefix("decoder.")] = tensor
+                weights[stored_name.removeprefix("decoder.")] = tensor
             else:
-                name, weight = our_weight(source.model_type, their_name, tensor)
+                name, weight = import_weight(source.model_type, stored_name, tensor)
                 weights[name] = weight
     try:
         weights = stack_experts(weights)
@@ -124,7 +124,7 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
     return weights
 
 
-def _has_own_head(source: Pretrained) -> bool:
+def _has_separate_head(source: Pretrained) -> bool:
     """Return whether the files contain an embedding and a head that differ."""
     places: dict[str, Path] = {}
     for file in source.files:
@@ -141,7 +141,7 @@ def _has_own_head(source: Pretrained) -> bool:
     return not torch.equal(*matrices)
 
 
-def _own_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _settings_of_export(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     backbone = {key: value for key, value in config["backbone"].items() if key != "name"}
     mechanism = {key: config[key] for key in ("connection", "attention", "loops")}
     experts = ("num_experts", "experts_per_token") if backbone["mlp"] == "experts" else ()
@@ -149,16 +149,18 @@ def _own_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]],
     return {"size": size, "backbone": backbone, "model": {"name": config["mechanism"], **mechanism}}, []
 
 
-def _pairs(theirs: Mapping[str, Any], ours: Any) -> list[tuple[str, Any, Any]]:
-    """Return (key, their value, our value) of all comparable settings, with one item per setting of a mechanism."""
+def _pairs(imported: Mapping[str, Any], configured: Any) -> list[tuple[str, Any, Any]]:
+    """Return (key, imported value, configured value) of comparable settings, those of a mechanism one by one."""
     pairs = []
-    for key, value in theirs.items():
+    for key, value in imported.items():
         # an export of another version may have settings that this version does not have
-        own: Any = getattr(ours, key, None)
+        current: Any = getattr(configured, key, None)
         if isinstance(value, dict):
-            pairs += [(f"{key}.{name}", one, own[name]) for name, one in value.items() if name in (own or {})]
+            pairs += [
+                (f"{key}.{name}", setting, current[name]) for name, setting in value.items() if name in (current or {})
+            ]
         else:
-            pairs.append((key, value, own))
+            pairs.append((key, value, current))
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""Kimi Linear in transformers and on the hub: the entries of its config.json that are not one setting of ours each."""
+"""Kimi Linear in transformers and on the hub: entries of config.json without a single counterpart in our settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,11 +49,11 @@ def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
     Raises KeyError if the layers of each kind are not listed.
     """
-    config = dict(config) | {theirs: config[ours] for ours, theirs in ALIASES.items() if ours in config}
-    linear = {theirs: config[ours] for ours, theirs in LINEAR.items() if ours in config}
+    config = dict(config) | {hub_name: config[name] for name, hub_name in ALIASES.items() if name in config}
+    linear = {hub_name: config[name] for name, hub_name in LINEAR.items() if name in config}
     linear |= config.get("linear_attn_config") or {}
-    count, beyond = config["num_hidden_layers"], []
     names: list[Mixer]
+    count, unsupported = config["num_hidden_layers"], []
     if "layer_types" in config:
         names = ["latent" if kind == "full_attention" else "delta" for kind in config["layer_types"]]
     else:
@@ -64,20 +64,20 @@ def normalized(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         dense = kinds.count("dense")
         config["first_k_dense_replace"] = dense
         if "dense" in kinds[dense:]:
-            beyond.append("layers without experts between those with experts")
+            unsupported.append("layers without experts between those with experts")
     wanted = {"head_dim": config["v_head_dim"], "num_heads": config["num_attention_heads"]}
     for name, value in (wanted | {"short_conv_kernel_size": TAPS}).items():
         if linear.get(name, value) != value:
-            beyond.append(f"{name} {linear[name]} in its linear attention, where {value} would be supported")
+            unsupported.append(f"{name} {linear[name]} in its linear attention, where {value} would be supported")
     if config.get("qk_nope_head_dim", config["v_head_dim"]) != config["v_head_dim"]:
-        beyond.append("keys and values of different widths (qk_nope_head_dim, v_head_dim)")
+        unsupported.append("keys and values of different widths (qk_nope_head_dim, v_head_dim)")
     if config.get("q_lora_rank") is not None:
-        beyond.append("a latent of the queries (q_lora_rank)")
+        unsupported.append("a latent of the queries (q_lora_rank)")
     if config.get("moe_router_activation_func", "sigmoid") != "sigmoid":
-        beyond.append(f"moe_router_activation_func {config['moe_router_activation_func']}")
+        unsupported.append(f"moe_router_activation_func {config['moe_router_activation_func']}")
     if config.get("moe_layer_freq", 1) != 1:
-        beyond.append("layers without experts between those with experts")
-    return config, {"mixers": pattern(names)}, beyond
+        unsupported.append("layers without experts between those with experts")
+    return config, {"mixers": pattern(names)}, unsupported
 
 
 def pattern(names: list[Mixer]) -> list[Mixer]:

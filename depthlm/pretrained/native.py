@@ -30,8 +30,6 @@ SHAPE = {
     "num_kv_heads": "num_key_value_heads",
     "head_size": "head_dim",
 }
-
-
 EXPERTS = FIXED | {
     "mlp": "experts",
     "norm_placement": "pre",
@@ -45,11 +43,11 @@ EXPERTS = FIXED | {
 }
 NORMS = {".attention_norm.": ".input_layernorm.", ".mlp_norm.": ".post_attention_layernorm."}
 ROUTER = {".mlp.router.": ".mlp.gate."}
-# of an expert of Kimi Linear
-OF_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
+# the projections of an expert in Kimi Linear
+KIMI_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 MIXTURE = {"num_experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+EXPERT = re.compile(r"(.+\.experts\.)(\d+)\.(\w+)\.weight")
+STACKED = re.compile(r"(.+\.experts\.)(\w+)_proj")
 
 
 class Native(NamedTuple):
@@ -89,7 +87,7 @@ NATIVE = {
         EXPERTS | {"qk_norm": "full"},
         FREE | {"norm_eps": 1e-5, "router_normalize": False},
         NORMS | ROUTER,
-        {ours: theirs for ours, theirs in SHAPE.items() if ours != "intermediate_size"}
+        {name: hf_name for name, hf_name in SHAPE.items() if name != "intermediate_size"}
         | MIXTURE
         | {"expert_size": "intermediate_size"},
         KEYS | {"router_normalize": "norm_topk_prob"},
@@ -126,7 +124,7 @@ NATIVE = {
             ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
             ".mlp.experts.": ".block_sparse_moe.experts.",
         },
-        {ours: theirs for ours, theirs in SHAPE.items() if ours != "num_kv_heads"}
+        {name: hf_name for name, hf_name in SHAPE.items() if name != "num_kv_heads"}
         | {
             "head_size": "v_head_dim",
             "num_experts": "num_experts",
@@ -180,8 +178,8 @@ def native_config(model_type: str, size: Size, backbone: Backbone, max_length: i
     settings = {
         "architectures": [native.architecture],
         "model_type": model_type,
-        **{theirs: getattr(size, ours) for ours, theirs in native.sizes.items()},
-        **{theirs: getattr(backbone, ours) for ours, theirs in native.keys.items()},
+        **{hf_name: getattr(size, name) for name, hf_name in native.sizes.items()},
+        **{hf_name: getattr(backbone, name) for name, hf_name in native.keys.items()},
         "hidden_act": "silu",
         "max_position_embeddings": max_length,
         "initializer_range": size.init_std,
@@ -196,24 +194,24 @@ def native_config(model_type: str, size: Size, backbone: Backbone, max_length: i
     return settings | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
 
 
-def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def import_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return size, backbone and model of a config.json of transformers, and the features that are not supported.
 
     Raises KeyError if a width or count is missing.
     """
-    native, mixers, beyond = NATIVE[config["model_type"]], {"mixers": ["attention"]}, list[str]()
+    native, mixers, unsupported = NATIVE[config["model_type"]], {"mixers": ["attention"]}, list[str]()
     if config["model_type"] == "kimi_linear":
-        config, mixers, beyond = normalized(config)
+        config, mixers, unsupported = normalized(config)
     theta, scaling = _rope(config)
-    beyond += scaling
+    unsupported += scaling
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        beyond.append("sliding-window attention")
+        unsupported.append("sliding-window attention")
     if config.get("hidden_act", "silu") != "silu":
-        beyond.append(f"hidden_act {config['hidden_act']}")
+        unsupported.append(f"hidden_act {config['hidden_act']}")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        beyond.append("layers without experts between those with experts")
+        unsupported.append("layers without experts between those with experts")
     if config.get("clip_qkv") is not None:
-        beyond.append("clipped queries, keys and values (clip_qkv)")
+        unsupported.append("clipped queries, keys and values (clip_qkv)")
     sizes = dict(native.sizes)
     if "num_experts" in sizes and "num_experts" not in config:
         # as transformers 5 writes it
@@ -221,82 +219,48 @@ def our_settings(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
     if native.backbone["mlp"] == "experts" and native.backbone.get("dense_layers") == 0:
         # no layer has an MLP of this width
         sizes.pop("intermediate_size", None)
-    size = {ours: config[theirs] for ours, theirs in sizes.items() if ours not in ("num_kv_heads", "head_size")}
+    size = {name: config[hf_name] for name, hf_name in sizes.items() if name not in ("num_kv_heads", "head_size")}
     if "num_kv_heads" in sizes:
         size["num_kv_heads"] = config.get("num_key_value_heads") or size["num_heads"]
     head_size = config.get(sizes["head_size"]) or (128 if config["model_type"] == "qwen3" else None)
     size["head_size"] = head_size or size["hidden_size"] // size["num_heads"]
     backbone = native.backbone | native.defaults | mixers
-    backbone |= {ours: config[theirs] for ours, theirs in native.keys.items() if theirs in config}
+    backbone |= {name: config[hf_name] for name, hf_name in native.keys.items() if hf_name in config}
     backbone |= {"rope_theta": theta} if theta is not None and native.backbone["position"] == "rope" else {}
-    return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, beyond
+    return {"size": size, "backbone": backbone, "model": {"name": "vanilla"}}, unsupported
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float | None, list[str]]:
-    """Return rope_theta as transformers reads it, None if it is not given, and the features that are not supported.
-
-    `rope_scaling` comes before `rope_parameters`, which may have parameters for each type of layers, and `type` is an
-    earlier name of `rope_type`.
-    """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    layer_types = config.get("layer_types") or ["full_attention"]
-    parameters = [rope[name] for name in dict.fromkeys(layer_types) if name in rope] or [rope]
-    kinds = dict.fromkeys(one.get("rope_type", one.get("type", "default")) for one in parameters)
-    thetas = dict.fromkeys(one.get("rope_theta", config.get("rope_theta")) for one in parameters)
-    beyond = [f"rope scaling {kind}" for kind in kinds if kind != "default"]
-    if len(thetas) > 1:
-        beyond.append(f"several values of rope_theta ({', '.join(map(str, thetas))})")
-    return next(iter(thetas)), beyond
-
-
-def our_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """Return our name of one of their weights, and the weight in our shape."""
-    name = _renamed(name, {theirs: ours for ours, theirs in _names(model_type).items()})
+def import_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """Return our name of a weight of transformers, and the weight in our shape."""
+    name = _renamed(name, {hf_name: name for name, hf_name in _names(model_type).items()})
     if model_type == "kimi_linear":
         # transformers also writes dense MLPs with this name
         name = name.replace(".block_sparse_moe.", ".mlp.")
-        name = _renamed(name, {f".{theirs}.weight": f".{ours}.weight" for ours, theirs in OF_EXPERTS.items()})
+        name = _renamed(name, {f".{projection}.weight": f".{part}.weight" for part, projection in KIMI_EXPERT.items()})
     if name.endswith("conv1d.weight"):
         weight = weight.squeeze(1)
     return name, weight.flatten() if name.endswith(".A_log") else weight
 
 
-def their_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
-    """Return their name of one of our weights, and the weight in their shape."""
+def export_weight(model_type: str, name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """Return the name of a weight in transformers, and the weight in the shape that it has there."""
     if model_type == "kimi_linear" and ".experts." in name:
-        name = _renamed(name, {f".{ours}.weight": f".{theirs}.weight" for ours, theirs in OF_EXPERTS.items()})
+        name = _renamed(name, {f".{part}.weight": f".{projection}.weight" for part, projection in KIMI_EXPERT.items()})
     name = _renamed(name, _names(model_type))
     if name.endswith("conv1d.weight"):
         weight = weight.unsqueeze(1)
     return name, weight.view(1, 1, -1, 1) if name.endswith(".A_log") else weight
 
 
-def _names(model_type: str) -> dict[str, str]:
-    """Map the starts and parts of our names to theirs. Of the parts, the first one that a name has applies."""
-    whole = {"embedding.": "model.embed_tokens.", "head.": "lm_head.", "final_norm.": "model.norm."}
-    return whole | {"layers.": "model.layers."} | NATIVE[model_type].names | {".attention.": ".self_attn."}
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    begin = next((text for text in names if not text.startswith(".") and name.startswith(text)), "")
-    part = next((text for text in names if text.startswith(".") and text in name), "")
-    name = names.get(begin, "") + name.removeprefix(begin)
-    return name.replace(part, names[part], 1) if part else name
-
-
-ONE = re.compile(r"(.+\.experts\.)(\d+)\.(\w+)\.weight")
-STACKED = re.compile(r"(.+\.experts\.)(\w+)_proj")
-
-
 def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with those of experts stacked.
+    """Return the weights with those of all experts of a layer in three tensors, which checkpoints of the hub divide.
 
-    Also splits `gate_up_proj`, as which transformers keeps the first two in memory. Raises ValueError if an expert is
+    Also splits `gate_up_proj`, in which transformers keeps the first two in memory. Raises ValueError if an expert is
     missing.
     """
     result, experts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
     for name, tensor in weights.items():
-        if match := ONE.fullmatch(name):
+        if match := EXPERT.fullmatch(name):
             experts.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
         elif (match := STACKED.fullmatch(name)) and match[2] == "gate_up":
             result |= dict(zip((f"{match[1]}gate_proj", f"{match[1]}up_proj"), tensor.chunk(2, 1), strict=True))
@@ -310,11 +274,41 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with those of each expert by itself."""
+    """Return the weights with a tensor for each expert, as in checkpoints of the hub."""
     result: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if match := STACKED.fullmatch(name):
-            result |= {f"{match[1]}{number}.{match[2]}_proj.weight": one for number, one in enumerate(tensor)}
+            result |= {f"{match[1]}{number}.{match[2]}_proj.weight": expert for number, expert in enumerate(tensor)}
         else:
             result[name] = tensor
     return result
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float | None, list[str]]:
+    """Return rope_theta as transformers reads it, None if it is not given, and the features that are not supported.
+
+    `rope_scaling` comes before `rope_parameters`, which may have parameters for each type of layers, and `type` is an
+    earlier name of `rope_type`.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    layer_types = config.get("layer_types") or ["full_attention"]
+    parameters = [rope[name] for name in dict.fromkeys(layer_types) if name in rope] or [rope]
+    kinds = dict.fromkeys(entry.get("rope_type", entry.get("type", "default")) for entry in parameters)
+    thetas = dict.fromkeys(entry.get("rope_theta", config.get("rope_theta")) for entry in parameters)
+    unsupported = [f"rope scaling {kind}" for kind in kinds if kind != "default"]
+    if len(thetas) > 1:
+        unsupported.append(f"several values of rope_theta ({', '.join(map(str, thetas))})")
+    return next(iter(thetas)), unsupported
+
+
+def _names(model_type: str) -> dict[str, str]:
+    """Map the beginnings and parts of our names to those of transformers. The first part that a name has applies."""
+    beginnings = {"embedding.": "model.embed_tokens.", "head.": "lm_head.", "final_norm.": "model.norm."}
+    return beginnings | {"layers.": "model.layers."} | NATIVE[model_type].names | {".attention.": ".self_attn."}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    begin = next((text for text in names if not text.startswith(".") and name.startswith(text)), "")
+    part = next((text for text in names if text.startswith(".") and text in name), "")
+    name = names.get(begin, "") + name.removeprefix(begin)
+    return name.replace(part, names[part], 1) if part else name

@@ -65,7 +65,7 @@ def retrain(directory: Path) -> str:
     return f"{command('train.py', 'train')} run={directory} resume=retrain trains it again"
 
 
-def lost(directory: Path, step: int) -> str | None:
+def missing_part(directory: Path, step: int) -> str | None:
     """Return what is missing of the checkpoint of a step, or None; checks only that its files exist."""
     path = RunDirectory(directory).checkpoint(step)
     if not (path / MANIFEST).is_file():

@@ -159,7 +159,7 @@ def describe_run(config: Config, ranks: Ranks) -> None:
         else:
             # it starts from scratch
             run.saved.unlink(missing_ok=True)
-        if (summary := finished(run.path)) is not None:
+        if (summary := read_summary(run.path)) is not None:
             # the run is being extended: keep the summary of the shorter run
             os.replace(run.summary, run.earlier_summary(summary["steps"]))
         run.failure.unlink(missing_ok=True)
@@ -223,7 +223,7 @@ def check_run_directory(config: Config) -> dict[str, Any] | None:
         raise UserError(
             f"resume=never, but {directory} holds a run; give another directory, as in output_dir={directory}-2"
         )
-    summary = finished(directory)
+    summary = read_summary(directory)
     if summary is None and not run.checkpoint_folders() and not run.saved.exists():
         # the run failed before its first checkpoint, so a new attempt loses nothing
         return None
@@ -256,7 +256,7 @@ def foreign_file(run: RunDirectory) -> Path | None:
     return next((file for file in run.written if file.exists()), None)
 
 
-def finished(directory: Path) -> dict[str, Any] | None:
+def read_summary(directory: Path) -> dict[str, Any] | None:
     """Return the summary of a complete run, otherwise None. Raises UserError if it cannot be read."""
     path = RunDirectory(directory).summary
     try:

@@ -224,8 +224,8 @@ def _list_run(folder: Path) -> RunListing:
         validation_loss=run.number("validation_loss"),
         age=max(0.0, time.time() - newest),
     )
-    own = {key: value for key, value in listing.fields().items() if value is not None and value != "?"}
-    return RunListing(**listing.fields(), values=_numbers(run) | settings | names | own)
+    present = {key: value for key, value in listing.fields().items() if value is not None and value != "?"}
+    return RunListing(**listing.fields(), values=_numbers(run) | settings | names | present)
 
 
 def _numbers(run: RunRecord) -> dict[str, float]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from depthlm.run_directory import REMOVING, RunDirectory, removing
+from depthlm.run_directory import REMOVING, RunDirectory, hidden_path
 from depthlm.runs.listing import RunListing, run_folders
 from depthlm.runs.records import is_locked
 
@@ -83,7 +83,7 @@ def remove(removal: Removal) -> str | None:
         with _lock(RunDirectory(removal.run).lock) as is_free:
             if not is_free:
                 return LOCKED
-            hidden = removing(removal.path)
+            hidden = hidden_path(removal.path)
             removal.path.rename(hidden)
     # another process may be removing the same leftover
     with suppress(FileNotFoundError):

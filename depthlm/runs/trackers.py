@@ -52,7 +52,7 @@ class Service(Protocol):
 
 
 class QueuedService:
-    """A service whose calls wait in a queue for its thread, so that training never waits. It ends after a failure."""
+    """A service whose thread makes the calls from a queue, so that training never waits. The first failure ends it."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -108,7 +108,7 @@ class Trackers:
 
     def __init__(self, services: list[QueuedService], wandb_id: str | None = None) -> None:
         self.services = services
-        self.id = next((one.service.id for one in services if one.service.id is not None), wandb_id)
+        self.id = next((queued.service.id for queued in services if queued.service.id is not None), wandb_id)
 
     def write(self, row: dict[str, Any]) -> None:
         """Record the metrics of a step, without blocking."""
@@ -142,17 +142,17 @@ def start_trackers(
     run, services = RunDirectory(directory), []
     if config.wandb and os.environ.get("WANDB_MODE") != "disabled":
         start = partial(weights_and_biases.start, config, directory, settings, wandb_id)
-        services.append(started("W&B", start, weights_and_biases.give_up))
+        services.append(start_service("W&B", start, weights_and_biases.give_up))
     if config.tensorboard:
         start_writer = partial(TensorBoard, run.tensorboard, settings, resumed_at)
-        services.append(started("TensorBoard", start_writer, lambda: None))
+        services.append(start_service("TensorBoard", start_writer, lambda: None))
     if config.trackio:
         start_trackio = partial(Trackio, config, directory, settings, resumed_at)
-        services.append(started("Trackio", start_trackio, lambda: None))
+        services.append(start_service("Trackio", start_trackio, lambda: None))
     return Trackers([service for service in services if service is not None], wandb_id)
 
 
-def started(name: str, start: Callable[[], Service | None], give_up: Callable[[], None]) -> QueuedService | None:
+def start_service(name: str, start: Callable[[], Service | None], give_up: Callable[[], None]) -> QueuedService | None:
     """Start a service within START seconds; None, after a warning, if it fails or hangs.
 
     start: returns None if it has logged itself why it failed. give_up: called if it hangs.

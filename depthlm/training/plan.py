@@ -55,7 +55,7 @@ def make_plan(config: Config, ranks: Ranks, windows: int | None = None) -> Plan:
 
 
 class Due(NamedTuple):
-    """What follows a step, the same on all ranks. last: no step of this process follows. interval_ends: a row ends the
+    """What follows a step; the same on all ranks. last: no step of this process follows. interval_ends: a row ends the
     logging interval; the settings and the step alone decide it. written: the checkpoint being written is on the disk.
     """
 

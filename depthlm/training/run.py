@@ -15,7 +15,7 @@ from depthlm.distributed.signals import stop_on_signal
 from depthlm.errors import UserError
 from depthlm.evaluation.online import check_evaluation, missing_results
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import lost, retrain
+from depthlm.runs.checkpoints import missing_part, retrain
 from depthlm.runs.directory import (
     Claim,
     DirectoryLostError,
@@ -127,7 +127,7 @@ def show_complete(config: Config, summary: dict[str, Any], rank: int) -> None:
             f"another run, as in output_dir={directory}-profile"
         )
     show_summary("This run is complete", directory, summary, rank)
-    if missing := lost(directory, summary["steps"]):
+    if missing := missing_part(directory, summary["steps"]):
         log.warning("its last checkpoint is not: %s; %s", missing, retrain(directory))
 
 

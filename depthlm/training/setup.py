@@ -222,11 +222,11 @@ def digest(files: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
 
 
-def _check_same(here: Mapping[str, Any]) -> None:
+def _check_same(values: Mapping[str, Any]) -> None:
     """Raise UserError with the differences if a rank has other values than rank 0."""
-    if len(set(gather(hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()))) == 1:
+    if len(set(gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()))) == 1:
         return
-    (_, expected), *others = gather((socket.gethostname(), dict(here)))
+    (_, expected), *others = gather((socket.gethostname(), dict(values)))
     lines = [
         f"  - rank {rank} on {host}: {name} is {other.get(name, MISSING)}, and on rank 0 {expected.get(name, MISSING)}"
         for rank, (host, other) in enumerate(others, 1)

@@ -24,7 +24,7 @@ from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.describe import summary_of, write_results
 from depthlm.training.monitoring.display import Bar, row_text, validation_text
-from depthlm.training.monitoring.meters import BlockMeter, meter_of
+from depthlm.training.monitoring.meters import SublayerNormMeter, meter_of
 from depthlm.training.monitoring.metrics import (
     MetricsFile,
     Profiler,
@@ -172,7 +172,7 @@ class Trainer:
         highest = limit if self.training.on_spike == "skip" else math.inf
         every = self.training.log_blocks_every
         norms_due = every is not None and (progress.step == 0 or is_multiple(progress.step + 1, every))
-        meter = BlockMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
+        meter = SublayerNormMeter(config.model.loops * config.size.num_layers, self.device) if norms_due else None
         z_loss, observer = self.training.z_loss, meter or UNOBSERVED
         nll = train_step(engine, batch, self.plan, z_loss, highest, mark, observer, self.routing).item()
         progress.step += 1

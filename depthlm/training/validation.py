@@ -18,9 +18,10 @@ from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.engine import Engine, autocast
 from depthlm.training.plan import Plan
 
+log = logging.getLogger("depthlm")
+
 # validation batches between two checks of whether any rank has received a signal
 STOP_CHECK_EVERY = 8
-log = logging.getLogger("depthlm")
 
 
 class ValidationStopped(Exception):
@@ -52,30 +53,6 @@ def mechanism_diagnostics(config: Config, plan: Plan, corpus: Corpus, engine: En
     return {f"mechanism/{name}": finite(value) for name, value in zip(local, largest.tolist(), strict=True)}
 
 
-def mark_each(
-    batches: Iterator[tuple[Tensor, Tensor]], activity: Activity, request: StopRequest, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same batches and mark progress at each. Raises ValidationStopped if a rank has a signal; collective."""
-    check_every = 1 if torch.distributed.get_world_size() == 1 else STOP_CHECK_EVERY
-    for number, batch in enumerate(batches):
-        activity.go_on()
-        if number % check_every == 0 and on_any_rank((request.name is not None,), device)[0]:
-            raise ValidationStopped
-        yield batch
-
-
-def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return this rank's batches of a validation set."""
-    return validation_batches(
-        tokens,
-        plan.sequence_length,
-        plan.micro_batch_size,
-        config.training.validation_tokens,
-        rank=torch.distributed.get_rank(),
-        ranks=plan.world_size,
-    )
-
-
 def log_sample(config: Config, engine: Engine, corpus: Corpus) -> None:
     """Log the model's continuation of training.sample; collective, since at ZeRO 3 no rank can compute alone."""
     prompt = config.training.sample
@@ -103,3 +80,27 @@ def diagnose(model: Decoder, tokens_bt: Tensor) -> dict[str, float]:
 
     model(tokens_bt, observer=Diagnoses())
     return {name: float(value) for name, value in largest.items()}
+
+
+def mark_each(
+    batches: Iterator[tuple[Tensor, Tensor]], activity: Activity, request: StopRequest, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same batches and mark progress at each. Raises ValidationStopped if a rank has a signal; collective."""
+    check_every = 1 if torch.distributed.get_world_size() == 1 else STOP_CHECK_EVERY
+    for number, batch in enumerate(batches):
+        activity.mark_progress()
+        if number % check_every == 0 and on_any_rank((request.name is not None,), device)[0]:
+            raise ValidationStopped
+        yield batch
+
+
+def batches(config: Config, plan: Plan, tokens: TokenFiles) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return this rank's batches of a validation set."""
+    return validation_batches(
+        tokens,
+        plan.sequence_length,
+        plan.micro_batch_size,
+        config.training.validation_tokens,
+        rank=torch.distributed.get_rank(),
+        ranks=plan.world_size,
+    )

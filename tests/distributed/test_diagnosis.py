@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthlm.distributed.diagnosis import AwakeClock, FailureReport, Heartbeat, Listener, listed, stalled
+from depthlm.distributed.diagnosis import AwakeClock, FailureReport, Heartbeat, Listener, name_ranks, stalled
 
 NAMES = {rank: f"host gpu-{rank // 2}, pid {100 + rank}" for rank in range(20)}
-STILL = Heartbeat(count=1, step=12, turn=1, phase="backward", still=61.0, where="all_reduce (c10d.py:9)")
+STILL = Heartbeat(count=1, step=12, turn=1, phase="backward", idle=61.0, line="all_reduce (c10d.py:9)")
 
 
 def test_a_rank_is_silent_when_its_count_stays_the_same() -> None:
@@ -28,7 +28,7 @@ def test_a_rank_is_silent_when_its_count_stays_the_same() -> None:
 
 def test_a_rank_that_has_left_sends_no_heartbeat_and_is_not_silent() -> None:
     listener = Listener([1], NAMES, 0.0)
-    listener.hear(1, Heartbeat(count=1, left=True), 1.0)
+    listener.hear(1, Heartbeat(count=1, finished=True), 1.0)
     assert listener.silent(60, 1000) is None
 
 
@@ -38,7 +38,7 @@ def test_time_for_which_the_listener_was_stopped_does_not_count_as_silence() -> 
 
 
 def test_the_rank_that_is_behind_is_blamed() -> None:
-    behind = replace(STILL, turn=0, phase="forward", where="read (mine.py:3)")
+    behind = replace(STILL, turn=0, phase="forward", line="read (mine.py:3)")
     report = stalled({0: STILL, 1: STILL, 2: behind}, NAMES, 60)
     assert report is not None
     assert report.ranks == (2,)
@@ -52,7 +52,7 @@ def test_the_rank_that_is_behind_is_blamed() -> None:
 
 
 def test_if_all_ranks_wait_at_one_place_their_lines_are_reported() -> None:
-    report = stalled({0: STILL, 1: STILL, 2: replace(STILL, where="read (mine.py:3)")}, NAMES, 60)
+    report = stalled({0: STILL, 1: STILL, 2: replace(STILL, line="read (mine.py:3)")}, NAMES, 60)
     assert report is not None
     assert report.text == (
         "all ranks have made no progress for 61 s and wait at the same place, step 12, backward: "
@@ -62,26 +62,26 @@ def test_if_all_ranks_wait_at_one_place_their_lines_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "moving", [replace(STILL, still=59.0), replace(STILL, limited=False, phase="preparing the data")]
+    "moving", [replace(STILL, idle=59.0), replace(STILL, limited=False, phase="preparing the data")]
 )
 def test_no_rank_is_stalled_while_one_makes_progress_or_has_no_limit(moving: Heartbeat) -> None:
     assert stalled({0: moving, 1: STILL}, NAMES, 60) is None
 
 
 def test_a_rank_that_has_left_is_never_blamed() -> None:
-    assert stalled({0: replace(STILL, left=True)}, NAMES, 60) is None
-    report = stalled({0: replace(STILL, left=True, step=1), 1: STILL}, NAMES, 60)
+    assert stalled({0: replace(STILL, finished=True)}, NAMES, 60) is None
+    report = stalled({0: replace(STILL, finished=True, step=1), 1: STILL}, NAMES, 60)
     assert report is not None
     assert report.ranks == (1,)
 
 
 def test_of_many_ranks_only_the_first_are_named() -> None:
-    text = listed(range(20), NAMES)
+    text = name_ranks(range(20), NAMES)
     assert text.endswith("rank 7 (host gpu-3, pid 107) and 12 more")
     assert "rank 8" not in text
 
 
-@given(st.builds(Heartbeat, count=st.integers(0), still=st.floats(0, 1e9), phase=st.text(), where=st.text()), st.text())
+@given(st.builds(Heartbeat, count=st.integers(0), idle=st.floats(0, 1e9), phase=st.text(), line=st.text()), st.text())
 def test_packing_and_unpacking_returns_the_same(heartbeat: Heartbeat, text: str) -> None:
     assert Heartbeat.unpacked(heartbeat.packed().encode()) == heartbeat
     report = FailureReport((1, 3), text, 2, raised=True)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from depthlm.distributed import launchers
 from depthlm.distributed.launchers import (
-    ALONE,
+    SINGLE_RANK,
     Ranks,
+    describe_launch,
     device_index,
     first_host,
-    first_rank,
-    found,
+    is_rank_0,
     ranks,
-    tell_deepspeed,
+    set_deepspeed_variables,
 )
 from depthlm.errors import UserError
 
@@ -40,7 +40,7 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, ALONE),
+        ({}, SINGLE_RANK),
         (TORCHRUN, Ranks(3, 1, 4, 2, "torchrun", 2, "gpu-1", 29400)),
         (DEEPSPEED, Ranks(5, 1, 8, 4, "deepspeed", 2, "10.0.0.1", 29500)),
         (SRUN, Ranks(5, 1, 8, 4, "srun", 2, "gpu-003", 20000 + 4711 * 101 % 40000)),
@@ -50,9 +50,9 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "
         (SRUN | TORCHRUN, Ranks(3, 1, 4, 2, "torchrun", 2, "gpu-1", 29400)),
         (BY_HAND, Ranks(1, 0, 2, 1, "variables set by hand", 2, "n1", 29500)),
         (SRUN | BY_HAND, Ranks(1, 1, 2, 2, "variables set by hand", 1, "n1", 29500)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ALONE),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, SINGLE_RANK),
         # a shell in an allocation or a batch script, which is not a task of a step
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}, ALONE),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}, SINGLE_RANK),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Ranks(0, 0, 1, 1, "srun")),
     ],
 )
@@ -156,14 +156,14 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one() -> Non
 def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, *DEEPSPEED, *SRUN):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launchers, "_told", ({}, ALONE))
+    monkeypatch.setattr(launchers, "_launched", ({}, SINGLE_RANK))
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "stale")
         monkeypatch.delenv(name)
     launched = ranks()
-    tell_deepspeed(launched, 0)
+    set_deepspeed_variables(launched, 0)
     assert {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")} == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "gpu-003"
     }  # fmt: skip
@@ -176,13 +176,13 @@ def test_deepspeed_gets_the_device_and_the_launcher_is_remembered(monkeypatch: p
 def test_with_a_broken_environment_every_rank_prints_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "two")
-    assert first_rank()
+    assert is_rank_0()
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert not first_rank()
+    assert not is_rank_0()
 
 
 def test_the_launcher_and_the_ranks_are_described_in_one_line() -> None:
-    assert found(ranks({}), "cpu of laptop") == "started by python: one rank, on cpu of laptop"
-    line = found(ranks(SRUN), "cuda:0 of gpu-003")
+    assert describe_launch(ranks({}), "cpu of laptop") == "started by python: one rank, on cpu of laptop"
+    line = describe_launch(ranks(SRUN), "cuda:0 of gpu-003")
     assert re.fullmatch(r"started by srun: 8 ranks on 2 nodes, rank 0 on cuda:0 of gpu-003; .* gpu-003:\d+", line)

@@ -63,12 +63,12 @@ class Fleet:
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     fleet = Fleet()
-    monkeypatch.setattr(watchdog, "end", fleet.end)
-    monkeypatch.setattr(watchdog, "LAST_WORDS", 1.0)
-    monkeypatch.setattr(watchdog, "ALIKE", 0.5)
+    monkeypatch.setattr(watchdog, "abort", fleet.end)
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(watchdog, "SAME_ERROR_SECONDS", 0.5)
     yield fleet
     for watcher in fleet.watchers.values():
-        watcher.left = watcher.over = True
+        watcher.finished = watcher.closing = True
 
 
 def test_a_silent_rank_ends_all_others_with_its_name(fleet: Fleet) -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_is_behind_ends_all_ranks_and_is_named(fleet: Fleet) -> None
 def test_progress_on_one_rank_or_a_phase_without_limit_keeps_all_ranks_running(fleet: Fleet) -> None:
     activities = [fleet.start(rank, stall_timeout=0.5) for rank in range(3)]
     for _ in range(12):
-        activities[2].go_on()
+        activities[2].mark_progress()
         time.sleep(0.1)
     activities[0].mark("preparing the data", 0, limited=False)
     time.sleep(1.0)

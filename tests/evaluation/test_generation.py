@@ -125,7 +125,7 @@ def test_text_is_streamed_in_complete_characters(
     script = iter(parts)
     one_hot = torch.nn.functional.one_hot
     monkeypatch.setattr(model, "logits", lambda hidden: one_hot(torch.tensor([[next(script)]]), 320).float())
-    from depthlm.evaluation.generation import _print_as_it_comes
+    from depthlm.evaluation.generation import _print_stream
 
     tokenizer, row = Tokenizer.load(trained), []
 
@@ -134,7 +134,7 @@ def test_text_is_streamed_in_complete_characters(
             row.append(int(token))
             yield tokenizer.decode(row)
 
-    _print_as_it_comes("", texts())  # type: ignore[arg-type]
+    _print_stream("", texts())  # type: ignore[arg-type]
     assert capsys.readouterr().out == "a é 深 𝄞\n"
 
 

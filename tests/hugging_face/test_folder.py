@@ -14,7 +14,7 @@ from depthlm.__main__ import main
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.hugging_face import export
-from depthlm.hugging_face.folder import as_tokenizer, replaced, write_tokenizer
+from depthlm.hugging_face.folder import as_tokenizer, replace_folder, write_tokenizer
 from depthlm.hugging_face.source import collect
 
 MakeRun = Callable[..., Path]
@@ -48,7 +48,7 @@ def test_of_two_exports_to_one_folder_at_once_one_is_there_with_all_its_files(tm
     def write(run: str) -> None:
         for number in range(30):
             together.wait()
-            with replaced(folder) as new:
+            with replace_folder(folder) as new:
                 for name in ("config.json", "model.safetensors"):
                     (new / name).write_text(f"{run} {number}")
 

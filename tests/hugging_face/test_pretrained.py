@@ -284,7 +284,7 @@ def test_rope_is_read_as_transformers_reads_it(make_folder: Callable[..., Path],
     theirs = AutoConfig.from_pretrained(folder).rope_parameters
     theirs = theirs.get("full_attention", theirs)
     source = read_pretrained(folder)
-    assert (source.settings["backbone"]["rope_theta"], source.beyond) == (theirs["rope_theta"], [])
+    assert (source.settings["backbone"]["rope_theta"], source.unsupported) == (theirs["rope_theta"], [])
 
 
 @pytest.mark.parametrize(("kind", "size"), [("qwen3", 128), ("qwen3_moe", 12), ("olmo2", 12)])

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from depthlm.pretrained.folder import load_weights, read_pretrained
-from depthlm.pretrained.native import NATIVE, native_config, native_type, split_experts, their_weight
+from depthlm.pretrained.native import NATIVE, export_weight, native_config, native_type, split_experts
 
 # num_kv_heads, and what else differs from the backbone's file
 CASES = [(kv_heads, {"tie_embeddings": tie}) for kv_heads in (1, 2, 4) for tie in (True, False)]
@@ -42,7 +42,7 @@ def pair(make_decoder, folder, backbone, kv_heads, changes):
         buffer.uniform_(-0.2, 0.2, generator=generator)
     assert native_type(ours) == backbone
     weights = split_experts(ours.state_dict())
-    named = dict(their_weight(backbone, name, weight.detach().contiguous()) for name, weight in weights.items())
+    named = dict(export_weight(backbone, name, weight.detach().contiguous()) for name, weight in weights.items())
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     settings = native_config(backbone, ours.size, ours.backbone, 128) | {"eos_token_id": None, "pad_token_id": None}
     (folder / "config.json").write_text(json.dumps(settings))

@@ -18,7 +18,7 @@ from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.checkpoints import lost, newest_checkpoint, prune, read_manifest
+from depthlm.runs.checkpoints import missing_part, newest_checkpoint, prune, read_manifest
 from depthlm.runs.manifest import CheckpointError, parse_manifest, sealed
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import build_engine
@@ -214,7 +214,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(saved: Path) -> None:
 def test_any_other_content_of_a_manifest_is_reported(saved: Path, text: str) -> None:
     (RunDirectory(saved).checkpoint(2) / "manifest.json").write_text(text)
     assert newest(saved) == "step-00000001"
-    assert lost(saved, 2) is not None
+    assert missing_part(saved, 2) is not None
 
 
 def test_folders_that_a_user_has_named_are_left_alone(saved: Path) -> None:

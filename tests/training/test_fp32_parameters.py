@@ -136,7 +136,7 @@ def updated(overrides: list[str]) -> list[tuple[str, np.ndarray]]:
     for tokens in synthetic_tokens(config, 3):
         batch = tokens.chunk(plan.world_size)[ranks().rank]
         train_step(engine, batch.view(plan.accumulation, plan.micro_batch_size, -1), plan, 0.0)
-    masters = [(part.flat, *own) for part in partitions(engine.zero) for own in part.own()]
+    masters = [(part.flat, *own) for part in partitions(engine.zero) for own in part.local_fragments()]
     names, result = {parameter: name for name, parameter in fp32_parameters(engine.model).items()}, {}
     for parameter, name in names.items():
         with writable(parameter):

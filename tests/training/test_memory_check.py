@@ -8,7 +8,7 @@ import torch
 import depthlm
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config, compose_anywhere
-from depthlm.distributed.launchers import ALONE, Ranks
+from depthlm.distributed.launchers import SINGLE_RANK, Ranks
 from depthlm.errors import UserError
 from depthlm.training import memory_check, train
 from depthlm.training.memory_check import check_memory
@@ -34,12 +34,12 @@ def test_suggested_settings_fit_and_include_the_largest_micro_batch():
     with pytest.raises(
         UserError, match=r"does not fit in memory: .* GiB estimated, .* GiB is what this GPU has"
     ) as error:
-        check_memory(small(), ALONE, GPU, available)
+        check_memory(small(), SINGLE_RANK, GPU, available)
     assert ["training.micro_batch_size=16"] in fitting(error)
     assert any("training.activation_checkpointing=true" in overrides for overrides in fitting(error))
     assert "memory=ignore" in str(error.value)
     for overrides in fitting(error):
-        memory = check_memory(small(*overrides), ALONE, GPU, available)
+        memory = check_memory(small(*overrides), SINGLE_RANK, GPU, available)
         assert memory is not None
         assert memory.total <= available
 
@@ -60,24 +60,24 @@ def test_on_several_ranks_zero_stages_that_fit_are_suggested():
 
 def test_the_error_says_if_nothing_fits():
     with pytest.raises(UserError, match="no micro-batch fits, with or without activation checkpointing"):
-        check_memory(small(), ALONE, GPU, 2**20)
+        check_memory(small(), SINGLE_RANK, GPU, 2**20)
 
 
 def test_ignore_starts_the_run_with_a_warning(caplog):
-    assert check_memory(small("memory=ignore"), ALONE, GPU, 2**20) is not None
+    assert check_memory(small("memory=ignore"), SINGLE_RANK, GPU, 2**20) is not None
     assert "the run does not fit in memory" in caplog.text
 
 
 def test_there_is_a_warning_only_above_80_percent(caplog):
     total = MemoryEstimator(small(), "cuda").estimate(0, 1, 64).total
-    check_memory(small(), ALONE, GPU, int(total / 0.79))
+    check_memory(small(), SINGLE_RANK, GPU, int(total / 0.79))
     assert "in memory" not in caplog.text
-    check_memory(small(), ALONE, GPU, int(total / 0.81))
+    check_memory(small(), SINGLE_RANK, GPU, int(total / 0.81))
     assert "the run may not fit in memory" in caplog.text
 
 
 def test_on_a_cpu_the_memory_of_the_process_is_included():
-    memory = check_memory(small(), ALONE, CPU, 2**40)
+    memory = check_memory(small(), SINGLE_RANK, CPU, 2**40)
     assert memory is not None
     assert memory.process > 2**27
 

@@ -1,5 +1,5 @@
 """Initialization from the weights of another run or of a Hugging Face folder, to train them further or to add a
-mechanism to a trained decoder."""
+mechanism to a trained decoder. Also compares token ids."""
 
 import dataclasses
 import logging
@@ -106,7 +106,7 @@ def check_token_ids(config: Config, tokenizer: Tokenizer) -> None:
     """
     for key, source in (("init_from", config.init_from), ("fork_from", config.fork_from)):
         if source is not None:
-            _check(f"{key}={source}", Path(source), tokenizer.vocabulary())
+            _check_vocabulary(f"{key}={source}", Path(source), tokenizer.vocabulary())
 
 
 def _find_source(config: Config) -> Source:
@@ -131,19 +131,19 @@ def _grouped(texts: Iterable[str]) -> list[str]:
     return [text if count == 1 else f"{text} ({count} of them)" for text, count in counts.items()]
 
 
-def _check(words: str, source: Path, ours: dict[str, int]) -> None:
+def _check_vocabulary(setting: str, source: Path, vocabulary: dict[str, int]) -> None:
     # a checkpoint is at <run directory>/checkpoints/<step>
     file = (source.absolute().parent.parent if is_checkpoint(source) else source) / FILE_NAME
     if not file.is_file():
-        log.warning("%s: no %s there, so its token ids are not compared with the run's", words, FILE_NAME)
+        log.warning("%s: no %s there, so its token ids are not compared with the run's", setting, FILE_NAME)
         return
     try:
-        theirs = Encoder.from_file(str(file)).get_vocab()
+        source_ids = Encoder.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises no narrower type
-        raise UserError(f"{words}: {FILE_NAME} is not a valid tokenizer ({error})") from None
-    token = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+        raise UserError(f"{setting}: {FILE_NAME} is not a valid tokenizer ({error})") from None
+    token = next((token for token, number in vocabulary.items() if source_ids.get(token) != number), None)
     if token is not None:
         raise UserError(
-            f"{words}: its tokenizer differs from the run's: {token!r} has id {theirs.get(token, 'none')} in the "
-            f"folder and {ours[token]} in the run; give data.tokenizer={file}"
+            f"{setting}: its tokenizer differs from the run's: {token!r} has id {source_ids.get(token, 'none')} in "
+            f"the folder and {vocabulary[token]} in the run; give data.tokenizer={file}"
         )

@@ -50,16 +50,16 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
     corpus: the digest of the token files. Raises UserError if this run cannot use the checkpoint.
     """
     try:
-        own = newest_checkpoint(RunDirectory.of(config.output_dir).path)
+        newest = newest_checkpoint(RunDirectory.of(config.output_dir).path)
     except CheckpointError:
         if config.resume != "retrain":
             raise
-        own = None
-    if own is None and config.fork_from is None:
+        newest = None
+    if newest is None and config.fork_from is None:
         return None
-    path, manifest = own or checkpoint_of(Path(config.fork_from or ""), "fork_from")
+    path, manifest = newest or checkpoint_of(Path(config.fork_from or ""), "fork_from")
     if manifest.corpus != corpus:
-        if own is not None:
+        if newest is not None:
             raise UserError(
                 f"{path} was trained on other tokens than those prepared now; restore the text they were made of, "
                 "or give another output_dir="
@@ -71,9 +71,9 @@ def find_resume_point(config: Config, plan: Plan, corpus: str) -> ResumePoint | 
             "training.max_steps"
         )
     repartition = needs_repartition(path, manifest, config, plan)
-    if own is None:
+    if newest is None:
         _check_fork(path, manifest, config)
-    return ResumePoint(path, manifest, own is None, repartition)
+    return ResumePoint(path, manifest, newest is None, repartition)
 
 
 def restore(engine: Engine, start: ResumePoint | None, directory: Path) -> Progress:

@@ -37,7 +37,7 @@ class NotSavedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Writing:
+class PendingCheckpoint:
     """A checkpoint that is being written. files: by name, the pending digest of each file that this rank writes."""
 
     staging: Path
@@ -58,7 +58,7 @@ class Saver:
         self.is_rank_0 = torch.distributed.get_rank() == 0
         self.pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self.snapshot = Snapshot()
-        self.writing: Writing | None = None
+        self.writing: PendingCheckpoint | None = None
         self.saved_at, self.seconds = time.monotonic(), 0.0
 
     def due(self) -> bool:
@@ -133,7 +133,7 @@ class Saver:
         }
         if self.is_rank_0:
             files[WEIGHTS] = self.pool.submit(_write_weights, staging / WEIGHTS, weights)
-        self.writing = Writing(staging, final, {**self.about, **progress}, files)
+        self.writing = PendingCheckpoint(staging, final, {**self.about, **progress}, files)
         return None
 
     def _on_rank_0(self, action: Callable[[], None]) -> str | None:
@@ -144,7 +144,7 @@ class Saver:
             return str(error)
         return None
 
-    def _publish(self, writing: Writing, digests: dict[str, str]) -> None:
+    def _publish(self, writing: PendingCheckpoint, digests: dict[str, str]) -> None:
         for file in self.run.row_files:
             if file.exists():
                 sync(file)

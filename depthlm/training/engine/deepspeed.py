@@ -20,10 +20,10 @@ from depthlm.optimizers.build import build_optimizer
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.runs.manifest import CheckpointError
 from depthlm.training.engine import experts
-from depthlm.training.engine.experts import experts_detected, mark_experts, spread_weights
+from depthlm.training.engine.experts import detect_experts, mark_experts, spread_weights
 from depthlm.training.engine.fp32 import keep_fp32, take_fp32
 from depthlm.training.engine.interface import Engine, copy_to_cpu
-from depthlm.training.engine.optimizers import averaged, count_updates, show, split_matrices
+from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, count_updates, split_matrices
 from depthlm.training.engine.partitions import nonfinite
 from depthlm.training.engine.reduction import Reducer, agree_on_bf16_norm, guard_step
 from depthlm.training.engine.repartition import load_repartitioned
@@ -58,7 +58,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
     is_half = config.deepspeed.stage > 0 and config.precision.name != "fp32"
     in_fp32 = take_fp32(model, half_dtype(config)) if is_half else {}
     # DeepSpeed's bf16 optimizer prints its memory use at every log level
-    with contextlib.redirect_stdout(io.StringIO()), experts_detected(model):
+    with contextlib.redirect_stdout(io.StringIO()), detect_experts(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     agree_on_bf16_norm(engine.device)
     if engine.fp16_enabled():
@@ -68,7 +68,7 @@ def build_engine(config: Config, plan: Plan, model: Decoder) -> Engine:
         experts.name_parts(engine, model)
     if in_fp32:
         keep_fp32(engine.optimizer, in_fp32)
-        show(engine.optimizer)
+        copy_to_model(engine.optimizer)
     if config.deepspeed.stage > 0:
         split_matrices(optimizer, engine.optimizer, engine.device)
     if config.deepspeed.stage == 3:
@@ -137,7 +137,9 @@ class DeepSpeedEngine:
         finally:
             self.deepspeed.checkpoint_engine = original
         stage = self.deepspeed.zero_optimization_stage()
-        return experts.complete(collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage)
+        return experts.add_expert_states(
+            collector.states, self.deepspeed.optimizer, self.model, checkpoint / STATE, stage
+        )
 
     def weights(self, keep: Callable[[str, Tensor], Tensor] = copy_to_cpu) -> dict[str, Tensor]:
         import deepspeed
@@ -147,37 +149,37 @@ class DeepSpeedEngine:
             for name, tensor in self.model.state_dict(keep_vars=True).items():
                 # one weight at a time, since all together may not fit in memory; does nothing to unsharded weights
                 with deepspeed.zero.GatheredParameters(tensor):
-                    whole = experts.gather(tensor)
+                    full = experts.gather_experts(tensor)
                     if is_rank_0:
                         # averages are in the model only now
-                        weights[name] = keep(name, whole.clone() if hasattr(self.optimizer, "eval") else whole)
+                        weights[name] = keep(name, full.clone() if hasattr(self.optimizer, "eval") else full)
         return weights
 
     def evaluated(self) -> AbstractContextManager[None]:
-        return averaged(self.optimizer, self.zero)
+        return averaged_weights(self.optimizer, self.zero)
 
     def load_state(self, checkpoint: Path, saved_experts: int | None = None) -> None:
         optimizer = self.optimizer
-        fixed = settings_of(optimizer)
+        configured = settings_of(optimizer)
         spread = spread_weights(self.model) or experts.spread_files(checkpoint / STATE)
         load = (lambda **_: experts.load_weights(checkpoint, self.model)) if spread else None
         repartition = partial(load_repartitioned, checkpoint / STATE, self.zero, self.model, saved_experts or 1)
         with (
             experts.as_dense(self.deepspeed),
-            loading_with(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
+            replace_loading(self.deepspeed, repartition) if saved_experts is not None else contextlib.nullcontext(),
         ):
             loaded, _ = self.deepspeed.load_checkpoint(str(checkpoint), tag=STATE, custom_load_fn=load)
         if loaded is None:
             raise CheckpointError(f"{checkpoint}: DeepSpeed found no state in it")
         # of the parameters kept in fp32, DeepSpeed loads only the fp32 weights
-        show(self.zero)
+        copy_to_model(self.zero)
         if spread and self.reducer is not None:
             experts.load_states(checkpoint, optimizer, self.model)
         # a fork may have other settings, and experts may have been spread
-        for group, own in zip(optimizer.param_groups, fixed, strict=True):
-            for key in GROUP_KEYS & group.keys() - own.keys():
+        for group, settings in zip(optimizer.param_groups, configured, strict=True):
+            for key in GROUP_KEYS & group.keys() - settings.keys():
                 del group[key]
-            group |= own
+            group |= settings
         if saved_experts is not None:
             # the files of the optimizer have no buffers
             with torch.no_grad(), safe_open(checkpoint / WEIGHTS, "pt") as weights:
@@ -218,7 +220,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def loading_with(deepspeed: Any, load: Callable[[], None]) -> Iterator[None]:
+def replace_loading(deepspeed: Any, load: Callable[[], None]) -> Iterator[None]:
     """Let DeepSpeed load only its own counters, and `load` the weights and the optimizer."""
     # DeepSpeed then asks neither for a file of each rank nor for the weights in it
     deepspeed._config.load_universal_checkpoint = True

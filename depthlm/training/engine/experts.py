@@ -30,7 +30,7 @@ from depthlm.training.engine.sharding import configure_deepspeed
 def draw_spread(config: Config, model: Decoder, device: torch.device) -> None:
     """Give a model on meta its initial weights, of which each rank keeps only its own experts; collective.
 
-    Every rank draws each weight as a whole, since its generator cannot skip to a part, but only one at a time.
+    Every rank draws full weights, one at a time, since a generator cannot skip to a part.
     """
     import deepspeed
     from deepspeed.utils import groups
@@ -88,8 +88,8 @@ def mark_experts(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def experts_detected(model: Decoder) -> Iterator[None]:
-    """Let DeepSpeed take spread experts for its own, which it recognizes by their class, while it builds an engine."""
+def detect_experts(model: Decoder) -> Iterator[None]:
+    """Let DeepSpeed treat spread experts as its own, which it recognizes by their class, while it builds an engine."""
     from deepspeed.runtime import engine
 
     original = engine.MoE
@@ -127,7 +127,7 @@ def name_parts(engine: Any, model: nn.Module) -> None:
 
 @contextmanager
 def as_dense(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed save and load as without experts: it knows only the files of its own layers."""
+    """Let DeepSpeed save and load a model as if it had no experts: it knows only the files of its own layers."""
     detected, engine.has_moe_layers = engine.has_moe_layers, False
     try:
         yield
@@ -135,7 +135,9 @@ def as_dense(engine: Any) -> Iterator[None]:
         engine.has_moe_layers = detected
 
 
-def complete(states: dict[Path, Any], optimizer: Any, model: nn.Module, folder: Path, stage: int) -> dict[Path, Any]:
+def add_expert_states(
+    states: dict[Path, Any], optimizer: Any, model: nn.Module, folder: Path, stage: int
+) -> dict[Path, Any]:
     """Return the contents of this rank's files of a checkpoint with what DeepSpeed lacks of spread experts.
 
     folder: of DeepSpeed's files.
@@ -149,8 +151,8 @@ def complete(states: dict[Path, Any], optimizer: Any, model: nn.Module, folder: 
     return states
 
 
-def gather(weight: Tensor) -> Tensor:
-    """Return the whole of a weight on rank 0, and on other ranks anything; collective."""
+def gather_experts(weight: Tensor) -> Tensor:
+    """Return the full weight on rank 0, and any part of it on the other ranks; collective."""
     spread = spread_of(weight)
     if spread is None or torch.distributed.get_rank() >= spread.ranks:
         return weight
@@ -166,7 +168,7 @@ def spread_files(folder: Path) -> list[Path]:
 
 @torch.no_grad()
 def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Load the weights and buffers of a checkpoint, of spread experts those of this rank."""
+    """Load the weights and buffers of a checkpoint; of spread experts, only those of this rank."""
     with safe_open(checkpoint / WEIGHTS, "pt") as saved:
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.copy_(part_of(tensor, saved.get_tensor(name)))
@@ -181,10 +183,10 @@ def load_states(checkpoint: Path, optimizer: Any, model: nn.Module) -> None:
             if isinstance(value, Tensor) and value.dim() > 0:
                 parts = [value, *(other[name][key] for other in others)]
                 if spread is not None and len(parts) == spread.ranks:
-                    own = parts[spread.rank]
+                    local = parts[spread.rank]
                 else:
-                    own = part_of(weight, torch.cat([part.to(value.device) for part in parts]))
-                state[key] = own.to(value.device, copy=True)
+                    local = part_of(weight, torch.cat([part.to(value.device) for part in parts]))
+                state[key] = local.to(value.device, copy=True)
 
 
 def expert_weights(model: nn.Module) -> dict[str, nn.Parameter]:

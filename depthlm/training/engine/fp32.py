@@ -14,7 +14,7 @@ from depthlm.model.parameters import fp32_parameters
 from depthlm.training.engine.partitions import Fragment, Partition, partitions
 from depthlm.training.engine.sharding import writable
 
-# whole and flat, by parameter
+# full and flat, by parameter
 Values = dict[nn.Parameter, Tensor]
 
 
@@ -34,13 +34,13 @@ def take_fp32(model: nn.Module, dtype: torch.dtype) -> Values:
 def keep_fp32(zero: Any, values: Values) -> None:
     """Let these parameters have the fp32 weights of DeepSpeed's ZeRO optimizer, which get their values; collective.
 
-    They follow whenever DeepSpeed copies its fp32 weights to the model, so `show` shows them too.
+    They follow whenever DeepSpeed copies its fp32 weights to the model, so `copy_to_model` shows them too.
     """
     is_sharded = hasattr(zero, "fp32_partitioned_groups_flat")
     updates: dict[int, Callable[[], None]] = {}
     for number, partition in enumerate(partitions(zero)):
         kept = {parameter for parameter, _ in partition.parameters if parameter in values}
-        for parameter, fragment in partition.own():
+        for parameter, fragment in partition.local_fragments():
             if parameter in kept:
                 _part(partition, fragment).copy_(_piece(values[parameter], fragment))
         if kept:
@@ -67,9 +67,9 @@ def _then(first: Callable[..., None], second: Callable[..., None]) -> Callable[.
 
 def _shards(partition: Partition, kept: set[nn.Parameter]) -> Callable[[], None]:
     """Return what makes the shards of ZeRO 3 parts of the fp32 weights, so that DeepSpeed gathers these."""
-    own: list[Any] = [parameter for parameter, _ in partition.parameters]
-    parts = partition.flat.detach().split([parameter.ds_tensor.numel() for parameter in own])
-    shards = [(p.ds_tensor, part) for p, part in zip(own, parts, strict=True) if p in kept]
+    members: list[Any] = [parameter for parameter, _ in partition.parameters]
+    parts = partition.flat.detach().split([parameter.ds_tensor.numel() for parameter in members])
+    shards = [(p.ds_tensor, part) for p, part in zip(members, parts, strict=True) if p in kept]
 
     def update() -> None:
         for shard, part in shards:
@@ -84,16 +84,16 @@ def _copies(partition: Partition, kept: set[nn.Parameter]) -> Callable[[], None]
     sizes = [parameter.numel() for parameter in members]
     flat = torch.empty(sum(sizes), dtype=torch.float32, device=members[0].device)
     copies = dict(zip(members, flat.split(sizes), strict=True))
-    own = [
+    local_parts = [
         (_piece(copies[parameter], fragment), _part(partition, fragment))
-        for parameter, fragment in partition.own()
+        for parameter, fragment in partition.local_fragments()
         if parameter in kept
     ]
 
     @torch.no_grad()
     def update() -> None:
         flat.zero_()
-        for copy, part in own:
+        for copy, part in local_parts:
             copy.copy_(part)
         # each element is on one rank
         torch.distributed.all_reduce(flat, group=partition.ranks)

@@ -16,7 +16,7 @@ from depthlm.training.engine.partitions import Fragment, Partition, partitions
 
 
 @contextmanager
-def averaged(optimizer: Any, zero: Any | None) -> Iterator[None]:
+def averaged_weights(optimizer: Any, zero: Any | None) -> Iterator[None]:
     """Give the model the averages of an optimizer while the block runs, and then its weights, bit for bit; collective.
 
     Does nothing for an optimizer without averages. zero: DeepSpeed's optimizer around it at ZeRO 1 to 3.
@@ -29,7 +29,7 @@ def averaged(optimizer: Any, zero: Any | None) -> Iterator[None]:
         # `train` computes the weights from the averages, with other rounding
         weights = [flat.detach().clone() for flat in flats]
         optimizer.eval()
-    show(zero)
+    copy_to_model(zero)
     try:
         yield
     finally:
@@ -37,7 +37,7 @@ def averaged(optimizer: Any, zero: Any | None) -> Iterator[None]:
             optimizer.train()
             for flat, saved in zip(flats, weights, strict=True):
                 flat.copy_(saved)
-        show(zero)
+        copy_to_model(zero)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def all_parameters(zero: Any | None) -> Iterator[None]:
             zero._clear_fp32_optimizer_param_groups()  # type: ignore[union-attr]
 
 
-def show(zero: Any | None) -> None:
+def copy_to_model(zero: Any | None) -> None:
     """Copy the fp32 weights of ZeRO 1 to 3 to the model; collective."""
     if zero is None:
         return
@@ -113,8 +113,8 @@ class Matrix(NamedTuple):
 class Exchange:
     """Sends the elements of each matrix to one rank, orthogonalizes it there, and sends the results back.
 
-    Elements are sent in bf16, the dtype in which matrices are orthogonalized. A matrix that lies on one rank stays
-    there. The others are assigned so that the ranks compute about equally long. All ranks compute the same assignment.
+    Elements are sent in bf16, the dtype in which matrices are orthogonalized. A matrix that is on one rank stays there.
+    The others are assigned so that the ranks compute for about the same time. All ranks compute the same assignment.
     """
 
     def __init__(self, partition: Partition, device: torch.device) -> None:
@@ -122,26 +122,30 @@ class Exchange:
         rank, size = torch.distributed.get_rank(partition.ranks), torch.distributed.get_world_size(partition.ranks)
         assigned = assign(list(matrices_of(partition)), size)
         self.matrices = assigned[rank]
-        # this rank's elements of the matrices of each rank, and each rank's elements of the matrices of this one
-        self.here = [[(m.shape, f) for m in matrices for f in m.fragments if f.rank == rank] for matrices in assigned]
-        self.there = [[f for m in self.matrices for f in m.fragments if f.rank == other] for other in range(size)]
+        # by rank: the fragments that are sent there, each with the shape of its matrix, and those that are received
+        self.outgoing = [
+            [(m.shape, f) for m in matrices for f in m.fragments if f.rank == rank] for matrices in assigned
+        ]
+        self.incoming = [[f for m in self.matrices for f in m.fragments if f.rank == other] for other in range(size)]
 
     def orthogonalized(self, update: Tensor, steps: int) -> Iterator[Orthogonalized]:
         """Yield the orthogonalized elements of this rank for its flat update; collective."""
-        here, there = list(itertools.chain(*self.here)), list(itertools.chain(*self.there))
-        sizes = [sum(f.length for _, f in fragments) for fragments in self.here]
-        other_sizes = [sum(f.length for f in fragments) for fragments in self.there]
+        outgoing, incoming = list(itertools.chain(*self.outgoing)), list(itertools.chain(*self.incoming))
+        sizes = [sum(f.length for _, f in fragments) for fragments in self.outgoing]
+        other_sizes = [sum(f.length for f in fragments) for fragments in self.incoming]
         flat = update.to(self.device)
-        arrived = self._send(joined([flat[f.offset : f.offset + f.length] for _, f in here], flat), sizes, other_sizes)
-        parts = dict(zip(there, arrived.split([f.length for f in there]), strict=True))
+        arrived = self._send(
+            concatenate([flat[f.offset : f.offset + f.length] for _, f in outgoing], flat), sizes, other_sizes
+        )
+        parts = dict(zip(incoming, arrived.split([f.length for f in incoming]), strict=True))
         for shape, group in itertools.groupby(self.matrices, lambda matrix: matrix.shape):
             matrices = list(group)
             stack = torch.stack([torch.cat([parts[f] for f in m.fragments]).view(shape) for m in matrices])
             for matrix, result in zip(matrices, orthogonalized(stack, steps), strict=True):
                 elements = result.reshape(-1)
                 parts |= {f: elements[f.start : f.start + f.length] for f in matrix.fragments}
-        returned = self._send(joined([parts[f] for f in there], flat), other_sizes, sizes).to(update.device)
-        for (shape, f), values in zip(here, returned.split([f.length for _, f in here]), strict=True):
+        returned = self._send(concatenate([parts[f] for f in incoming], flat), other_sizes, sizes).to(update.device)
+        for (shape, f), values in zip(outgoing, returned.split([f.length for _, f in outgoing]), strict=True):
             yield Orthogonalized(f.offset, values, shape)
 
     def _send(self, elements: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -152,8 +156,8 @@ class Exchange:
         return result
 
 
-def joined(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """Return tensors one behind the other, or an empty one if there are none."""
+def concatenate(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """Return the concatenation of flat tensors; an empty tensor if there are none."""
     return torch.cat(tensors) if tensors else like.new_empty(0)
 
 

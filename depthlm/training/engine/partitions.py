@@ -1,6 +1,6 @@
 """Where DeepSpeed's ZeRO 1 to 3 keep the elements of each parameter: flat partitions, one per group and rank.
 
-Also whether the state of an engine, partitioned or not, is finite.
+And whether the state of an engine, partitioned or not, is finite.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Partition(NamedTuple):
     ranks: Any
     parameters: list[tuple[nn.Parameter, list[Fragment]]]
 
-    def own(self) -> Iterator[tuple[nn.Parameter, Fragment]]:
+    def local_fragments(self) -> Iterator[tuple[nn.Parameter, Fragment]]:
         """Yield the fragments of this rank."""
         rank = torch.distributed.get_rank(self.ranks)
         for parameter, fragments in self.parameters:
@@ -54,16 +54,16 @@ def partitions(optimizer: Any) -> list[Partition]:
         flats, parameters = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
         divide, ranks = divide_together, optimizer.real_dp_process_group
     result = []
-    for flat, index, members, own in zip(flats, indices, ranks, parameters, strict=True):
-        # a weight that DeepSpeed has sharded has no elements of its own
-        sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in own]
+    for flat, index, members, group in zip(flats, indices, ranks, parameters, strict=True):
+        # a weight that DeepSpeed has sharded has no elements itself
+        sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in group]
         fragments = divide(sizes, flat.numel(), torch.distributed.get_world_size(members))
-        result.append(Partition(flat, index, members, list(zip(own, fragments, strict=True))))
+        result.append(Partition(flat, index, members, list(zip(group, fragments, strict=True))))
     return result
 
 
 def divide_together(sizes: Iterable[int], partition: int, ranks: int) -> list[list[Fragment]]:
-    """Divide parameters that lie one behind the other into equal partitions, as ZeRO 1 and 2 do."""
+    """Divide adjacent parameters into equal partitions, as ZeRO 1 and 2 do."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [
         [
@@ -91,8 +91,8 @@ def nonfinite(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any | No
 
     zero: DeepSpeed's optimizer around it at ZeRO 1 to 3.
     """
-    whole = _whole(model, optimizer) if zero is None else _sharded(model, optimizer, zero)
-    return next((name for name, tensor in whole if not _is_finite(tensor)), None)
+    tensors = _replicated(model, optimizer) if zero is None else _sharded(model, optimizer, zero)
+    return next((name for name, tensor in tensors if not _is_finite(tensor)), None)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -102,7 +102,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
-def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+def _replicated(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield name, parameter
         for key, state in optimizer.state.get(parameter, {}).items():
@@ -113,11 +113,11 @@ def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any) -> I
     names = {parameter: name for name, parameter in model.named_parameters()}
     for partition in partitions(zero):
         flat, states = partition.flat, optimizer.state.get(partition.flat, {})
-        for parameter, fragment in partition.own():
+        for parameter, fragment in partition.local_fragments():
             # what pads a partition may have any value
-            here, name = slice(fragment.offset, fragment.offset + fragment.length), names[parameter]
+            elements, name = slice(fragment.offset, fragment.offset + fragment.length), names[parameter]
             yield name, parameter.ds_tensor[: fragment.length] if hasattr(parameter, "ds_tensor") else parameter
-            yield name, flat[here]
+            yield name, flat[elements]
             for key, state in states.items():
                 if isinstance(state, Tensor):
-                    yield f"{key} of {name}", state[here] if state.shape == flat.shape else state
+                    yield f"{key} of {name}", state[elements] if state.shape == flat.shape else state

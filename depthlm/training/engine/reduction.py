@@ -34,7 +34,7 @@ class Reducer:
     """Averages gradients over all ranks, bucket by bucket, each as soon as the backward pass has computed it.
 
     The gradient of an expert already has the tokens of all ranks that share a copy of the experts, so the ranks with
-    the same experts add theirs, and the sum is divided by the number of all ranks, as of every other gradient.
+    the same experts add their gradients, and the sum is divided by the number of all ranks, as of every other gradient.
 
     Every rank reduces the same buckets in the same order, since collective operations must match. A parameter without a
     gradient counts as one whose gradient is zero, as in DeepSpeed.
@@ -102,10 +102,10 @@ class Reducer:
 
 
 def buckets_of(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters in buckets of one dtype, the last first. Experts that are spread are apart.
+    """Return the trainable parameters in buckets of one dtype, in reverse order. Spread experts have separate buckets.
 
-    This is roughly the order in which the backward pass computes their gradients. size: most elements of a bucket that
-    has more than one parameter.
+    This is roughly the order in which the backward pass computes their gradients. size: the maximum number of
+    elements of a bucket that has more than one parameter.
     """
     buckets: list[list[nn.Parameter]] = []
     elements = 0
@@ -123,7 +123,7 @@ def guard_step(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
     """Make `optimizer.step` clip by the global gradient norm, and skip the update if that norm is not finite.
 
     At ZeRO stage 0 DeepSpeed does not check gradients, but reads `overflow` and `_global_grad_norm` of the optimizer,
-    which its own optimizers set at the higher stages. With this guard every stage reports the same.
+    which its own optimizers set at the higher stages. With this guard, ZeRO 0 sets them too.
     """
     update = optimizer.step
 

@@ -112,15 +112,15 @@ def fill(partition: Partition, names: dict[nn.Parameter, str], parts: dict[str, 
     """Set the weights of a partition, and return the states of the optimizer. parts: the pieces of each parameter."""
     flat, example = partition.flat.data, next(iter(parts.values()))[0]
     states = {key: torch.zeros_like(flat) for key in example.states.keys() - {MASTER}}
-    for parameter, fragment in partition.own():
+    for parameter, fragment in partition.local_fragments():
         spread = spread_of(parameter)
         begin = fragment.start + (0 if spread is None else spread.rank * parameter.numel())
         for start, piece in overlapping(parts[names[parameter]], begin, begin + fragment.length):
             first, last = max(begin, start), min(begin + fragment.length, start + piece.length)
-            here = slice(fragment.offset + first - begin, fragment.offset + last - begin)
-            there = slice(piece.offset + first - start, piece.offset + last - start)
+            target_elements = slice(fragment.offset + first - begin, fragment.offset + last - begin)
+            saved_elements = slice(piece.offset + first - start, piece.offset + last - start)
             for key, target in ({MASTER: flat} | states).items():
-                target[here] = piece.states[key][there]
+                target[target_elements] = piece.states[key][saved_elements]
     values = {key: value.clone() if isinstance(value, Tensor) else value for key, value in example.values.items()}
     return states | values
 

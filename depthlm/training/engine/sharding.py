@@ -31,7 +31,7 @@ def configure_deepspeed(config: Config) -> None:
 def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
     """Give a model on meta its initial weights, of which each rank keeps only its shards; collective.
 
-    Every rank draws each weight as a whole, since its generator cannot skip to a shard, but only one at a time.
+    Every rank draws full weights, one at a time, since a generator cannot skip to a shard.
     """
     import deepspeed
 
@@ -44,8 +44,8 @@ def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
 
     def place(owned: Owned, weight: Tensor) -> None:
         dtype = torch.float32 if owned.name in in_fp32 else sharding.dtype
-        whole = weight.to(sharding.local_device, dtype)
-        parameter = nn.Parameter(whole, owned.parameter.requires_grad)
+        full = weight.to(sharding.local_device, dtype)
+        parameter = nn.Parameter(full, owned.parameter.requires_grad)
         owned.owner.register_parameter(owned.own_name, parameter)
         sharding._convert_to_zero_parameters([parameter])
 
@@ -56,7 +56,7 @@ def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
 
 
 def writable(weight: Tensor) -> AbstractContextManager:
-    """Return a context in which a sharded weight is whole, and after which all shards are those of rank 0's weight.
+    """Return a context in which a sharded weight is gathered, and after which the shards are those of rank 0's weight.
 
     Collective. Does nothing to other weights.
     """

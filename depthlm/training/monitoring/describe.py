@@ -68,81 +68,6 @@ def derived(
     }
 
 
-def mixers(config: Config) -> dict[str, str]:
-    """Describe the mixers of the layers, and to how many of them the mechanism's attention applies, if they differ."""
-    names = config.backbone.mixers_of(config.size.num_layers)
-    if set(names) == {"attention"}:
-        return {}
-    counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
-    kept = len(names) - names.count("delta")
-    where = (
-        f"; the attention of {config.model.name} is in the {kept} with keys and values"
-        if reads_across_layers(config.model)
-        else ""
-    )
-    return {"mixers": f"{counts} layers{where}"}
-
-
-def memory_text(config: Config, memory: Memory | None) -> str:
-    """Describe the memory estimate of a rank and the settings it holds for."""
-    if memory is None:
-        return "none: the decoder or the optimizer cannot be traced"
-    how = config.training.activation_checkpointing
-    kinds = {False: "", True: ", activation checkpointing", "selective": ", selective activation checkpointing"}
-    checkpointing = kinds.get(how, f", activation checkpointing of every {how} layers")
-    experts = config.deepspeed.experts
-    spread = f", experts spread over {experts} ranks" if experts > 1 else ""
-    offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""
-    return (
-        f"{gib_text(memory.total)} per rank (ZeRO {config.deepspeed.stage}{spread}{checkpointing}), "
-        f"{gib_text(memory.activations)} of it activations{offloaded}"
-    )
-
-
-def dtypes(config: Config, model: Decoder) -> str:
-    """Describe the dtypes of computation, weights, gradient accumulation and communication."""
-    name, sharding = config.precision.name, config.deepspeed
-    weights = "fp32" if sharding.stage == 0 else name
-    reduced = weights if sharding.communication_data_type == "auto" else sharding.communication_data_type
-    if weights == "fp32":
-        computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
-        return f"{computed}; gradients accumulated in fp32, reduced in {reduced}"
-    scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
-    kept = sorted({name.rpartition(".")[2] for name in fp32_parameters(model)})
-    in_fp32 = f" (fp32: {', '.join(kept)})" if kept else ""
-    return f"{name} weights{in_fp32}, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
-
-
-def mixture(plan: Plan, batches: Batches) -> str:
-    """Describe each source's share of the training tokens and its epochs in the whole run."""
-    seen = batches.seen(plan.max_steps)
-    return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())
-
-
-def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
-    """Print the summary of a complete run as a table."""
-    unigram = summary["unigram_entropy"]
-    entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
-    losses = ValidationLosses.of_row(summary).by_set
-    sets = {}
-    if len(losses) > 1:
-        sets = {
-            loss_key(name): f"{number_text(loss)} (perplexity {number_text(perplexity(loss))})"
-            for name, loss in losses.items()
-        }
-    rows = {
-        "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
-        f"{number_text(summary['validation_perplexity'])}{entropy})",
-        **sets,
-        "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
-        f"{summary['tokens_per_second']:,.0f} tokens/s",
-        "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
-        "loss curve": str(RunDirectory(directory).loss_curve),
-        "weights": str(RunDirectory(directory).checkpoints),
-    }
-    show_table(title, rows, rank)
-
-
 def summary_of(
     progress: Progress,
     losses: ValidationLosses,
@@ -189,3 +114,78 @@ def write_results(directory: Path, summary: dict[str, Any]) -> None:
     except OSError as error:
         log.warning("the loss curve cannot be drawn (%s)", error)
     show_summary("This run is complete", directory, summary, rank=0)
+
+
+def show_summary(title: str, directory: Path, summary: dict[str, Any], rank: int) -> None:
+    """Print the summary of a complete run as a table."""
+    unigram = summary["unigram_entropy"]
+    entropy = "" if unigram is None else f"; unigram entropy {unigram:.3f}"
+    losses = ValidationLosses.of_row(summary).by_set
+    sets = {}
+    if len(losses) > 1:
+        sets = {
+            loss_key(name): f"{number_text(loss)} (perplexity {number_text(perplexity(loss))})"
+            for name, loss in losses.items()
+        }
+    rows = {
+        "validation loss": f"{number_text(summary['validation_loss'])} nats per token (perplexity "
+        f"{number_text(summary['validation_perplexity'])}{entropy})",
+        **sets,
+        "tokens": f"{count_text(summary['tokens'])} in {summary['wall_seconds']:.0f} s, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s",
+        "peak memory": f"{summary['peak_memory_gib']:.2f} GiB",
+        "loss curve": str(RunDirectory(directory).loss_curve),
+        "weights": str(RunDirectory(directory).checkpoints),
+    }
+    show_table(title, rows, rank)
+
+
+def mixers(config: Config) -> dict[str, str]:
+    """Describe the mixers of the layers, and to how many of them the mechanism's attention applies, if they differ."""
+    names = config.backbone.mixers_of(config.size.num_layers)
+    if set(names) == {"attention"}:
+        return {}
+    counts = ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+    kept = len(names) - names.count("delta")
+    where = (
+        f"; the attention of {config.model.name} is in the {kept} with keys and values"
+        if reads_across_layers(config.model)
+        else ""
+    )
+    return {"mixers": f"{counts} layers{where}"}
+
+
+def memory_text(config: Config, memory: Memory | None) -> str:
+    """Describe the memory estimate of a rank and the settings it holds for."""
+    if memory is None:
+        return "none: the decoder or the optimizer cannot be traced"
+    how = config.training.activation_checkpointing
+    kinds = {False: "", True: ", activation checkpointing", "selective": ", selective activation checkpointing"}
+    checkpointing = kinds.get(how, f", activation checkpointing of every {how} layers")
+    experts = config.deepspeed.experts
+    spread = f", experts spread over {experts} ranks" if experts > 1 else ""
+    offloaded = f", and {gib_text(memory.offloaded)} of CPU memory" if memory.offloaded else ""
+    return (
+        f"{gib_text(memory.total)} per rank (ZeRO {config.deepspeed.stage}{spread}{checkpointing}), "
+        f"{gib_text(memory.activations)} of it activations{offloaded}"
+    )
+
+
+def dtypes(config: Config, model: Decoder) -> str:
+    """Describe the dtypes of computation, weights, gradient accumulation and communication."""
+    name, sharding = config.precision.name, config.deepspeed
+    weights = "fp32" if sharding.stage == 0 else name
+    reduced = weights if sharding.communication_data_type == "auto" else sharding.communication_data_type
+    if weights == "fp32":
+        computed = "fp32" if name == "fp32" else f"fp32 weights, {name} matrix products (autocast)"
+        return f"{computed}; gradients accumulated in fp32, reduced in {reduced}"
+    scale = f"; loss scale from {2**config.precision.initial_scale_power}, dynamic" if name == "fp16" else ""
+    in_fp32 = sorted({name.rpartition(".")[2] for name in fp32_parameters(model)})
+    exceptions = f" (fp32: {', '.join(in_fp32)})" if in_fp32 else ""
+    return f"{name} weights{exceptions}, fp32 master copy; gradients accumulated in fp32, reduced in {reduced}{scale}"
+
+
+def mixture(plan: Plan, batches: Batches) -> str:
+    """Describe each source's share of the training tokens and its epochs in the whole run."""
+    seen = batches.seen(plan.max_steps)
+    return ", ".join(f"{name} {100 * share:.3g}% ({epochs:.2g} epochs)" for name, (share, epochs) in seen.items())

@@ -26,6 +26,7 @@ log = logging.getLogger("depthlm")
 console = stdout_console()
 # the weight of all earlier steps in the exponential means: the loss over about 50 steps, the time over about 10
 LOSS_DECAY, TIME_DECAY = 0.98, 0.9
+# columns of the bar itself
 SHORTEST, LONGEST = 8, 40
 # which parts a narrow terminal keeps, the most important ones first
 IMPORTANCE = ("step", "loss", "remaining", "speed", "time", "tokens", "mfu", "memory", "elapsed")

@@ -15,7 +15,7 @@ from depthlm.training.engine import Engine
 from depthlm.training.monitoring.metrics import MetricsFile
 
 
-class BlockMeter(Observer):
+class SublayerNormMeter(Observer):
     """Measures one step: root mean squares over all micro-batches and ranks (Attention Residuals, Figure 5 b and c).
 
     The host does not synchronize with the device before `row`. depth: the number of layers times loops.
@@ -24,7 +24,7 @@ class BlockMeter(Observer):
     def __init__(self, depth: int, device: torch.device) -> None:
         # [output and gradient, attention and MLP, layer]
         self.squares = torch.zeros(2, 2, depth, device=device)
-        self.shown = torch.zeros(2, depth, device=device)
+        self.counts = torch.zeros(2, depth, device=device)
 
     def write(self, spec: SublayerSpec, output_btd: Tensor) -> None:
         if not output_btd.requires_grad:
@@ -34,7 +34,7 @@ class BlockMeter(Observer):
         # activation checkpointing computes an output twice; the hook counts only the one with a backward pass
         def accumulate(gradient_btd: Tensor) -> None:
             self.squares[:, int(spec.kind == "mlp"), spec.layer] += torch.stack((output, mean_square(gradient_btd)))
-            self.shown[int(spec.kind == "mlp"), spec.layer] += 1
+            self.counts[int(spec.kind == "mlp"), spec.layer] += 1
 
         output_btd.register_hook(accumulate)
 
@@ -45,7 +45,7 @@ class BlockMeter(Observer):
         loss_scale: the fp16 loss scale of the step. Non-finite values are None.
         """
         ranks = torch.distributed.get_world_size()
-        sums = torch.cat((self.squares, self.shown[None]))
+        sums = torch.cat((self.squares, self.counts[None]))
         torch.distributed.all_reduce(sums)
         rms = (sums[:2] / sums[2]).sqrt()
         # the loss was multiplied by the number of ranks, since DeepSpeed averages gradients over the ranks afterwards

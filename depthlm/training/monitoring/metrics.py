@@ -47,7 +47,8 @@ PEAK_TFLOPS = {
     "Tesla V100-SXM2-16GB": 125,
     "Tesla V100-SXM2-32GB": 125,
 }
-FIRST, LAST = 3, 5  # the first steps warm up allocators and compilers
+# the first steps warm up allocators and compilers
+FIRST_PROFILED, LAST_PROFILED = 3, 5
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -121,7 +122,7 @@ class MetricsFile:
 
 
 def open_metrics(path: Path, after_step: int, saved: dict[str, Any]) -> MetricsFile:
-    """Open metrics.jsonl on rank 0; the other ranks get its newest row, so that all decide alike. Collective."""
+    """Open metrics.jsonl on rank 0, and give all ranks its newest row, which their decisions depend on. Collective."""
     metrics = MetricsFile(path if torch.distributed.get_rank() == 0 else None, after_step, saved)
     last = [metrics.last]
     torch.distributed.broadcast_object_list(last)
@@ -182,7 +183,7 @@ class Stopwatch:
 
 
 class Profiler:
-    """Records the steps FIRST to LAST of this process in profile/trace.json (open it in ui.perfetto.dev)."""
+    """Records a few steps of this process in profile/trace.json, which ui.perfetto.dev shows."""
 
     def __init__(self, directory: Path) -> None:
         self.path = RunDirectory(directory).trace
@@ -197,23 +198,23 @@ class Profiler:
         self.steps_seen += 1
         if self.profile is None:
             return
-        if self.steps_seen == FIRST - 1 and not last:
+        if self.steps_seen == FIRST_PROFILED - 1 and not last:
             self.profile.start()
-        elif self.steps_seen == LAST:
+        elif self.steps_seen == LAST_PROFILED:
             self.close()
 
     def close(self) -> None:
-        """Write the recorded steps, even if the run ends before step LAST."""
+        """Write the recorded steps, even if the run ends before step LAST_PROFILED."""
         if self.profile is None:
             return
-        recorded = min(self.steps_seen, LAST) - FIRST + 1
+        recorded = min(self.steps_seen, LAST_PROFILED) - FIRST_PROFILED + 1
         if recorded > 0:
             self.profile.stop()
             self.path.parent.mkdir(exist_ok=True)
             self.profile.export_chrome_trace(str(self.path))
             log.info("trace of %d steps: %s (open it in ui.perfetto.dev)", recorded, self.path)
         else:
-            log.warning("no trace: profiling begins at step %d of a process, and this one ran fewer", FIRST)
+            log.warning("no trace: profiling begins at step %d of a process, and this one ran fewer", FIRST_PROFILED)
         self.profile = None
 
 

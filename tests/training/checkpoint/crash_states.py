@@ -14,7 +14,7 @@ import yaml
 import depthlm
 from depthlm.errors import UserError
 from depthlm.runs.checkpoints import newest_checkpoint
-from depthlm.runs.directory import finished
+from depthlm.runs.directory import read_summary
 from depthlm.runs.records import read_metrics
 from depthlm.training import train
 from depthlm.training.monitoring.metrics import MetricsFile
@@ -44,7 +44,7 @@ def wrong(folder: Path, marks: list[str], start: int = 0, saved: int = 0) -> str
     steps = [int(found[1]) for mark in marks if (found := re.fullmatch(r"saved .*/step-(\d+)", mark))]
     try:
         checkpoint = newest_checkpoint(run)
-        summary = finished(run)
+        summary = read_summary(run)
     except UserError as error:
         return str(error)
     step = start if checkpoint is None else checkpoint[1].step

@@ -16,7 +16,7 @@ from depthlm.distributed.process_group import start_distributed
 from depthlm.model import Observer, SublayerSpec
 from depthlm.training import train
 from depthlm.training.engine import build_engine
-from depthlm.training.monitoring.meters import BlockMeter
+from depthlm.training.monitoring.meters import SublayerNormMeter
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 
@@ -75,7 +75,7 @@ def test_norms_equal_plain_pytorch(small_run: Callable[..., list[str]], settings
 
         compile_sublayers(model)
     engine = build_engine(config, plan, model)
-    meter = BlockMeter(config.model.loops * 3, torch.device("cpu"))
+    meter = SublayerNormMeter(config.model.loops * 3, torch.device("cpu"))
     scale = engine.loss_scale
     batch = synthetic_tokens(config, 1)[0].view(plan.accumulation, plan.micro_batch_size, -1)
     train_step(engine, batch, plan, 0.0, observer=meter)
