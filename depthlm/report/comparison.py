@@ -13,7 +13,7 @@ SIDE_BY_SIDE, WIDEST = 3, 10
 
 
 def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
-    """Return the tables of each group of columns: one if it has few, else ours, the paper's and differences apart.
+    """Return the tables of each group of columns: one if it has few, else separate tables for ours, the paper's and differences.
 
     Where the runs do not follow the paper's protocol, there are no differences from the paper's numbers.
     """
@@ -21,7 +21,7 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, {})[name] = column
     return {
-        group: [_side_by_side(sweep, columns, group)] if len(columns) <= SIDE_BY_SIDE else _apart(sweep, columns, group)
+        group: [_side_by_side(sweep, columns, group)] if len(columns) <= SIDE_BY_SIDE else _separate(sweep, columns, group)
         for group, columns in groups.items()
     }
 
@@ -39,7 +39,7 @@ def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table
     return _table(sweep, shown, title)
 
 
-def _apart(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
+def _separate(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
     """Return separate tables for ours, the paper's and the differences, each of nearly equal width."""
     width = math.ceil(len(columns) / math.ceil(len(columns) / WIDEST))
     names = list(columns)
