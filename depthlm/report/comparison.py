@@ -13,17 +13,18 @@ SIDE_BY_SIDE, WIDEST = 3, 10
 
 
 def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
-    """Return the tables of each group of columns: one if it has few, else ours, the paper's and differences apart.
+    """Return the tables of each group of columns: one for few columns, else ours, the paper's and differences.
 
     Where the runs do not follow the paper's protocol, there are no differences from the paper's numbers.
     """
     groups: dict[str, dict[str, Column]] = {}
     for name, column in sweep.columns.items():
         groups.setdefault(column.group, {})[name] = column
-    return {
-        group: [_side_by_side(sweep, columns, group)] if len(columns) <= SIDE_BY_SIDE else _apart(sweep, columns, group)
-        for group, columns in groups.items()
-    }
+    tables = {}
+    for group, columns in groups.items():
+        is_narrow = len(columns) <= SIDE_BY_SIDE
+        tables[group] = [_side_by_side(sweep, columns, group)] if is_narrow else _separate(sweep, columns, group)
+    return tables
 
 
 def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table:
@@ -39,7 +40,7 @@ def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table
     return _table(sweep, shown, title)
 
 
-def _apart(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
+def _separate(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
     """Return separate tables for ours, the paper's and the differences, each of nearly equal width."""
     width = math.ceil(len(columns) / math.ceil(len(columns) / WIDEST))
     names = list(columns)
@@ -149,6 +150,12 @@ def against_table(sweep: Sweep) -> Table | None:
         rows.append(cells(texts))
     head = ["", *(["against"] if against else []), "ours", *(["paper"] if printed else [])]
     return Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}")
+
+
+def has_intervals(sweep: Sweep) -> bool:
+    """Return whether a difference in `against_table` has an interval."""
+    measured_differences = [entry.ours for entry in sweep.differences() if entry.ours is not None]
+    return sweep.first[1].metric not in FACTS and any(number.interval is not None for number in measured_differences)
 
 
 def _difference_text(entry: Difference, column: Column) -> str:

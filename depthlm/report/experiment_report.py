@@ -7,7 +7,7 @@ from pathlib import Path
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.protocol import protocol_texts
 from depthlm.config.schema import Config
-from depthlm.report.comparison import against_table, comparison_tables
+from depthlm.report.comparison import against_table, comparison_tables, has_intervals
 from depthlm.report.figures.bars import draw_bars
 from depthlm.report.figures.heatmap import draw_heatmap
 from depthlm.report.figures.lines import draw_lines
@@ -40,7 +40,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     against = against_table(sweep)
     if against is not None:
         parts.append(markdown(against))
-        if any("[" in cell.text for row in against.rows for cell in row[1:]):
+        if has_intervals(sweep):
             parts.append(
                 "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the "
                 "same seed; their variance is pooled over the rows of a series."

@@ -227,14 +227,15 @@ def _combined(
     texts = [text for text in overrides if not by_name([text]).keys() & ignored]
     chosen = by_name(texts)
     settings = line.settings | chosen
-    unchanged = {key: value for key, value in line.settings.items() if key not in chosen}
-    starts = {
-        key: earlier[value[1:], settings.get("seed")].directory
-        for key, value in unchanged.items()
-        if value.startswith("@")
-    }
-    texts += [f"{key}={value}" for key, value in (unchanged | starts).items()]
-    return Point(texts, settings, line.parts, line.paper, bool(starts), config_dir)
+    follows = False
+    for key, value in line.settings.items():
+        if key in chosen:
+            continue
+        if value.startswith("@"):
+            value = earlier[value[1:], settings.get("seed")].directory
+            follows = True
+        texts.append(f"{key}={value}")
+    return Point(texts, settings, line.parts, line.paper, follows, config_dir)
 
 
 def _has(line: Point, key: str, value: str) -> bool:
