@@ -1,6 +1,6 @@
 """`depth_value_mix` in PyTorch, from reductions over sources.
 
-On a CPU it is 1.5 times as fast as the definition (benchmarks/definitions.py, fp32, forward and backward).
+On a CPU it is 1.5 times as fast as the definition (benchmarks/kernels.py, fp32, forward and backward).
 
 Shapes: b batch, t tokens, h query heads, k key/value heads, e head size, n sources and the layer itself.
 """

@@ -9,7 +9,7 @@ The backward pass of flash attention depends on the softmax only through the out
 l' it returns the gradients of the sequence part. With the gradient g of o' and p_j = exp(s_j - l'), that of a score is
 p_j (g . v_j - g . o'). All entries are in one tensor, and so are the sums of their gradients (`depthlm.ops.moda.bank`).
 
-On a CPU it is 1.9 times as fast as `attend_with_scores` (benchmarks/definitions.py, forward and backward).
+On a CPU it is 1.9 times as fast as `attend_with_scores` (benchmarks/kernels.py, forward and backward).
 
 Shapes: b batch, t new tokens, s cached and new tokens, h query heads, k key/value heads, g queries per key/value head,
 e head size, n depth entries, 2 a key and a value, r rows, (b, t, k).
