@@ -9,7 +9,6 @@ import sys
 from typing import TypeVar
 
 import depthlm
-from depthlm.config import compose_anywhere
 from depthlm.distributed.interrupts import quiet_interrupts
 
 Schema = TypeVar("Schema")
@@ -61,6 +60,7 @@ def summary(arguments: list[str], program: str) -> None:
     if parsed.gpus < 1:
         parser.error(f"--gpus {parsed.gpus}: must be at least 1")
     from depthlm.accounting.summary import print_overhead, print_summary
+    from depthlm.config import compose_anywhere
 
     if parsed.overhead:
         print_overhead(parsed.overrides, parsed.config_dir, parsed.json)

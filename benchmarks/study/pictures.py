@@ -5,21 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from depthlm.report.figures.panels import panels_of
-from depthlm.report.figures.stamp import stamp_of
-from depthlm.report.mechanism import mechanism_from
-
 from benchmarks.study.archive import values_of
 from benchmarks.study.differences import Difference, gaps_to_vanilla, paired_difference, rate_changes
 from depthlm.config.experiment import Column
-from depthlm.report.figures.loss_curves import draw_loss_curves
+from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.style import grid, save, subplots
+from depthlm.report.figures.style import grid, mechanism_of, save, subplots
 from depthlm.report.rows import Row, measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
 from depthlm.runs.records import COMPLETE
+from depthlm.sweeps.points import Point
 
 PICTURES = ("start.png", "rates.png", "loss_curves.png", "scaling.png", "sensitivity.png")
 SENSITIVITY = {
@@ -38,7 +35,7 @@ def draw_all(sweeps: Mapping[str, Sweep], views: Mapping[str, Column], folder: P
         (folder / name).unlink(missing_ok=True)
     _draw_start(sweeps["start"], folder / "start.png")
     _draw_rates(sweeps["rates"], folder / "rates.png")
-    draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", stamp_of(scaling))
+    draw_loss_curves(panels_of(scaling), folder / "loss_curves.png", scaling.stamp())
     fitted = curves(scaling, views)
     draw_scaling(scaling, fitted, savings(scaling, fitted), folder / "scaling.png", views)
     _draw_sensitivity(sweeps, folder / "sensitivity.png")
@@ -85,7 +82,7 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
         panel.legend(frameon=False, fontsize="small")
         grid(panel)
     shown = replace(sweep, rows=[row for row in sweep.rows if row.settings["size"] in groups])
-    save(figure, path, stamp_of(shown))
+    save(figure, path, shown.stamp())
 
 
 def _draw_rates(sweep: Sweep, path: Path) -> None:
@@ -100,7 +97,7 @@ def _draw_rates(sweep: Sweep, path: Path) -> None:
         for place, (model, by_rate) in enumerate(changes.items()):
             if (change := by_rate[number]) is not None:
                 y = place - 0.12 + 0.24 * number
-                colour = mechanism_from({"model": model}).colour
+                colour = mechanism_of(Point([], {"model": model})).colour
                 panel.errorbar([change.mean], [y], None, change.arms, capsize=3, color=colour, **look)
         panel.plot([], [], color="0.3", label=f"at {other}", **look)
     panel.axvline(0, color="0.3", lw=1.3)
@@ -111,7 +108,7 @@ def _draw_rates(sweep: Sweep, path: Path) -> None:
     panel.set_title(f"Change of the loss at half and at twice the learning rate, {size}", fontsize="medium")
     panel.legend(frameon=False, fontsize="small")
     grid(panel)
-    save(figure, path, f"{stamp_of(sweep)}; error bars: 95% intervals, paired by seed, without a correction")
+    save(figure, path, f"{sweep.stamp()}; error bars: 95% intervals, paired by seed, without a correction")
 
 
 def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
@@ -135,7 +132,7 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
         panel.set(xlabel=title, ylabel="validation loss - vanilla's")
         panel.set_xticks(range(len(values)), ticks)
         size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
-        panel.set_title(f"{sweep.experiment.title}\n{size}, {stamp_of(sweep)}", fontsize="medium")
+        panel.set_title(f"{sweep.experiment.title}\n{size}, {sweep.stamp()}", fontsize="medium")
         grid(panel)
     handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
@@ -146,5 +143,11 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
 def _draw_difference(panel: Any, place: float, number: Difference, model: str) -> None:
     shown = panel.get_legend_handles_labels()[1]
     label = None if model in shown else model
-    style = {"color": mechanism_from({"model": model}).colour, "marker": "o", "ls": "", "capsize": 3, "label": label}
+    style = {
+        "color": mechanism_of(Point([], {"model": model})).colour,
+        "marker": "o",
+        "ls": "",
+        "capsize": 3,
+        "label": label,
+    }
     panel.errorbar([place], [number.mean], number.arms, **style)

@@ -83,8 +83,9 @@ def load_config(directory: Path) -> Config:
 
     Raises UserError if there is none, if it cannot be read, or if it has other keys or values than a `Config` has.
     """
-    path = RunDirectory(directory).config
-    if not path.is_file():
+    run = RunDirectory(directory)
+    path = run.config
+    if not path.is_file() and not run.checkpoint_folders():
         raise UserError(f"{directory}: no run in it (config.yaml is missing)")
     try:
         saved = yaml.load(read_text(path), Loader=Loader)
@@ -94,7 +95,9 @@ def load_config(directory: Path) -> Config:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
     config, errors = check_values(saved)
     if config is None:
-        raise UserError(f"{path}: not the configuration of a run of this version ({'; '.join(errors)})")
+        is_foreign = any("no such key" in error for error in errors)
+        what = "not the configuration of a run of this version: " if is_foreign else ""
+        raise UserError(f"{path}: {what}{'; '.join(errors)}")
     return config
 
 

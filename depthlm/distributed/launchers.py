@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from depthlm.errors import UserError
-from depthlm.machine import environment
 
 # the range of ports used under srun: above those of common services
 FIRST_PORT, PORTS = 20000, 40000
@@ -195,9 +194,3 @@ def _port(environment: Mapping[str, str]) -> int:
     if port > 65535:
         raise UserError(f"MASTER_PORT={port}: ports count from 1 to 65535")
     return port
-
-
-def threads(ranks: Ranks) -> int:
-    """Return the CPU threads of this rank: all its cores if srun bound it to some, else its share of the node's."""
-    bound = ranks.launcher == "srun" and environment.cores() < (os.cpu_count() or 1)
-    return environment.cores() if bound else max(1, environment.cores() // ranks.local_world_size)

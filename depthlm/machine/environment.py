@@ -62,6 +62,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(launcher: str, ranks_of_node: int) -> int:
+    """Return the CPU threads of a rank: all its cores if srun bound it to some, else its share of the node's."""
+    is_bound = launcher == "srun" and cores() < (os.cpu_count() or 1)
+    return cores() if is_bound else max(1, cores() // ranks_of_node)
+
+
 def fast_precision(device: str) -> str:
     """Return `bf16` if the device (`cuda` or `cpu`) multiplies it faster than fp32, else `fp32`.
 

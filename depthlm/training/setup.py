@@ -33,6 +33,7 @@ from depthlm.distributed.signals import end_on_signal
 from depthlm.distributed.watchdog import Activity, watch_ranks
 from depthlm.errors import UserError
 from depthlm.locations import PACKAGE
+from depthlm.machine import environment
 from depthlm.machine.environment import versions
 from depthlm.machine.memory import available_memory
 from depthlm.model import compile_sublayers
@@ -79,7 +80,7 @@ class Cost:
 def start_process(config: Config) -> Ranks:
     """Set this process's threads, numerics, GPU allocator and logging, and free an earlier run. Returns the ranks."""
     ranks = launchers.ranks()
-    torch.set_num_threads(config.training.num_threads or launchers.threads(ranks))
+    torch.set_num_threads(config.training.num_threads or environment.threads(ranks.launcher, ranks.local_world_size))
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)

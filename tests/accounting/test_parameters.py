@@ -1,11 +1,12 @@
 import dataclasses
+from typing import Literal, get_origin
 
 import pytest
 import yaml
 
 from depthlm.accounting.parameters import count_parameters
 from depthlm.locations import CONF
-from depthlm.model.shape import Backbone, Size
+from depthlm.model.shape import Backbone, Mixer, Size
 
 # size, backbone, published number of parameters, half a unit of its last digit
 KNOWN = [
@@ -67,5 +68,5 @@ def test_every_size_and_backbone_sets_every_field():
             assert settings["name"] == path.stem
             for field in dataclasses.fields(shape):
                 if field.name in settings:
-                    kind = list if field.name == "mixers" else field.type
-                    assert isinstance(settings[field.name], kind), (path, field.name)
+                    types = {list[Mixer]: list} | ({field.type: str} if get_origin(field.type) is Literal else {})
+                    assert isinstance(settings[field.name], types.get(field.type, field.type)), (path, field.name)

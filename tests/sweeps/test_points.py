@@ -113,9 +113,8 @@ def test_a_point_carries_what_a_comparison_needs(folder: Path) -> None:
     assert (plain.label, plain.mechanism, plain.task) == ("", "mhc", {"training.max_steps": "5"})
 
 
-@pytest.mark.parametrize("key", ["init_from", pytest.param("import_from", marks=pytest.mark.slow)])
-def test_a_point_cannot_start_from_an_incomplete_one(tmp_path: Path, key: str) -> None:
-    folder = write(tmp_path, MINE.replace("init_from", key))
+def test_a_point_cannot_start_from_an_incomplete_one(tmp_path: Path) -> None:
+    folder = write(tmp_path, MINE)
     later = sweep_points(["experiment=mine/it", "model=moda", f"output_dir={tmp_path}/${{model.name}}"], folder)[0]
     (tmp_path / "vanilla/checkpoints/step-00000010").mkdir(parents=True)
     with pytest.raises(ConfigError, match="not complete; train it first"):
