@@ -28,6 +28,88 @@ GPUS = (80, 141)
 CHOICES: tuple[bool | int | str, ...] = (False, "selective", 2, True)
 
 
+def print_summary(config: Config, gpus: int, as_json: bool) -> None:
+    """Print the summary of a configuration, as tables or as JSON (bytes, counts)."""
+    summary = summarize(config, gpus)
+    if as_json:
+        print(json.dumps(summary, indent=1))
+        return
+    console = stdout_console()
+    title = f"{summary['model']}, backbone {summary['backbone']}, size {summary['size']}"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
+    table.add_column("parameters")
+    table.add_column("", justify="right")
+    table.add_column("share", justify="right")
+    total = summary["parameters"]["total"]
+    for part, count in summary["parameters"].items():
+        if part == "total":
+            table.add_section()
+        if count:
+            table.add_row(part, f"{count:,}", f"{count / total:.1%}")
+    console.print(table)
+    table = Table(box=box.SIMPLE, show_header=False)
+    # the lengths of documents are known only from their tokens
+    whole = ", if a sequence is one document" if config.data.document_mask else ""
+    table.add_row(f"FLOPs per token, forward{whole}", f"{summary['forward_flops_per_token']:.4g}")
+    table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
+    for name, text in overhead_texts(summary["extra"]).items():
+        table.add_row(f"added to vanilla, forward: {name}", text)
+    if summary["steps"] is not None:
+        table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
+        table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
+    console.print(table)
+    setting = (
+        f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
+    )
+    console.print(f"memory per GPU: {setting}")
+    table = Table(box=box.SIMPLE)
+    table.add_column("")
+    columns = ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, size in summary["memory_per_gpu"].items():
+        table.add_row(name, f"{size / 2**30:.2f} GiB", *_sizes(summary["largest_micro_batch_size"][name]))
+    console.print(table)
+    console.print(f"by training.activation_checkpointing, at ZeRO {config.deepspeed.stage}")
+    table = Table(box=box.SIMPLE)
+    table.add_column("")
+    for column in (*columns, "FLOPs computed again"):
+        table.add_column(column, justify="right")
+    for how, cost in summary["activation_checkpointing"].items():
+        again = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
+        sizes = _sizes(cost["largest_micro_batch_size"])
+        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{again:+.1%}" if again else "none")
+    console.print(table)
+
+
+def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
+    """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
+
+    overrides: of anything except the mechanism. Raises ConfigError for an override of the mechanism.
+    """
+    refused = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
+    refused = [override for override in refused if not override.startswith("model.loops=")]
+    if refused:
+        raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
+    names = [name for name in mechanisms(config_dir) if name != "vanilla"]
+    costs = {}
+    for name in track(names, "mechanisms", console=stderr_console(), transient=True):
+        config = compose_anywhere([*overrides, f"model={name}"], config_dir)
+        costs[name] = extra(overhead(build_model(config, "meta")))
+    if as_json:
+        print(json.dumps(costs, indent=1))
+        return
+    size = config.size.name
+    title = f"Overhead over vanilla, size {size}\n"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
+    table.add_column("mechanism", min_width=max(map(len, names)))
+    for column in overhead_texts(costs[names[0]]):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name in names:
+        table.add_row(name, *overhead_texts(costs[name]).values())
+    stdout_console().print(table)
+
+
 def summarize(config: Config, gpus: int) -> dict[str, Any]:
     """Return parameters by part, FLOPs per token, tokens, and the memory of each of `gpus` GPUs for every ZeRO stage.
 
@@ -93,90 +175,18 @@ def memory_per_gpu(
     return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
 
-def print_summary(config: Config, gpus: int, as_json: bool) -> None:
-    """Print the summary of a configuration, as tables or as JSON (bytes, counts)."""
-    summary = summarize(config, gpus)
-    if as_json:
-        print(json.dumps(summary, indent=1))
-        return
-    console = stdout_console()
-    title = f"{summary['model']}, backbone {summary['backbone']}, size {summary['size']}"
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
-    table.add_column("parameters")
-    table.add_column("", justify="right")
-    table.add_column("share", justify="right")
-    total = summary["parameters"]["total"]
-    for part, count in summary["parameters"].items():
-        if part == "total":
-            table.add_section()
-        if count:
-            table.add_row(part, f"{count:,}", f"{count / total:.1%}")
-    console.print(table)
-    table = Table(box=box.SIMPLE, show_header=False)
-    # the lengths of documents are known only from their tokens
-    whole = ", if a sequence is one document" if config.data.document_mask else ""
-    table.add_row(f"FLOPs per token, forward{whole}", f"{summary['forward_flops_per_token']:.4g}")
-    table.add_row("FLOPs per token, training", f"{summary['flops_per_token']:.4g}")
-    for name, text in overhead_texts(summary["extra"]).items():
-        table.add_row(f"added to vanilla, forward: {name}", text)
-    if summary["steps"] is not None:
-        table.add_row("run", f"{summary['steps']:,} steps, {summary['tokens']:,} tokens")
-        table.add_row("run, FLOPs", f"{summary['flops_per_token'] * summary['tokens']:.4g}")
-    console.print(table)
-    setting = (
-        f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
-    )
-    console.print(f"memory per GPU: {setting}")
-    table = Table(box=box.SIMPLE)
-    table.add_column("")
-    columns = ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS))
-    for column in columns:
-        table.add_column(column, justify="right")
-    for name, size in summary["memory_per_gpu"].items():
-        table.add_row(name, f"{size / 2**30:.2f} GiB", *_sizes(summary["largest_micro_batch_size"][name]))
-    console.print(table)
-    console.print(f"by training.activation_checkpointing, at ZeRO {config.deepspeed.stage}")
-    table = Table(box=box.SIMPLE)
-    table.add_column("")
-    for column in (*columns, "FLOPs computed again"):
-        table.add_column(column, justify="right")
-    for how, cost in summary["activation_checkpointing"].items():
-        again = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
-        sizes = _sizes(cost["largest_micro_batch_size"])
-        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{again:+.1%}" if again else "none")
-    console.print(table)
+def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
+    """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
 
-
-def _sizes(most: dict[str, int | None]) -> list[str]:
-    return [str(size or "none") for size in most.values()]
-
-
-def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
-    """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
-
-    overrides: of anything except the mechanism. Raises ConfigError for an override of the mechanism.
+    how: a value of training.activation_checkpointing. With selective, they are those of the mechanism, whose kernels
+    run again; the mechanisms' PyTorch code computes even fewer again, since its matrix products are stored too.
     """
-    refused = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
-    refused = [override for override in refused if not override.startswith("model.loops=")]
-    if refused:
-        raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
-    names = [name for name in mechanisms(config_dir) if name != "vanilla"]
-    costs = {}
-    for name in track(names, "mechanisms", console=stderr_console(), transient=True):
-        config = compose_anywhere([*overrides, f"model={name}"], config_dir)
-        costs[name] = extra(overhead(build_model(config, "meta")))
-    if as_json:
-        print(json.dumps(costs, indent=1))
-        return
-    size = config.size.name
-    title = f"Overhead over vanilla, size {size}\n"
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
-    table.add_column("mechanism", min_width=max(map(len, names)))
-    for column in overhead_texts(costs[names[0]]):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name in names:
-        table.add_row(name, *overhead_texts(costs[name]).values())
-    stdout_console().print(table)
+    if how == "selective":
+        return overhead(model).flops_per_token
+    flops = flops_per_token(model, sequence_length)
+    passes = model.loops * model.size.num_layers
+    layers = math.ceil(passes / int(how)) if how else 0
+    return (flops.forward - flops.head) * layers / passes
 
 
 def extra(cost: Overhead) -> dict[str, int]:
@@ -194,22 +204,12 @@ def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
     }
 
 
+def _sizes(most: dict[str, int | None]) -> list[str]:
+    return [str(size or "none") for size in most.values()]
+
+
 def _bytes_text(count: float) -> str:
     if count < 2**20:
         return f"{count / 2**10:.0f} KiB"
     # round halves up, as the papers do
     return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"
-
-
-def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
-    """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
-
-    how: a value of training.activation_checkpointing. With selective, they are those of the mechanism, whose kernels
-    run again; the mechanisms' PyTorch code computes even fewer again, since its matrix products are stored too.
-    """
-    if how == "selective":
-        return overhead(model).flops_per_token
-    flops = flops_per_token(model, sequence_length)
-    passes = model.loops * model.size.num_layers
-    layers = math.ceil(passes / int(how)) if how else 0
-    return (flops.forward - flops.head) * layers / passes

@@ -60,6 +60,62 @@ def main(arguments: list[str], program: str) -> None:
         show_runs(listed, root, [*(comparison.key for comparison in comparisons), *filter(None, [parsed.sort])])
 
 
+def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
+    """Print the runs as a table. keys: further values to show, which the user has filtered or sorted by."""
+    further = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
+    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)
+    for key in (*map(escape, further), "age"):
+        table.add_column(key)
+    for run in runs:
+        values = [run.values.get(key) for key in further]
+        shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
+        table.add_row(
+            escape(run.directory),
+            f"[{STYLES[run.state]}]{run.state}[/]",
+            escape(run.model),
+            escape(run.size),
+            "" if run.tokens is None else count_text(run.tokens),
+            "" if run.loss is None else f"{run.loss:.4f}",
+            "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
+            *map(escape, ("" if value is None else text for value, text in zip(values, shown, strict=True))),
+            age_text(run.age),
+        )
+    console = stdout_console()
+    console.print(table)
+    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
+
+
+def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
+    """List what removing these runs removes, and remove it if `yes` is given or the user confirms it.
+
+    Raises UserError if a folder cannot be removed, after the others have been removed.
+    """
+    planned = plan_removal(root, runs, only_checkpoints)
+    wanted = [removal for removal in planned if removal.kept is None]
+    if not as_json:
+        _show(planned)
+        if wanted and not yes and not _confirmed(len(wanted)):
+            print("Nothing was removed." if sys.stdin.isatty() else "Nothing was removed; --yes removes them.")
+            return
+    errors: list[str] = []
+    outcomes = {removal.path: _remove(removal, errors, quiet=as_json) for removal in wanted if yes or not as_json}
+    if as_json:
+        print(json.dumps([_fields(removal, outcomes) for removal in planned], indent=1))
+    elif wanted:
+        freed = [removal for removal in wanted if outcomes[removal.path] is None]
+        print(f"Removed {len(freed)} of {len(wanted)}: {bytes_text(sum(removal.size for removal in freed))} freed.")
+    if errors:
+        raise UserError("\n".join(errors))
+
+
+def age_text(seconds: float) -> str:
+    """Return an age as text: 90 gives `1 min`, 10 000 gives `2 h`, 400 000 gives `4 days`."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size or (unit != "days" and seconds >= size):
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
@@ -110,62 +166,6 @@ def _check(parsed: argparse.Namespace) -> None:
     if errors:
         raise UserError("\n".join(errors))
     parsed.to = parsed.to or REPORT
-
-
-def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
-    """Print the runs as a table. keys: further values to show, which the user has filtered or sorted by."""
-    further = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
-    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)
-    for key in (*map(escape, further), "age"):
-        table.add_column(key)
-    for run in runs:
-        values = [run.values.get(key) for key in further]
-        shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
-        table.add_row(
-            escape(run.directory),
-            f"[{STYLES[run.state]}]{run.state}[/]",
-            escape(run.model),
-            escape(run.size),
-            "" if run.tokens is None else count_text(run.tokens),
-            "" if run.loss is None else f"{run.loss:.4f}",
-            "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
-            *map(escape, ("" if value is None else text for value, text in zip(values, shown, strict=True))),
-            age_text(run.age),
-        )
-    console = stdout_console()
-    console.print(table)
-    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
-
-
-def age_text(seconds: float) -> str:
-    """Return an age as text: 90 gives `1 min`, 10 000 gives `2 h`, 400 000 gives `4 days`."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size or (unit != "days" and seconds >= size):
-            return f"{seconds // size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
-    """List what removing these runs removes, and remove it if `yes` is given or the user confirms it.
-
-    Raises UserError if a folder cannot be removed, after the others have been removed.
-    """
-    planned = plan_removal(root, runs, only_checkpoints)
-    wanted = [removal for removal in planned if removal.kept is None]
-    if not as_json:
-        _show(planned)
-        if wanted and not yes and not _confirmed(len(wanted)):
-            print("Nothing was removed." if sys.stdin.isatty() else "Nothing was removed; --yes removes them.")
-            return
-    errors: list[str] = []
-    outcomes = {removal.path: _remove(removal, errors, quiet=as_json) for removal in wanted if yes or not as_json}
-    if as_json:
-        print(json.dumps([_fields(removal, outcomes) for removal in planned], indent=1))
-    elif wanted:
-        freed = [removal for removal in wanted if outcomes[removal.path] is None]
-        print(f"Removed {len(freed)} of {len(wanted)}: {bytes_text(sum(removal.size for removal in freed))} freed.")
-    if errors:
-        raise UserError("\n".join(errors))
 
 
 def _remove(removal: Removal, errors: list[str], quiet: bool) -> str | None:

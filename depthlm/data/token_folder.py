@@ -58,7 +58,7 @@ def token_folders(data: Data) -> dict[str, Path]:
 def check_settings(name: str, source: Source, data: Data, manifest: Manifest) -> None:
     """Raise DataError where a source has a path and text, and the tokens there have other settings than requested.
 
-    With a path alone, the tokens there are used as they are. More tokens than data.max_tokens may be there.
+    With a path alone, the tokens there are used as they are. There may be more of them than data.max_tokens.
     """
     if source.path is None or (source.source is None and source.hub is None):
         return
@@ -68,8 +68,9 @@ def check_settings(name: str, source: Source, data: Data, manifest: Manifest) ->
         remedy = f"Set data.max_tokens to that number, set another path, or remove {source.path} to prepare more."
         what = f"only the first {prepared_tokens:,} tokens were prepared, and more are requested"
         raise DataError(what, source.path, remedy)
-    uses = {"max_tokens", "shard_tokens"}
-    if differing := differences(*({k: v for k, v in given.items() if k not in uses} for given in (prepared, wanted))):
+    # these may differ: fewer tokens are read, and files of any length
+    free = {"max_tokens", "shard_tokens"}
+    if differing := differences(*({k: v for k, v in each.items() if k not in free} for each in (prepared, wanted))):
         remedy = "Set another path, or data.source=null data.hub=null to train on these tokens as they are."
         raise DataError(f"token files made with other settings ({differing})", source.path, remedy)
 

@@ -89,29 +89,6 @@ def read_cluster(overrides: list[str]) -> Cluster:
     return cluster
 
 
-def _settings(file: Path) -> list[str]:
-    if not file.is_file():
-        return []
-    try:
-        # as text: YAML would read 12:00:00 as a number
-        settings: Any = yaml.load(file.read_text(), yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from None
-    if settings is None or settings == "":
-        return []
-    if not isinstance(settings, dict):
-        raise UserError(f"{file}: must have a line `key: value` for each setting")
-    return [f"{name}={_text(name, value, file)}" for name, value in settings.items()]
-
-
-def _text(name: str, value: Any, file: Path) -> str:
-    parts = value if isinstance(value, list) else [value]
-    if not all(isinstance(part, str) for part in parts):
-        raise UserError(f"{file}: {name}: must be one value, or a list of values")
-    text = ",".join(parts)
-    return "null" if text in ("", "~") and name not in ("setup", "extra") else text
-
-
 def remember_jobs(snapshot: Path, job: str, directories: list[str]) -> None:
     """Record that a job array trains these run directories, one per index."""
     with (snapshot / JOBS).open("a") as file:
@@ -143,6 +120,38 @@ def queued_points(folders: Iterable[Path]) -> dict[str, str]:
     return states
 
 
+def max_array_size() -> int:
+    """Return the maximum number of points in one job array."""
+    for line in (_run("scontrol", "show", "config") or "").splitlines():
+        name, _, value = line.partition("=")
+        if name.strip() == "MaxArraySize" and value.strip().isdigit():
+            return max(1, int(value) - 1)
+    return MAX_ARRAY_SIZE - 1
+
+
+def _settings(file: Path) -> list[str]:
+    if not file.is_file():
+        return []
+    try:
+        # as text: YAML would read 12:00:00 as a number
+        settings: Any = yaml.load(file.read_text(), yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: not a YAML file ({' '.join(str(error).split())})") from None
+    if settings is None or settings == "":
+        return []
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: must have a line `key: value` for each setting")
+    return [f"{name}={_text(name, value, file)}" for name, value in settings.items()]
+
+
+def _text(name: str, value: Any, file: Path) -> str:
+    parts = value if isinstance(value, list) else [value]
+    if not all(isinstance(part, str) for part in parts):
+        raise UserError(f"{file}: {name}: must be one value, or a list of values")
+    text = ",".join(parts)
+    return "null" if text in ("", "~") and name not in ("setup", "extra") else text
+
+
 def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
     arrays = {}
     for folder in set(folders):
@@ -154,15 +163,6 @@ def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
                 except (ValueError, KeyError, TypeError):
                     print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
     return arrays
-
-
-def max_array_size() -> int:
-    """Return the maximum number of points in one job array."""
-    for line in (_run("scontrol", "show", "config") or "").splitlines():
-        name, _, value = line.partition("=")
-        if name.strip() == "MaxArraySize" and value.strip().isdigit():
-            return max(1, int(value) - 1)
-    return MAX_ARRAY_SIZE - 1
 
 
 def _run(*command: str) -> str | None:
