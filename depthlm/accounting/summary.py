@@ -1,4 +1,7 @@
-"""The command `python -m depthlm summary`: the cost of a configuration, computed without building it."""
+"""The command `python -m depthlm summary`: the cost of a configuration, and the overhead of every mechanism.
+
+The decoders are on the device `meta`, so nothing is allocated.
+"""
 
 import json
 import math
@@ -22,7 +25,7 @@ from depthlm.console import stderr_console, stdout_console
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 
-# memory of common GPUs, in GB of 10^9 bytes; what they have beyond that is left to CUDA
+# memory of common GPUs, in GB of 10^9 bytes; CUDA needs what they have beyond that
 GPUS = (80, 141)
 # values of training.activation_checkpointing that `summary` compares; any n is possible
 CHOICES: tuple[bool | int | str, ...] = (False, "selective", 2, True)
@@ -76,19 +79,22 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     for column in (*columns, "FLOPs computed again"):
         table.add_column(column, justify="right")
     for how, cost in summary["activation_checkpointing"].items():
-        again = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
+        recomputed = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
         sizes = _sizes(cost["largest_micro_batch_size"])
-        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{again:+.1%}" if again else "none")
+        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{recomputed:+.1%}" if recomputed else "none")
     console.print(table)
 
 
 def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
     """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
 
-    overrides: of anything except the mechanism. Raises ConfigError for an override of the mechanism.
+    overrides: of any key outside `model`, or of model.loops. Raises ConfigError for an override of the mechanism.
     """
-    refused = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
-    refused = [override for override in refused if not override.startswith("model.loops=")]
+    refused = [
+        override
+        for override in overrides
+        if override.lstrip("+~").startswith(("model=", "model.", "model/")) and not override.startswith("model.loops=")
+    ]
     if refused:
         raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
     names = [name for name in mechanisms(config_dir) if name != "vanilla"]
@@ -99,8 +105,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
     if as_json:
         print(json.dumps(costs, indent=1))
         return
-    size = config.size.name
-    title = f"Overhead over vanilla, size {size}\n"
+    title = f"Overhead over vanilla, size {config.size.name}\n"
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
     table.add_column("mechanism", min_width=max(map(len, names)))
     for column in overhead_texts(costs[names[0]]):
@@ -178,8 +183,8 @@ def memory_per_gpu(
 def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
     """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
 
-    how: a value of training.activation_checkpointing. With selective, they are those of the mechanism, whose kernels
-    run again; the mechanisms' PyTorch code computes even fewer again, since its matrix products are stored too.
+    how: a value of training.activation_checkpointing. With selective, only the kernels of the mechanism run again; its
+    PyTorch code repeats even less, since its matrix products are stored too.
     """
     if how == "selective":
         return overhead(model).flops_per_token
@@ -190,12 +195,12 @@ def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int
 
 
 def extra(cost: Overhead) -> dict[str, int]:
-    """Return an overhead as integers by the names of the JSON output."""
+    """Return an overhead as integers, keyed as in the JSON output."""
     return {name: round(value) for name, value in asdict(cost).items()}
 
 
 def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
-    """Return an overhead as text: column and value."""
+    """Return the columns of an overhead as text."""
     return {
         "parameters": f"{cost['parameters']:,}",
         "FLOPs/token": f"{cost['flops_per_token']:.2e}",
@@ -204,8 +209,8 @@ def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
     }
 
 
-def _sizes(most: dict[str, int | None]) -> list[str]:
-    return [str(size or "none") for size in most.values()]
+def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:
+    return [str(size or "none") for size in largest_sizes.values()]
 
 
 def _bytes_text(count: float) -> str:

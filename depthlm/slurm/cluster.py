@@ -1,4 +1,4 @@
-"""The resources of a SLURM job, from the keys `slurm.<key>=` and slurm/cluster.yaml."""
+"""The resources of SLURM jobs, from the keys `slurm.<key>=` and slurm/cluster.yaml, and the submitted jobs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SETTINGS = Path("slurm/cluster.yaml")
 JOBS = "jobs.jsonl"
 # the default of SLURM, for a cluster that does not report its own
 MAX_ARRAY_SIZE = 1001
-# states of jobs that squeue may list for a moment after their end, and of jobs that have not begun
+# states of jobs that have ended, which squeue lists for a moment, and of jobs that have not begun
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -56,7 +56,7 @@ class Cluster:
     extra: list[str] = key([], "additional options of sbatch, separated by commas: --exclude=n3,--constraint=h100")
 
     def options(self) -> list[str]:
-        """As options of sbatch."""
+        """Return the options of sbatch."""
         tasks = self.tasks_per_node or max(1, self.gpus_per_node)
         values = {
             "partition": self.partition,
@@ -89,7 +89,7 @@ def read_cluster(overrides: list[str]) -> Cluster:
     return cluster
 
 
-def remember_jobs(snapshot: Path, job: str, directories: list[str]) -> None:
+def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
     """Record that a job array trains these run directories, one per index."""
     with (snapshot / JOBS).open("a") as file:
         file.write(json.dumps({"job": job, "directories": directories}) + "\n")
@@ -110,7 +110,7 @@ def queued_points(folders: Iterable[Path]) -> dict[str, str]:
         raise UserError("squeue does not answer, so it is unknown which points have a job")
     states = {}
     for line in queue.splitlines():
-        # clusters print other lines too, such as warnings of plugins
+        # squeue may print other lines too, such as warnings of plugins
         if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)", line.strip())) is None:
             continue
         job, index, state = entry.groups()
