@@ -64,13 +64,13 @@ def retained_states(model: Decoder) -> float:
     """
     hidden_btd = torch.empty(1, 1, model.size.hidden_size, device=next(model.parameters()).device)
     connections = list(model.connections)[:-1]
-    state, most = connections[0].open(hidden_btd), 0.0
+    state, largest = connections[0].open(hidden_btd), 0.0
     for connection in connections:
-        most = max(most, sum(x.numel() for x in retained_tensors(state)) / hidden_btd.numel())
+        largest = max(largest, sum(x.numel() for x in retained_tensors(state)) / hidden_btd.numel())
         _, carry = connection.read(state)
         # a new tensor, like the output of every sublayer
         state = connection.write(state, torch.empty_like(hidden_btd), carry)
-    return most - 1
+    return largest - 1
 
 
 def retained_tensors(state: NamedTuple) -> list[Tensor]:

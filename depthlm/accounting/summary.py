@@ -152,14 +152,14 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "precision": config.precision.name,
         "micro_batch_size": micro_batch_size,
         "memory_per_gpu": {name: memory for name, (memory, _) in stages.items()},
-        "largest_micro_batch_size": {name: most for name, (_, most) in stages.items()},
+        "largest_micro_batch_size": {name: sizes for name, (_, sizes) in stages.items()},
         "activation_checkpointing": {
             str(how).lower(): {
                 "memory": memory,
-                "largest_micro_batch_size": most,
+                "largest_micro_batch_size": sizes,
                 "recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length)),
             }
-            for how, (memory, most) in choices.items()
+            for how, (memory, sizes) in choices.items()
         },
     }
 

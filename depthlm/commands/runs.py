@@ -173,13 +173,13 @@ def _check_options(parsed: argparse.Namespace) -> None:
 def _remove(removal: Removal, errors: list[str], quiet: bool) -> str | None:
     """Remove a folder; return why it was kept, or None. A failure is appended to `errors`."""
     try:
-        kept = remove(removal)
+        reason = remove(removal)
     except OSError as error:
         errors.append(f"{removal.path} cannot be removed ({error}); the next --prune removes what is left of it")
         return str(error)
     if not quiet:
-        print(printable(f"kept {removal.path}: {kept}" if kept else f"removed {removal.path}"), flush=True)
-    return kept
+        print(printable(f"kept {removal.path}: {reason}" if reason else f"removed {removal.path}"), flush=True)
+    return reason
 
 
 def _removal_fields(removal: Removal, outcomes: dict[Path, str | None]) -> dict[str, object]:

@@ -26,28 +26,28 @@ class EndOfText(NamedTuple):
     source: str
 
 
-def choose(encoder: Encoder, wanted: str | None, files: Mapping[str, Any], where: object) -> EndOfText:
+def choose(encoder: Encoder, token: str | None, files: Mapping[str, Any], where: object) -> EndOfText:
     """Return the end of text of a tokenizer.
 
-    wanted: the value of data.end_of_text, which may be any token. files: the content of FILES beside the tokenizer. An
+    token: the value of data.end_of_text, which may be any token. files: the content of FILES beside the tokenizer. An
     id in them counts only if it is that of an added token, since they may have been written for another tokenizer.
-    Raises DataError where the wanted token does not exist, or nothing names one.
+    Raises DataError where the token does not exist, or nothing names a token.
     """
-    if wanted is not None:
-        number = encoder.token_to_id(wanted)
+    if token is not None:
+        number = encoder.token_to_id(token)
         if number is None:
-            raise DataError(f"data.end_of_text={wanted}: the tokenizer has no such token", where, _remedy(encoder))
-        if is_character(wanted):
-            what = f"data.end_of_text={wanted}: a character of ordinary text, which has no other token"
+            raise DataError(f"data.end_of_text={token}: the tokenizer has no such token", where, _remedy(encoder))
+        if is_character(token):
+            what = f"data.end_of_text={token}: a character of ordinary text, which has no other token"
             raise DataError(what, where, _remedy(encoder))
-        return EndOfText(wanted, number, "data.end_of_text")
+        return EndOfText(token, number, "data.end_of_text")
     added = encoder.get_added_tokens_decoder()
     for name in FILES:
         for value in _named(files.get(name)):
-            token = added[value].content if type(value) is int and value in added else value
-            number = encoder.token_to_id(token) if isinstance(token, str) and not is_character(token) else None
+            named = added[value].content if type(value) is int and value in added else value
+            number = encoder.token_to_id(named) if isinstance(named, str) and not is_character(named) else None
             if number is not None:
-                return EndOfText(token, number, name)
+                return EndOfText(named, number, name)
     if (usual := usual_end_of_text(encoder)) is None:
         what = "no end-of-text token among the added tokens, and none named in a file beside it"
         raise DataError(what, where, _remedy(encoder))

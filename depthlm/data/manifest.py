@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.data.errors import DataError
-from depthlm.files import replace_text
+from depthlm.files import digest, replace_text
 from depthlm.locations import command
 
 VERSION = 2
@@ -129,14 +129,13 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
     manifest = Manifest.read(folder)
     expected = {"tokenizer.json": manifest.tokenizer}
     expected |= {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
-    for name, digest in expected.items():
+    for name, sha256 in expected.items():
         file = Path(folder, name)
         if not file.is_file():
             raise DataError("a token file is missing", file, _REMEDY)
-        with open(file, "rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
-                raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
-            show(stream.tell())
+        if digest(file) != sha256:
+            raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
+        show(file.stat().st_size)
 
 
 def check_sizes(folder: str | Path, manifest: Manifest) -> None:

@@ -35,8 +35,8 @@ class Schedule(NamedTuple):
 
     def seen(self, samples: int) -> NDArray[np.int64]:
         """Return how many of the first `samples` samples come from each source, [k]."""
-        periods, rest = divmod(samples, len(self.source))
-        return periods * self.counts + np.bincount(self.source[:rest], minlength=len(self.counts))
+        periods, remainder = divmod(samples, len(self.source))
+        return periods * self.counts + np.bincount(self.source[:remainder], minlength=len(self.counts))
 
 
 def shares(weights: Sequence[float]) -> list[Fraction]:
@@ -72,8 +72,8 @@ def schedule(weights: tuple[float, ...]) -> Schedule:
     place = np.empty(period, dtype=np.int64)
 
     def window(index: int, j: int) -> tuple[int, int]:
-        first, last = (j * d + 1) * period, ((j + 1) * d - 1) * period
-        return -(-first // (counts[index] * d)), last // (counts[index] * d)
+        release, due = (j * d + 1) * period, ((j + 1) * d - 1) * period
+        return -(-release // (counts[index] * d)), due // (counts[index] * d)
 
     # the next sample of each source: unreleased ones ordered by release, released ones by due date
     unreleased = sorted((*window(index, 0), index, 0) for index in range(len(counts)))

@@ -40,7 +40,7 @@ PADDING = "<|padding|>"
 # Bytes of text per token of its vocabulary that the BPE is trained on, and the least and the most bytes. More text
 # changes few merges and takes longer.
 BYTES_PER_TOKEN, MIN_BPE_BYTES, MAX_BPE_BYTES = 2**12, 2**23, 2**25
-_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
+REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
 
 # The library warns when a process forks after the library has used threads, and data loaders fork; only `prepare`
 # turns its threads on.
@@ -83,7 +83,7 @@ class Tokenizer:
         try:
             return cls(file.read_bytes().decode("utf-8"), file, end_of_text, read_files(file.parent))
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read a tokenizer ({error})", file, _REMEDY) from error
+            raise DataError(f"cannot read a tokenizer ({error})", file, REMEDY) from error
 
     @classmethod
     def from_hub(cls, name: str, end_of_text: str | None = None) -> "Tokenizer":
@@ -137,7 +137,7 @@ class Tokenizer:
         try:
             encodings = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises no narrower type
-            raise DataError(f"the tokenizer cannot encode a text ({error})", self.where, _REMEDY) from error
+            raise DataError(f"the tokenizer cannot encode a text ({error})", self.where, REMEDY) from error
         return [encoding.ids for encoding in encodings]
 
     @cached_property

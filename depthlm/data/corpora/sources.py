@@ -84,6 +84,11 @@ def validation_sources(data: Data) -> dict[str, Source]:
     }
 
 
+def all_sources(data: Data) -> dict[str, Source]:
+    """Return the sources to train on, then the additional validation sets, by name."""
+    return train_sources(data) | validation_sources(data)
+
+
 def is_remote(source: Source) -> bool:
     """Return whether the text comes from the hub."""
     return source.source is None and source.hub is not None
@@ -201,10 +206,10 @@ def _digest(listing: list[tuple[str | int, ...]]) -> str:
 def _matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
     """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
     patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
-    given = {key: pattern for key, pattern in patterns.items() if pattern is not None}
-    matching = {key: [file for file in files if matches(file.name, pattern)] for key, pattern in given.items()}
-    if missing := [key for key in given if not matching[key]]:
-        what = " and ".join(f"{key}={given[key]}" for key in missing)
+    set_patterns = {key: pattern for key, pattern in patterns.items() if pattern is not None}
+    matching = {key: [file for file in files if matches(file.name, pattern)] for key, pattern in set_patterns.items()}
+    if missing := [key for key in set_patterns if not matching[key]]:
+        what = " and ".join(f"{key}={set_patterns[key]}" for key in missing)
         names = ", ".join(file.name for file in files[:3])
         remedy = f"Set {' and '.join(missing)} to patterns of their names below the folder ({names}, ...), or to null."
         raise DataError(f"no file matches {what}", root, remedy)

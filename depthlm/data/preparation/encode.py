@@ -281,24 +281,24 @@ def _write(
 
     A quota does not count as full, however small it is, before a document has been held out.
     """
-    kept, full = len(batch), False
+    num_written, full = len(batch), False
     train_tokens, held_out = writers[False].tokens, writers[True].documents
     for number, piece in enumerate(batch if job.quota is not None else ()):
         train_tokens += 0 if piece.held_out else encoded.tokens[number]
         held_out += piece.held_out and piece.last
         if piece.last and held_out and job.quota is not None and train_tokens >= job.quota:
-            kept, full = number + 1, True
+            num_written, full = number + 1, True
             break
-    good = np.array([not piece.bad for piece in batch[:kept]])
-    held = np.array([piece.held_out for piece in batch[:kept]])
-    last = np.array([piece.last for piece in batch[:kept]])
-    tokens, sizes = np.array(encoded.tokens[:kept]), np.array(encoded.bytes[:kept])
+    good = np.array([not piece.bad for piece in batch[:num_written]])
+    held = np.array([piece.held_out for piece in batch[:num_written]])
+    last = np.array([piece.last for piece in batch[:num_written]])
+    tokens, sizes = np.array(encoded.tokens[:num_written]), np.array(encoded.bytes[:num_written])
     for held_out, writer in writers.items():
         in_split = good & (held == held_out)
         if in_split.any():
             ids = encoded.ids[: tokens.sum()][np.repeat(in_split, tokens)]
             writer.add(ids, int(last[in_split].sum()), int(sizes[in_split].sum()))
-    skipped.update(piece.bad for piece in batch[:kept] if piece.bad)
+    skipped.update(piece.bad for piece in batch[:num_written] if piece.bad)
     return full
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from depthlm.counts import count_text
 from depthlm.data.corpora.formats import PARQUET, compression, split_codec
-from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.corpora.sources import all_sources, is_remote, text_files
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
 from depthlm.data.preparation.split_writer import dtype_of, little_endian
@@ -130,7 +130,7 @@ def check_prepared(data: Data, command: Callable[[], str]) -> None:
     command: returns the command that prepares it; called only for the error message.
     """
     missing = {}
-    for name, source in (train_sources(data) | validation_sources(data)).items():
+    for name, source in all_sources(data).items():
         if not Manifest.exists(token_folder(name, source, data)):
             missing[name] = estimate(name, source, data)
     known = [needed for needed in missing.values() if needed is not None]

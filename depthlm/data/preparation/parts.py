@@ -135,11 +135,11 @@ def stored_batches(
     for number, (section, index) in enumerate(files):
         if (section, index) < position[:2]:
             continue
-        first = position.record if (section, index) == position[:2] else 0
+        start = position.record if (section, index) == position[:2] else 0
         num_yielded, path = 0, _path(folder_of(job, partial), section, index)
         for attempt in range(2):
             try:
-                for rows, ids in _read(path, little_endian(dtype_of(job.vocab_size)), first, num_yielded):
+                for rows, ids in _read(path, little_endian(dtype_of(job.vocab_size)), start, num_yielded):
                     pieces = [
                         Piece(bool(held), "", bool(last), Position(section, index, after), BAD[bad])
                         for after, _, _, held, last, bad in rows.tolist()
@@ -241,9 +241,9 @@ def _write(file: IO[bytes], rows: NDArray[np.int64], ids: NDArray[np.integer]) -
 
 
 def _read(
-    path: Path, dtype: np.dtype[Any], first: int, skip: int
+    path: Path, dtype: np.dtype[Any], start: int, skip: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
-    """Yield the batches of a complete file, without the pieces before record `first`, nor the next `skip` pieces.
+    """Yield the batches of a complete file, without the pieces before record `start`, nor the next `skip` pieces.
 
     dtype: of the ids. Raises DamagedError if the content is not what was written.
     """
@@ -262,8 +262,8 @@ def _read(
             remaining -= length
             rows = np.frombuffer(content[: sizes[0]], HEAD).reshape(-1, COLUMNS).astype(np.int64)
             ids = np.frombuffer(content[sizes[0] :], dtype)
-            kept = rows[:, 0] > first
-            kept &= np.cumsum(kept) > skip
-            skip -= int((rows[:, 0] > first).sum() - kept.sum())
-            if kept.any():
-                yield rows[kept], ids[np.repeat(kept, rows[:, 1])]
+            candidates = rows[:, 0] > start
+            selected = candidates & (np.cumsum(candidates) > skip)
+            skip -= int(candidates.sum() - selected.sum())
+            if selected.any():
+                yield rows[selected], ids[np.repeat(selected, rows[:, 1])]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import REASONS, documents
-from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import is_validation
@@ -56,16 +56,16 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
     cannot be written, contains other files, or is being prepared with other settings.
     """
     console = stderr_console(quiet=not progress, soft_wrap=True)
-    everything = train_sources(data) | validation_sources(data)
-    for name in [data.name, *everything]:
+    sources = all_sources(data)
+    for name in [data.name, *sources]:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise DataError("not a valid name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
-    if unknown := sorted({*only} - {*everything}):
-        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(everything)}.")
+    if unknown := sorted({*only} - {*sources}):
+        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
         name: _prepare(name, source, data, tokenizer, console, part)
-        for name, source in everything.items()
+        for name, source in sources.items()
         if not only or name in only
     }
 
@@ -108,9 +108,9 @@ def _text_for_training(data: Data) -> Iterator[str]:
     for name, source in train_sources(data).items():
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
         fraction = held_out_fraction(files, field, cut, data)
-        everything = documents(files.train, field, cut, data.max_document_bytes)
-        kept = ((document, text) for document, text in everything if not is_validation(document, fraction))
-        yield from sample(kept, sample_bytes(data.vocab_size), files.description.get("bytes"))
+        pairs = documents(files.train, field, cut, data.max_document_bytes)
+        train_pairs = ((document, text) for document, text in pairs if not is_validation(document, fraction))
+        yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 
 def _prepare(
