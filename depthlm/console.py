@@ -1,4 +1,4 @@
-"""The console that commands print to. It is as wide as the terminal; redirected output is wide enough for any path."""
+"""The consoles that commands print to, as wide as the terminal. Redirected output is wide enough for any path."""
 
 import sys
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ REDIRECTED_WIDTH = 400
 
 
 class PlainConsole(Console):
-    """A console to which only its own styles are control characters, not those in the text that it prints."""
+    """A console that escapes control characters in the text that it prints, and writes only those of its styles."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Return a text with its markup, before the widths of columns are measured."""
@@ -32,5 +32,5 @@ def stdout_console(redirected_width: int = REDIRECTED_WIDTH) -> Console:
 
 
 def stderr_console(**settings: Any) -> Console:
-    """Return a console on standard error. settings: of rich."""
+    """Return a console on standard error. settings: arguments of rich's Console."""
     return PlainConsole(stderr=True, highlight=False, **settings)

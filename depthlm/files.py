@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import yaml
 
 CHUNK, SYNC_EVERY = 2**25, 2**27
-# bytes and nesting of a file that describes a run; ours have some 10 KB and five levels
-LARGEST, DEEPEST = 2**26, 50
+# the most bytes and levels of a file that describes a run; files that we write have some 10 KB and five levels
+MAX_BYTES, MAX_DEPTH = 2**26, 50
 
 
 def _umask() -> int:
@@ -26,7 +26,7 @@ def _umask() -> int:
 UMASK = _umask()
 
 
-def usual_mode(path: Path) -> None:
+def set_default_mode(path: Path) -> None:
     """Give a file the default mode of a new file, because safetensors creates files that only their owner can read."""
     path.chmod(0o666 & ~UMASK)
 
@@ -70,11 +70,11 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a small file of a run. Raises OSError also for one above LARGEST, ValueError if not UTF-8."""
+    """Return the text of a file of a run. Raises OSError, also above MAX_BYTES, and ValueError if not UTF-8."""
     with open_regular(file) as stream:
-        content = stream.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(file))
+        content = stream.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {MAX_BYTES >> 20} MiB", str(file))
     return content.decode()
 
 
@@ -91,7 +91,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     """Return the content of a YAML file as plain data; {} if the file is missing, broken or not a mapping.
 
     A file with aliases counts as broken, since a few lines with them can expand to more than fits in memory, and so
-    does one that is nested deeper than DEEPEST.
+    does one that is nested deeper than MAX_DEPTH.
     """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
@@ -99,7 +99,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
         text = read_text(file)
         for event in yaml.parse(text, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
+            if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
                 return {}
         content = yaml.load(text, Loader=loader)
     except (OSError, ValueError, yaml.YAMLError):
@@ -142,14 +142,14 @@ class LargeFile:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK):
             chunk = view[start : start + CHUNK]
-            hashed = self.pool.submit(self.sha256.update, chunk)
+            hashing = self.pool.submit(self.sha256.update, chunk)
             try:
                 self.file.write(chunk)
                 self.unsynced += len(chunk)
                 if self.unsynced >= SYNC_EVERY:
                     self._sync()
             finally:
-                hashed.result()  # the caller may reuse the bytes after `write` returns
+                hashing.result()  # the caller may reuse the bytes after `write` returns
         return len(view)
 
     def flush(self) -> None:
@@ -168,10 +168,10 @@ class LargeFile:
     def _sync(self) -> None:
         self.file.flush()
         self.syncing.result()
-        self.syncing, self.unsynced = self.pool.submit(_forget, self.file.fileno()), 0
+        self.syncing, self.unsynced = self.pool.submit(_sync_and_evict, self.file.fileno()), 0
 
 
-def _forget(descriptor: int) -> None:
+def _sync_and_evict(descriptor: int) -> None:
     os.fsync(descriptor)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

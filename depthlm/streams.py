@@ -1,4 +1,4 @@
-"""The standard streams of a command, and what may be written to them."""
+"""The standard streams of a command: opening them, escaping text for them, and writing without errors."""
 
 import locale
 import logging
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 def prepare_streams() -> None:
     """Open the standard streams that are closed, and use UTF-8 for all text; may start the process again for it.
 
-    The next file that is opened would take the place of a closed stream, and get what libraries print.
+    A file that is opened later would otherwise take the number of a closed stream, and receive what libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None and os.open(os.devnull, os.O_RDWR) == number:
@@ -33,7 +33,7 @@ def prepare_streams() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-class Lossy:
+class LossyStream:
     """A text stream that drops everything from the first error on, such as that of a closed pipe or a full disk."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -75,12 +75,12 @@ class Lossy:
 
 def continue_without_output() -> None:
     """Let standard output and standard error drop what they cannot write, instead of raising an error."""
-    sys.stdout = Lossy(sys.stdout, "standard output")
-    sys.stderr = Lossy(sys.stderr, "standard error")
+    sys.stdout = LossyStream(sys.stdout, "standard output")
+    sys.stderr = LossyStream(sys.stderr, "standard error")
 
 
 def report_dropped_output() -> None:
     """Log which output was dropped before logging began."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, Lossy):
+        if isinstance(stream, LossyStream):
             stream.report()

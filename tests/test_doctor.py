@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.doctor import machine, software
-from depthlm.doctor.command import doctor, examine, look_at
+from depthlm.doctor import run, software
+from depthlm.doctor.command import doctor, examine, run_check
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
 from depthlm.machine import environment
 from depthlm.machine.gpu import Gpu
@@ -47,7 +47,7 @@ def test_an_old_driver_is_reported_as_one_problem(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(environment, "probe", lambda: OLD)
-    monkeypatch.setattr(machine, "probe", lambda: OLD)
+    monkeypatch.setattr(run, "probe", lambda: OLD)
     items = by_name([])
     assert [item.name for item in items.values() if item.state == PROBLEM] == ["device"]
     assert "update the driver to one for CUDA 13" in items["device"].remedy
@@ -111,12 +111,12 @@ def test_missing_compilers_matter_only_where_they_are_needed(monkeypatch: pytest
 
 def test_little_free_space_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 64 * 2**20))
-    assert machine.disk("disk", tmp_path / "a/b").state == WARNING
-    assert machine.shared_memory().state == WARNING
+    assert run.disk("disk", tmp_path / "a/b").state == WARNING
+    assert run.shared_memory().state == WARNING
     (tmp_path / "file").touch()
-    assert machine.disk("disk", tmp_path / "file/run").state == PROBLEM
-    monkeypatch.setattr(machine, "memory_limits", lambda: (64 * 2**30, 60 * 2**30, 2**30))
-    limited = machine.memory()
+    assert run.disk("disk", tmp_path / "file/run").state == PROBLEM
+    monkeypatch.setattr(run, "memory_limits", lambda: (64 * 2**30, 60 * 2**30, 2**30))
+    limited = run.memory()
     assert (limited.state, "this process may use 1.0 GiB" in limited.value) == (WARNING, True)
 
 
@@ -135,7 +135,7 @@ def test_contradicting_launcher_variables_are_a_problem(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("depthlm.distributed.launchers._launched", ({}, None))
-    (item,) = machine.ranks()
+    (item,) = run.ranks()
     assert (item.state, "WORLD_SIZE is not set" in item.remedy) == (PROBLEM, True)
 
 
@@ -143,7 +143,7 @@ def test_a_failing_check_becomes_a_problem() -> None:
     def broken() -> Item:
         raise ZeroDivisionError("by zero")
 
-    (item,) = look_at("memory", broken)
+    (item,) = run_check("memory", broken)
     assert (item.state, item.value) == (PROBLEM, "this check failed: ZeroDivisionError: by zero")
 
 
@@ -152,9 +152,9 @@ def test_working_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: Properties("NVIDIA H100", 80 * 2**30, 9, 0))
-    value = machine.device("auto").value
+    value = run.device("auto").value
     assert value == (
         "cuda:0: NVIDIA H100, 80.0 GiB, compute capability 9.0; cuda:1: NVIDIA H100, 80.0 GiB, compute capability 9.0"
     )
-    monkeypatch.setattr(machine, "probe", lambda: replace(OLD, driver="580.1", driver_cuda=(13, 0), failure=None))
-    assert machine.driver().state == OK
+    monkeypatch.setattr(run, "probe", lambda: replace(OLD, driver="580.1", driver_cuda=(13, 0), failure=None))
+    assert run.driver().state == OK

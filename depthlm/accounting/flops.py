@@ -34,22 +34,24 @@ class Flops:
 def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True) -> Flops:
     """Return the FLOPs per token for sequences of this length; works on the meta device.
 
-    With attention inside documents, give `Batches.document_length`.
+    If attention stays inside documents, pass `Batches.document_length`.
 
     A linear layer of n weights takes 2n. Attention takes 4 H e T, halved if causal, where H is the number of heads, e
-    their size and T the sequence length. Of a mixture of experts, only those of a token count. Outside of `nn.Linear`
-    children, an attention counts in `SelfAttention.forward_flops`, and a connection in `Connection.cost`.
+    their size and T the sequence length. In a mixture of experts, only the experts of a token count. What an attention
+    computes outside of its `nn.Linear` children is in `SelfAttention.forward_flops`; for a connection, it is in
+    `Connection.cost`.
 
     causal: False also counts the scores that the mask discards.
     """
     attention = mlp = 0.0
     for layer in model.layers:
-        attention += _linear(layer.attention) + layer.attention.forward_flops(sequence_length, causal)
-        mlp += _linear(layer.mlp) + (layer.mlp.forward_flops() if isinstance(layer.mlp, Mixture) else 0.0)
-    connection = sum(_linear(c) + c.cost.flops for c in model.connections)
+        attention += linear_flops(layer.attention) + layer.attention.forward_flops(sequence_length, causal)
+        mlp += linear_flops(layer.mlp) + (layer.mlp.forward_flops() if isinstance(layer.mlp, Mixture) else 0.0)
+    connection = sum(linear_flops(c) + c.cost.flops for c in model.connections)
     head = 2.0 * model.size.hidden_size * model.size.vocab_size
     return Flops(attention * model.loops, mlp * model.loops, head, connection)
 
 
-def _linear(module: nn.Module) -> float:
+def linear_flops(module: nn.Module) -> float:
+    """Return the FLOPs per token of the linear layers in a module: two per weight."""
     return sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))

@@ -60,8 +60,8 @@ class Memory:
 class MemoryEstimator:
     """Estimates the memory of a configuration on `cpu` or `cuda`, which this machine need not have. Caches its traces.
 
-    process: bytes of this process outside of tensors. line: two micro-batch sizes; other sizes are interpolated
-    linearly between their traces instead of traced.
+    process: bytes of this process outside of tensors. line: two micro-batch sizes that are traced; the memory of other
+    sizes is interpolated linearly between them.
     """
 
     def __init__(self, config: "Config", device: str, process: float = 0.0, line: tuple[int, int] | None = None):
@@ -93,34 +93,38 @@ class MemoryEstimator:
 
         Stage 1 divides the optimizer states by the number of ranks, stage 2 also the gradients, stage 3 also the
         weights. `activations` is the memory of the update. Experts that are spread over ranks are divided by their
-        number before, so what ZeRO divides by all ranks is the same as without.
+        number first, so each rank's share under ZeRO is the same as without spreading.
         """
-        numbers, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
-        own = self.own_parameters if stage < 3 else numbers
+        total, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
+        resident = self.rank_parameters if stage < 3 else total
         if stage == 0:
             # the weights are fp32, under autocast for bf16; on several ranks, a bucket of gradients is copied at a time
-            flat = 4.0 * min(own, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
+            flat = 4.0 * min(resident, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
-                flat += 2.0 * own
+                flat += 2.0 * resident
             return Memory(
-                4.0 * own, 4.0 * own, self.own_optimizer_states, flat + self._waste(flat), process=self.process
+                4.0 * resident,
+                4.0 * resident,
+                self.rank_optimizer_states,
+                flat + self._waste(flat),
+                process=self.process,
             )
         width = DTYPES[precision].itemsize
         # the optimizer's states and an fp32 copy of the weights, even if they are fp32 already
-        weights, optimizer = float(width * own), (4.0 * numbers + self.optimizer_states) / ranks
-        gradients = flat = 4.0 * numbers / ranks
-        bucket = width * min(bucket_elements(sharding, stage), own) * (2.0 if sharding.overlap_comm else 1.0)
+        weights, optimizer = float(width * resident), (4.0 * total + self.optimizer_states) / ranks
+        gradients = flat = 4.0 * total / ranks
+        bucket = width * min(bucket_elements(sharding, stage), resident) * (2.0 if sharding.overlap_comm else 1.0)
         if stage == 1 and precision == "bf16":
             # DeepSpeed's BF16_Optimizer keeps all gradients in both dtypes, and reduces them as ZeRO 0 does
-            gradients, bucket, flat = 6.0 * own, 0.0, 6.0 * min(own, REDUCED)
+            gradients, bucket, flat = 6.0 * resident, 0.0, 6.0 * min(resident, REDUCED)
         elif stage == 1 and accumulation > 1:
-            gradients += width * own
+            gradients += width * resident
         if stage < 3 and precision == "fp32" and accumulation == 1:
             # the update reads gradients in the weights' dtype directly from the bucket
             gradients = max(0.0, gradients - bucket)
         if stage == 3:
             weights /= ranks
-            bucket += width * min(numbers, GATHERED)
+            bucket += width * min(total, GATHERED)
         offloaded = 0.0
         if stage == 3 and sharding.offload == "cpu" and self.device != "cpu":
             offloaded, weights, optimizer = weights + optimizer, 0.0, 0.0
@@ -128,36 +132,38 @@ class MemoryEstimator:
         return Memory(weights, gradients, optimizer, flat, bucket, self.process, offloaded)
 
     def _waste(self, activations: float, checkpointing: bool | int | str = False) -> float:
-        share, most = CPU_WASTE[bool(checkpointing)]
-        return min(share * activations, most) if self.device == "cpu" else 0.0
+        fraction, maximum = CPU_WASTE[bool(checkpointing)]
+        return min(fraction * activations, maximum) if self.device == "cpu" else 0.0
 
     @cached_property
-    def _whole(self) -> Decoder:
+    def _full_model(self) -> Decoder:
         return build_model(self.config, "meta")
 
     @cached_property
-    def _own(self) -> Decoder:
-        return own_decoder(self.config) if self.config.deepspeed.experts > 1 else self._whole
+    def _rank_model(self) -> Decoder:
+        return rank_decoder(self.config) if self.config.deepspeed.experts > 1 else self._full_model
 
     @cached_property
     def parameters(self) -> int:
         """The number of parameters."""
-        return sum(parameter.numel() for parameter in self._whole.parameters())
+        return sum(parameter.numel() for parameter in self._full_model.parameters())
 
     @cached_property
-    def own_parameters(self) -> int:
-        """The number of parameters of a rank, without those of experts on other ranks."""
-        return sum(parameter.numel() for parameter in self._own.parameters())
+    def rank_parameters(self) -> int:
+        """The number of parameters on a rank, which lacks the experts of other ranks."""
+        return sum(parameter.numel() for parameter in self._rank_model.parameters())
 
     @cached_property
     def optimizer_states(self) -> float:
         """The bytes of the optimizer's states of all parameters, for fp32 weights. Raises UntracedError."""
-        return self._optimizer_states(self._whole)
+        return self._optimizer_states(self._full_model)
 
     @cached_property
-    def own_optimizer_states(self) -> float:
-        """The bytes of the optimizer's states of `own_parameters`. Raises UntracedError."""
-        return self._optimizer_states(self._own) if self._own is not self._whole else self.optimizer_states
+    def rank_optimizer_states(self) -> float:
+        """The bytes of the optimizer's states of `rank_parameters`. Raises UntracedError."""
+        if self._rank_model is self._full_model:
+            return self.optimizer_states
+        return self._optimizer_states(self._rank_model)
 
     def _optimizer_states(self, model: Decoder) -> float:
         try:
@@ -172,15 +178,15 @@ class MemoryEstimator:
 
     def _trace(self, stage: int, micro_batch_size: int, checkpointing: bool | int | str, accumulating: bool) -> Trace:
         if self.line is not None and micro_batch_size not in self.line:
-            (x0, x1), how = self.line, (checkpointing, accumulating)
-            ends = self._trace(stage, x0, *how), self._trace(stage, x1, *how)
-            share = (micro_batch_size - x0) / (x1 - x0)
+            (low, high), settings = self.line, (checkpointing, accumulating)
+            ends = self._trace(stage, low, *settings), self._trace(stage, high, *settings)
+            share = (micro_batch_size - low) / (high - low)
             return Trace(*(round(a + share * (b - a)) for a, b in zip(*map(astuple, ends), strict=True)))
         training, precision = self.config.training, DTYPES[self.config.precision.name]
         half_weights = stage > 0 and precision != torch.float32
         key = (half_weights, stage == 3, micro_batch_size, checkpointing, accumulating)
         if key not in self.traces:
-            model = own_decoder(self.config) if stage < 3 else build_model(self.config, "meta")
+            model = rank_decoder(self.config) if stage < 3 else build_model(self.config, "meta")
             if half_weights:
                 model.to(precision)
                 for parameter in fp32_parameters(model).values():
@@ -200,7 +206,7 @@ class MemoryEstimator:
         return self.traces[key]
 
 
-def own_decoder(config: "Config") -> Decoder:
+def rank_decoder(config: "Config") -> Decoder:
     """Return the decoder of a rank on meta, without experts that are spread over other ranks."""
     model, ranks = build_model(config, "meta"), config.deepspeed.experts
     for mixture in model.mixtures() if ranks > 1 else ():
@@ -212,21 +218,20 @@ def own_decoder(config: "Config") -> Decoder:
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
     """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
 
-    Totals grow almost linearly, so the search interpolates between two known totals.
+    Totals grow almost linearly, so the search interpolates between two totals.
     """
     low, high = 0, len(sizes) - 1
-    known = {low: total(sizes[low])}
-    if known[low] > available:
+    totals = {low: total(sizes[low])}
+    if totals[low] > available:
         return None
-    known[high] = total(sizes[high])
-    if known[high] <= available:
+    totals[high] = total(sizes[high])
+    if totals[high] <= available:
         return sizes[high]
     while high - low > 1:
-        slope = (known[high] - known[low]) / (sizes[high] - sizes[low])
-        aim = sizes[low] + (available - known[low]) / slope
-        # the largest size that fits by interpolation; if none in between does, the smallest of them
-        between = range(low + 1, high)
-        middle = max((i for i in between if sizes[i] <= aim), default=low + 1)
-        known[middle] = total(sizes[middle])
-        low, high = (middle, high) if known[middle] <= available else (low, middle)
+        slope = (totals[high] - totals[low]) / (sizes[high] - sizes[low])
+        target = sizes[low] + (available - totals[low]) / slope
+        # the largest size in between that fits by interpolation; if none does, the smallest size in between
+        middle = max((i for i in range(low + 1, high) if sizes[i] <= target), default=low + 1)
+        totals[middle] = total(sizes[middle])
+        low, high = (middle, high) if totals[middle] <= available else (low, middle)
     return sizes[low]

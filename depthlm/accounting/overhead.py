@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from depthlm.accounting.flops import linear_flops
 from depthlm.accounting.parameters import count_parameters
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
@@ -38,15 +39,15 @@ def overhead(model: Decoder) -> Overhead:
     attentions = [layer.attention for layer in model.layers]
     reads = list(model.connections)[:-1]
     flops = values = 0.0
-    for mine, plain in zip(attentions, vanilla.layers, strict=True):
+    for attention, vanilla_layer in zip(attentions, vanilla.layers, strict=True):
         # terms in the length cancel in the difference from vanilla
-        extra = mine.forward_flops(1, False) - plain.attention.forward_flops(1, False)
-        flops += model.loops * (_linear(mine) - _linear(plain.attention) + extra)
-        values += model.loops * mine.io_values()
+        extra = attention.forward_flops(1, False) - vanilla_layer.attention.forward_flops(1, False)
+        flops += model.loops * (linear_flops(attention) - linear_flops(vanilla_layer.attention) + extra)
+        values += model.loops * attention.io_values()
     for connection in reads:
-        flops += _linear(connection) + connection.cost.flops
+        flops += linear_flops(connection) + connection.cost.flops
         values += connection.cost.io_values
-    retained = held_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
+    retained = retained_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
     return Overhead(
         parameters=count_parameters(model)["total"] - count_parameters(vanilla)["total"],
         flops_per_token=flops,
@@ -56,27 +57,23 @@ def overhead(model: Decoder) -> Overhead:
 
 
 @torch.no_grad()
-def held_states(model: Decoder) -> float:
-    """Return the size of the largest state before any sublayer, in hidden states, minus the one of a residual decoder.
+def retained_states(model: Decoder) -> float:
+    """Return the size of the largest state before a sublayer, in hidden states, minus that of a residual decoder.
 
     It is measured by passing one token through the connections. What is read ahead and a pending write do not count.
     """
     hidden_btd = torch.empty(1, 1, model.size.hidden_size, device=next(model.parameters()).device)
     connections = list(model.connections)[:-1]
-    state, most = connections[0].open(hidden_btd), 0.0
+    state, largest = connections[0].open(hidden_btd), 0.0
     for connection in connections:
-        most = max(most, sum(x.numel() for x in retained_tensors(state)) / hidden_btd.numel())
+        largest = max(largest, sum(x.numel() for x in retained_tensors(state)) / hidden_btd.numel())
         _, carry = connection.read(state)
         # a new tensor, like the output of every sublayer
         state = connection.write(state, torch.empty_like(hidden_btd), carry)
-    return most - 1
+    return largest - 1
 
 
 def retained_tensors(state: NamedTuple) -> list[Tensor]:
     """Return the distinct tensors of a state, but not those of its fields `ahead` and `pending`."""
     fields = [value for name, value in state._asdict().items() if name not in ("ahead", "pending")]
     return list({id(x): x for x in tree_leaves(fields) if isinstance(x, Tensor)}.values())
-
-
-def _linear(module: torch.nn.Module) -> float:
-    return sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, torch.nn.Linear))

@@ -12,7 +12,7 @@ PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 def count_parameters(model: nn.Module) -> dict[str, int]:
     """Return the number of parameters of each part, and the "total"; works on the meta device.
 
-    With experts also "activated": all parameters but those of the experts that a token is not sent to.
+    With experts, also return "activated", which excludes the experts to which a token is not sent.
 
     norms: the norms of the layers, of q and k, and the final norm. attention: including the mechanism's parameters.
     connection: all parameters of the connections, norms included. head: 0 if tied, since it counts as embedding.

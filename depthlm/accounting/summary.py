@@ -1,4 +1,7 @@
-"""The command `python -m depthlm summary`: the cost of a configuration, computed without building it."""
+"""The command `python -m depthlm summary`: the cost of a configuration, and the overhead of every mechanism.
+
+The decoders are on the device `meta`, so nothing is allocated.
+"""
 
 import json
 import math
@@ -22,75 +25,10 @@ from depthlm.console import stderr_console, stdout_console
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 
-# memory of common GPUs, in GB of 10^9 bytes; what they have beyond that is left to CUDA
+# memory of common GPUs, in GB of 10^9 bytes; CUDA needs what they have beyond that
 GPUS = (80, 141)
 # values of training.activation_checkpointing that `summary` compares; any n is possible
 CHOICES: tuple[bool | int | str, ...] = (False, "selective", 2, True)
-
-
-def summarize(config: Config, gpus: int) -> dict[str, Any]:
-    """Return parameters by part, FLOPs per token, tokens, and the memory of each of `gpus` GPUs for every ZeRO stage.
-
-    The activations are those of one micro-batch or, if its size is not configured, of one GPU's share of the batch. The
-    summary also has the largest micro-batch for each memory size of GPUS. Raises UserError if the decoder cannot be
-    traced, or if the experts cannot be spread over as many GPUs as configured.
-    """
-    if gpus % config.deepspeed.experts:
-        raise UserError(f"deepspeed.experts={config.deepspeed.experts}: must divide --gpus={gpus}")
-    model = build_model(config, "meta")
-    training = config.training
-    counts = count_parameters(model)
-    flops = flops_per_token(model, training.sequence_length)
-    steps = run_steps(config)
-    micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
-    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
-    per_gpu = partial(memory_per_gpu, config, estimator, gpus, micro_batch_size)
-    try:
-        stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in range(4)}
-        choices = {how: per_gpu(config.deepspeed.stage, how) for how in CHOICES}
-    except UntracedError as error:
-        raise UserError(str(error)) from None
-    return {
-        "model": config.model.name,
-        "backbone": config.backbone.name,
-        "size": config.size.name,
-        "parameters": counts,
-        "flops_per_token": round(flops.training),
-        "forward_flops_per_token": round(flops.forward),
-        "extra": extra(overhead(model)),
-        "sequence_length": training.sequence_length,
-        "steps": steps,
-        "tokens": steps and steps * training.batch_size * training.sequence_length,
-        "gpus": gpus,
-        "precision": config.precision.name,
-        "micro_batch_size": micro_batch_size,
-        "memory_per_gpu": {name: memory for name, (memory, _) in stages.items()},
-        "largest_micro_batch_size": {name: most for name, (_, most) in stages.items()},
-        "activation_checkpointing": {
-            str(how).lower(): {
-                "memory": memory,
-                "largest_micro_batch_size": most,
-                "recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length)),
-            }
-            for how, (memory, most) in choices.items()
-        },
-    }
-
-
-def memory_per_gpu(
-    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int, stage: int, how: bool | int | str
-) -> tuple[float, dict[str, int | None]]:
-    """Return the bytes that a micro-batch needs on each GPU, and the largest micro-batch by memory size of the GPU.
-
-    stage: of ZeRO. how: a value of training.activation_checkpointing. The largest micro-batch is in sequences, and None
-    if not even one sequence fits. Raises UntracedError.
-    """
-    share = max(1, config.training.batch_size // gpus)
-
-    def total(size: int) -> float:
-        return estimator.estimate(stage, gpus, size, max(1, share // size), how).total
-
-    return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
 
 
 def print_summary(config: Config, gpus: int, as_json: bool) -> None:
@@ -141,23 +79,22 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
     for column in (*columns, "FLOPs computed again"):
         table.add_column(column, justify="right")
     for how, cost in summary["activation_checkpointing"].items():
-        again = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
+        recomputed = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
         sizes = _sizes(cost["largest_micro_batch_size"])
-        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{again:+.1%}" if again else "none")
+        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{recomputed:+.1%}" if recomputed else "none")
     console.print(table)
-
-
-def _sizes(most: dict[str, int | None]) -> list[str]:
-    return [str(size or "none") for size in most.values()]
 
 
 def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_json: bool) -> None:
     """Print the overhead of every mechanism of conf/model (Depth-Attention, Table 2), as a table or as JSON.
 
-    overrides: of anything except the mechanism. Raises ConfigError for an override of the mechanism.
+    overrides: of any key outside `model`, or of model.loops. Raises ConfigError for an override of the mechanism.
     """
-    refused = [override for override in overrides if override.lstrip("+~").startswith(("model=", "model.", "model/"))]
-    refused = [override for override in refused if not override.startswith("model.loops=")]
+    refused = [
+        override
+        for override in overrides
+        if override.lstrip("+~").startswith(("model=", "model.", "model/")) and not override.startswith("model.loops=")
+    ]
     if refused:
         raise ConfigError([f"{override}: --overhead covers every mechanism; leave it out" for override in refused])
     names = [name for name in mechanisms(config_dir) if name != "vanilla"]
@@ -168,8 +105,7 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
     if as_json:
         print(json.dumps(costs, indent=1))
         return
-    size = config.size.name
-    title = f"Overhead over vanilla, size {size}\n"
+    title = f"Overhead over vanilla, size {config.size.name}\n"
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
     table.add_column("mechanism", min_width=max(map(len, names)))
     for column in overhead_texts(costs[names[0]]):
@@ -179,13 +115,92 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
     stdout_console().print(table)
 
 
+def summarize(config: Config, gpus: int) -> dict[str, Any]:
+    """Return parameters by part, FLOPs per token, tokens, and the memory of each of `gpus` GPUs for every ZeRO stage.
+
+    The activations are those of one micro-batch or, if its size is not configured, of one GPU's share of the batch. The
+    summary also has the largest micro-batch for each memory size of GPUS. Raises UserError if the decoder cannot be
+    traced, or if the experts cannot be spread over as many GPUs as configured.
+    """
+    if gpus % config.deepspeed.experts:
+        raise UserError(f"deepspeed.experts={config.deepspeed.experts}: must divide --gpus={gpus}")
+    model = build_model(config, "meta")
+    training = config.training
+    counts = count_parameters(model)
+    flops = flops_per_token(model, training.sequence_length)
+    steps = run_steps(config)
+    micro_batch_size = training.micro_batch_size or max(1, training.batch_size // gpus)
+    estimator = MemoryEstimator(config, "cuda", line=(micro_batch_size, 8 * micro_batch_size))
+    per_gpu = partial(memory_per_gpu, config, estimator, gpus, micro_batch_size)
+    try:
+        stages = {f"zero{stage}": per_gpu(stage, training.activation_checkpointing) for stage in range(4)}
+        choices = {how: per_gpu(config.deepspeed.stage, how) for how in CHOICES}
+    except UntracedError as error:
+        raise UserError(str(error)) from None
+    return {
+        "model": config.model.name,
+        "backbone": config.backbone.name,
+        "size": config.size.name,
+        "parameters": counts,
+        "flops_per_token": round(flops.training),
+        "forward_flops_per_token": round(flops.forward),
+        "extra": extra(overhead(model)),
+        "sequence_length": training.sequence_length,
+        "steps": steps,
+        "tokens": steps and steps * training.batch_size * training.sequence_length,
+        "gpus": gpus,
+        "precision": config.precision.name,
+        "micro_batch_size": micro_batch_size,
+        "memory_per_gpu": {name: memory for name, (memory, _) in stages.items()},
+        "largest_micro_batch_size": {name: sizes for name, (_, sizes) in stages.items()},
+        "activation_checkpointing": {
+            str(how).lower(): {
+                "memory": memory,
+                "largest_micro_batch_size": sizes,
+                "recomputed_flops_per_token": round(recomputed_flops(model, how, training.sequence_length)),
+            }
+            for how, (memory, sizes) in choices.items()
+        },
+    }
+
+
+def memory_per_gpu(
+    config: Config, estimator: MemoryEstimator, gpus: int, micro_batch_size: int, stage: int, how: bool | int | str
+) -> tuple[float, dict[str, int | None]]:
+    """Return the bytes that a micro-batch needs on each GPU, and the largest micro-batch by memory size of the GPU.
+
+    stage: of ZeRO. how: a value of training.activation_checkpointing. The largest micro-batch is in sequences, and None
+    if not even one sequence fits. Raises UntracedError.
+    """
+    share = max(1, config.training.batch_size // gpus)
+
+    def total(size: int) -> float:
+        return estimator.estimate(stage, gpus, size, max(1, share // size), how).total
+
+    return total(micro_batch_size), {f"{gb}GB": largest(range(1, 2**16), gb * 1e9, total) for gb in GPUS}
+
+
+def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
+    """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
+
+    how: a value of training.activation_checkpointing. With selective, only the kernels of the mechanism run again; its
+    PyTorch code repeats even less, since its matrix products are stored too.
+    """
+    if how == "selective":
+        return overhead(model).flops_per_token
+    flops = flops_per_token(model, sequence_length)
+    passes = model.loops * model.size.num_layers
+    layers = math.ceil(passes / int(how)) if how else 0
+    return (flops.forward - flops.head) * layers / passes
+
+
 def extra(cost: Overhead) -> dict[str, int]:
-    """Return an overhead as integers by the names of the JSON output."""
+    """Return an overhead as integers, keyed as in the JSON output."""
     return {name: round(value) for name, value in asdict(cost).items()}
 
 
 def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
-    """Return an overhead as text: column and value."""
+    """Return the columns of an overhead as text."""
     return {
         "parameters": f"{cost['parameters']:,}",
         "FLOPs/token": f"{cost['flops_per_token']:.2e}",
@@ -194,22 +209,12 @@ def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
     }
 
 
+def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:
+    return [str(size or "none") for size in largest_sizes.values()]
+
+
 def _bytes_text(count: float) -> str:
     if count < 2**20:
         return f"{count / 2**10:.0f} KiB"
     # round halves up, as the papers do
     return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"
-
-
-def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int) -> float:
-    """Return the FLOPs per token that the backward pass computes again, besides element-wise operations.
-
-    how: a value of training.activation_checkpointing. With selective, they are those of the mechanism, whose kernels
-    run again; the mechanisms' PyTorch code computes even fewer again, since its matrix products are stored too.
-    """
-    if how == "selective":
-        return overhead(model).flops_per_token
-    flops = flops_per_token(model, sequence_length)
-    passes = model.loops * model.size.num_layers
-    layers = math.ceil(passes / int(how)) if how else 0
-    return (flops.forward - flops.head) * layers / passes

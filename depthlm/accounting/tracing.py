@@ -1,7 +1,7 @@
 """Count the memory of one forward and backward pass on meta tensors, without computing it.
 
-`trace` runs the decoder itself on the device `meta`, so that it counts everything that a mechanism keeps, also with
-activation checkpointing and document masks. `_AsOn` simulates the device, and `_Ledger` counts.
+`trace` runs the decoder itself on the device `meta`, so it counts everything that a mechanism retains, also with
+activation checkpointing and document masks. `_SimulatedDevice` simulates the device, and `_Ledger` counts.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from depthlm.ops.cross_entropy import chunked as linear_cross_entropy
 
 META = torch.device("meta")
 
-# functions that autocast computes in 16 bits, and on a GPU in fp32, by a cast of the input or of the result's dtype
+# functions that autocast computes in 16 bits; on a GPU, in fp32 from a cast input; on a GPU, with a result in fp32
 LOWER = {
     "linear",
     "matmul",
@@ -60,7 +60,7 @@ FP32 = {
 }
 FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
 # functions that create tensors on the current device
-MAKERS = {
+FACTORIES = {
     "empty",
     "zeros",
     "ones",
@@ -81,7 +81,7 @@ HALF = (torch.float16, torch.bfloat16)
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
     FP32.add("rms_norm")
 
-# operators that are implemented in PyTorch; the memory that they use while they run is counted too
+# operators of ours with an implementation in PyTorch, which is traced, to count the memory that they use meanwhile
 BODIES: dict[Any, Callable[..., Any]] = {
     linear_cross_entropy.chunked._opoverload: linear_cross_entropy.forward,
     linear_cross_entropy.chunked_backward._opoverload: linear_cross_entropy.backward,
@@ -117,7 +117,7 @@ def trace(
         parameter.grad = torch.empty_like(parameter) if accumulating else None
     tokens = torch.empty(micro_batch_size, sequence_length + 1, dtype=torch.long, device=META)
     uncounted = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    ledger, simulated_device = _Ledger(uncounted), _AsOn(device)
+    ledger, simulated_device = _Ledger(uncounted), _SimulatedDevice(device)
     try:
         with ledger, simulated_device:
             with simulated_device.autocast(autocast):
@@ -140,7 +140,7 @@ class _Ledger(TorchDispatchMode):
         """uncounted: tensors that are not counted."""
         super().__init__()
         self.live = self.peak = 0
-        self.known: dict[int, weakref.ref | None] = {x.untyped_storage()._cdata: None for x in uncounted}
+        self.storages: dict[int, weakref.ref | None] = {x.untyped_storage()._cdata: None for x in uncounted}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         body = BODIES.get(func)
@@ -156,19 +156,19 @@ class _Ledger(TorchDispatchMode):
     def _count(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known:
+        if key in self.storages:
             return
 
         def release(_: Any) -> None:
             self.live -= size
-            del self.known[key]
+            del self.storages[key]
 
-        self.known[key] = weakref.ref(storage, release)
+        self.storages[key] = weakref.ref(storage, release)
         self.live += size
         self.peak = max(self.peak, self.live)
 
 
-class _AsOn(TorchFunctionMode):
+class _SimulatedDevice(TorchFunctionMode):
     """Makes meta tensors report that they are on the CPU or a GPU, and PyTorch's functions behave as on that device.
 
     Autocast ignores meta tensors, so its casts are made here. Its state is that of the CPU, for every device.
@@ -177,7 +177,7 @@ class _AsOn(TorchFunctionMode):
     def __init__(self, device: str):
         super().__init__()
         self.cuda = device == "cuda"
-        self.answers = {
+        self.properties = {
             torch.Tensor.is_cuda.__get__: self.cuda,  # type: ignore[attr-defined]
             torch.Tensor.is_cpu.__get__: not self.cuda,  # type: ignore[attr-defined]
         }
@@ -192,10 +192,10 @@ class _AsOn(TorchFunctionMode):
         self.cast_weights = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.answers:
-            return self.answers[func]
+        if func in self.properties:
+            return self.properties[func]
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if name in MAKERS:
+        if name in FACTORIES:
             kwargs["device"] = META
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = self._cast(name, args, kwargs)

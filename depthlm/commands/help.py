@@ -58,12 +58,12 @@ def show_all(console: Console, groups: dict[str, list[str]]) -> None:
     """Print every group with its options, and every key."""
     with hydra_at_conf():
         raw = hydra.compose("config", return_hydra_config=True)
-    chosen = raw.hydra.runtime.choices
+    defaults = raw.hydra.runtime.choices
     console.print(USAGE.strip() + "\n")
     console.print("[bold]Groups: group=option[/bold]")
     table = Table("group", "options, the default first", box=box.SIMPLE)
     for name, options in groups.items():
-        table.add_row(name, ", ".join(sorted(options, key=lambda option: option != chosen.get(name))))
+        table.add_row(name, ", ".join(sorted(options, key=lambda option: option != defaults.get(name))))
     console.print(table)
     console.print("[bold]Keys: key=value[/bold]")
     console.print(key_table(keys().values(), raw))
@@ -75,8 +75,8 @@ def show_all(console: Console, groups: dict[str, list[str]]) -> None:
 
 def show_topic(console: Console, topic: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> None:
     """Print a group: its options with their descriptions, and the keys of its section; or print one key."""
-    inside = [key for key in keys().values() if key.name == topic or key.name.startswith(f"{topic}.")]
-    if topic not in groups and not inside:
+    topic_keys = [key for key in keys().values() if key.name == topic or key.name.startswith(f"{topic}.")]
+    if topic not in groups and not topic_keys:
         raise UserError(f"--help {topic}: no such group or key{nearest(topic, [*groups, *keys()])}")
     with hydra_at_conf():
         raw = hydra.compose("config", return_hydra_config=True)
@@ -88,8 +88,8 @@ def show_topic(console: Console, topic: str, groups: dict[str, list[str]], confi
             table.add_row(option, f"{words} [dim](the default)[/dim]" if option == default else words)
         console.print(table)
         console.print(f"`--help {topic}={groups[topic][0]}` shows what an option sets.\n", markup=False)
-    if inside:
-        console.print(key_table(inside, raw))
+    if topic_keys:
+        console.print(key_table(topic_keys, raw))
 
 
 def show_option(console: Console, group: str, option: str, config_dir: str | Path | None) -> None:

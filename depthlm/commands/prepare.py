@@ -30,7 +30,7 @@ def main(arguments: list[str], program: str) -> None:
     )
     parser.add_argument(
         "--part",
-        type=part,
+        type=parse_part,
         metavar="I/N",
         help="encode every Nth file of each source from file I on, counted from 0, "
         "while other processes or nodes encode the other parts; the last one to finish makes the token files",
@@ -40,7 +40,7 @@ def main(arguments: list[str], program: str) -> None:
     folders = token_folders(data) if options.verify else prepare(data, only=options.only, part=options.part)
     folders = {name: folder for name, folder in folders.items() if not options.only or name in options.only}
     if options.part is not None:
-        # the others may not be complete
+        # folders whose other parts are missing are not complete
         folders = {name: folder for name, folder in folders.items() if Manifest.exists(folder)}
     if options.verify:
         verify_all(list(folders.values()))
@@ -51,8 +51,8 @@ def main(arguments: list[str], program: str) -> None:
         console.print(notes(folder), soft_wrap=True)
 
 
-def part(text: str) -> Part:
-    """Return the part that `I/N` names."""
+def parse_part(text: str) -> Part:
+    """Return the part that `I/N` names. Raises ArgumentTypeError for other text."""
     match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise argparse.ArgumentTypeError(f"{text}: must be I/N with I from 0 to N - 1, as in 0/16 ... 15/16")
@@ -87,8 +87,8 @@ def table(folders: dict[str, Path]) -> Table:
 def notes(folder: Path) -> str:
     """Return the folder of a source, its vocabulary and entropy, and the number of skipped documents."""
     manifest = Manifest.read(folder)
-    parts = [f"vocabulary of {manifest.vocab_size:,} tokens, {manifest.dtype}"]
+    facts = [f"vocabulary of {manifest.vocab_size:,} tokens, {manifest.dtype}"]
     if manifest.train.unigram_entropy is not None:
-        parts.append(f"unigram entropy {manifest.train.unigram_entropy:.3f} nats")
-    parts += [f"skipped {count:,} {REASONS[reason]}" for reason, count in manifest.left_out.items()]
-    return f"{folder}: {'; '.join(parts)}"
+        facts.append(f"unigram entropy {manifest.train.unigram_entropy:.3f} nats")
+    facts += [f"skipped {count:,} {REASONS[reason]}" for reason, count in manifest.left_out.items()]
+    return f"{folder}: {'; '.join(facts)}"

@@ -36,7 +36,7 @@ Quote < and > from the shell. A run without a value does not match a comparison 
 def main(arguments: list[str], program: str) -> None:
     """List the runs that match every filter, compare runs, or remove runs."""
     parsed = _parser(program).parse_intermixed_args(arguments)
-    _check(parsed)
+    _check_options(parsed)
     if parsed.compare:
         # drawing takes longer to import than a list takes to print
         from depthlm.report.command import report_runs
@@ -50,14 +50,70 @@ def main(arguments: list[str], program: str) -> None:
     root = Path(parsed.root)
     if not root.is_dir():
         raise UserError(f"--root {root}: no such folder; give the folder that contains the runs")
-    listed = list_runs(root, parsed.filter, parsed.sort)
+    listings = list_runs(root, parsed.filter, parsed.sort)
     if parsed.prune:
-        remove_runs(root, listed, only_checkpoints=parsed.only_checkpoints, yes=parsed.yes, as_json=parsed.json)
+        remove_runs(root, listings, only_checkpoints=parsed.only_checkpoints, yes=parsed.yes, as_json=parsed.json)
     elif parsed.json:
-        print(json.dumps([run.fields() for run in listed], indent=1))
+        print(json.dumps([run.fields() for run in listings], indent=1))
     else:
         comparisons, _ = read_filters(parsed.filter)
-        show_runs(listed, root, [*(comparison.key for comparison in comparisons), *filter(None, [parsed.sort])])
+        show_runs(listings, root, [*(comparison.key for comparison in comparisons), *filter(None, [parsed.sort])])
+
+
+def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
+    """Print the runs as a table. keys: additional values to show, by which the user has filtered or sorted."""
+    extra = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
+    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)
+    for key in (*map(escape, extra), "age"):
+        table.add_column(key)
+    for run in runs:
+        values = [run.values.get(key) for key in extra]
+        shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
+        table.add_row(
+            escape(run.directory),
+            f"[{STYLES[run.state]}]{run.state}[/]",
+            escape(run.model),
+            escape(run.size),
+            "" if run.tokens is None else count_text(run.tokens),
+            "" if run.loss is None else f"{run.loss:.4f}",
+            "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
+            *map(escape, ("" if value is None else text for value, text in zip(values, shown, strict=True))),
+            age_text(run.age),
+        )
+    console = stdout_console()
+    console.print(table)
+    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
+
+
+def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
+    """List what removing these runs removes, and remove it if `yes` is given or the user confirms it.
+
+    Raises UserError if a folder cannot be removed, after the others have been removed.
+    """
+    planned = plan_removal(root, runs, only_checkpoints)
+    removable = [removal for removal in planned if removal.kept is None]
+    if not as_json:
+        _show_removals(planned)
+        if removable and not yes and not _confirmed(len(removable)):
+            print("Nothing was removed." if sys.stdin.isatty() else "Nothing was removed; --yes removes them.")
+            return
+    errors: list[str] = []
+    outcomes = {removal.path: _remove(removal, errors, quiet=as_json) for removal in removable if yes or not as_json}
+    if as_json:
+        print(json.dumps([_removal_fields(removal, outcomes) for removal in planned], indent=1))
+    elif removable:
+        freed = [removal for removal in removable if outcomes[removal.path] is None]
+        print(f"Removed {len(freed)} of {len(removable)}: {bytes_text(sum(removal.size for removal in freed))} freed.")
+    if errors:
+        raise UserError("\n".join(errors))
+
+
+def age_text(seconds: float) -> str:
+    """Return an age as text: 90 gives `1 min`, 10 000 gives `2 h`, 400 000 gives `4 days`."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size or (unit != "days" and seconds >= size):
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -89,17 +145,19 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(parsed: argparse.Namespace) -> None:
-    """Set the folder of a comparison. Raises UserError for options that do not go together, with every mistake."""
+def _check_options(parsed: argparse.Namespace) -> None:
+    """Set the folder of a comparison. Raises UserError for options that do not go together, naming all of them."""
     errors = []
     if parsed.compare:
-        given = {"--prune": parsed.prune, "--json": parsed.json, "--sort": parsed.sort, "a filter": parsed.filter}
-        errors = [f"{name} does not go with --compare, which names its runs" for name, has in given.items() if has]
+        options = {"--prune": parsed.prune, "--json": parsed.json, "--sort": parsed.sort, "a filter": parsed.filter}
+        errors = [
+            f"{name} does not go with --compare, which names its runs" for name, value in options.items() if value
+        ]
     elif parsed.to is not None:
         errors.append("--to is the folder of a comparison; add --compare A B")
     if not parsed.prune:
-        given = {"--yes": parsed.yes, "--only-checkpoints": parsed.only_checkpoints}
-        errors += [f"{name} only goes with --prune" for name, has in given.items() if has]
+        options = {"--yes": parsed.yes, "--only-checkpoints": parsed.only_checkpoints}
+        errors += [f"{name} only goes with --prune" for name, value in options.items() if value]
     elif not parsed.filter and not parsed.compare:
         errors.append("--prune needs a filter, so that no run is removed by mistake; `'directory=*'` matches every run")
     elif words := read_filters(parsed.filter)[1]:
@@ -112,75 +170,19 @@ def _check(parsed: argparse.Namespace) -> None:
     parsed.to = parsed.to or REPORT
 
 
-def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
-    """Print the runs as a table. keys: further values to show, which the user has filtered or sorted by."""
-    further = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
-    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)
-    for key in (*map(escape, further), "age"):
-        table.add_column(key)
-    for run in runs:
-        values = [run.values.get(key) for key in further]
-        shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
-        table.add_row(
-            escape(run.directory),
-            f"[{STYLES[run.state]}]{run.state}[/]",
-            escape(run.model),
-            escape(run.size),
-            "" if run.tokens is None else count_text(run.tokens),
-            "" if run.loss is None else f"{run.loss:.4f}",
-            "" if run.validation_loss is None else f"{run.validation_loss:.4f}",
-            *map(escape, ("" if value is None else text for value, text in zip(values, shown, strict=True))),
-            age_text(run.age),
-        )
-    console = stdout_console()
-    console.print(table)
-    console.print(f"{len(runs)} run{'' if len(runs) == 1 else 's'} below {escape(str(root))}")
-
-
-def age_text(seconds: float) -> str:
-    """Return an age as text: 90 gives `1 min`, 10 000 gives `2 h`, 400 000 gives `4 days`."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size or (unit != "days" and seconds >= size):
-            return f"{seconds // size:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def remove_runs(root: Path, runs: Sequence[RunListing], *, only_checkpoints: bool, yes: bool, as_json: bool) -> None:
-    """List what removing these runs removes, and remove it if `yes` is given or the user confirms it.
-
-    Raises UserError if a folder cannot be removed, after the others have been removed.
-    """
-    planned = plan_removal(root, runs, only_checkpoints)
-    wanted = [removal for removal in planned if removal.kept is None]
-    if not as_json:
-        _show(planned)
-        if wanted and not yes and not _confirmed(len(wanted)):
-            print("Nothing was removed." if sys.stdin.isatty() else "Nothing was removed; --yes removes them.")
-            return
-    errors: list[str] = []
-    outcomes = {removal.path: _remove(removal, errors, quiet=as_json) for removal in wanted if yes or not as_json}
-    if as_json:
-        print(json.dumps([_fields(removal, outcomes) for removal in planned], indent=1))
-    elif wanted:
-        freed = [removal for removal in wanted if outcomes[removal.path] is None]
-        print(f"Removed {len(freed)} of {len(wanted)}: {bytes_text(sum(removal.size for removal in freed))} freed.")
-    if errors:
-        raise UserError("\n".join(errors))
-
-
 def _remove(removal: Removal, errors: list[str], quiet: bool) -> str | None:
     """Remove a folder; return why it was kept, or None. A failure is appended to `errors`."""
     try:
-        kept = remove(removal)
+        reason = remove(removal)
     except OSError as error:
         errors.append(f"{removal.path} cannot be removed ({error}); the next --prune removes what is left of it")
         return str(error)
     if not quiet:
-        print(printable(f"kept {removal.path}: {kept}" if kept else f"removed {removal.path}"), flush=True)
-    return kept
+        print(printable(f"kept {removal.path}: {reason}" if reason else f"removed {removal.path}"), flush=True)
+    return reason
 
 
-def _fields(removal: Removal, outcomes: dict[Path, str | None]) -> dict[str, object]:
+def _removal_fields(removal: Removal, outcomes: dict[Path, str | None]) -> dict[str, object]:
     removed = removal.path in outcomes and outcomes[removal.path] is None
     return {
         "directory": str(removal.run),
@@ -192,7 +194,7 @@ def _fields(removal: Removal, outcomes: dict[Path, str | None]) -> dict[str, obj
     }
 
 
-def _show(planned: Sequence[Removal]) -> None:
+def _show_removals(planned: Sequence[Removal]) -> None:
     table = Table("would be removed", "state", "size", "", box=box.SIMPLE)
     table.columns[2].justify = "right"
     for removal in planned:
@@ -200,13 +202,13 @@ def _show(planned: Sequence[Removal]) -> None:
         table.add_row(escape(str(removal.path)), removal.state, bytes_text(removal.size), escape(note))
     console = stdout_console()
     console.print(table)
-    wanted = [removal for removal in planned if removal.kept is None]
-    total = bytes_text(sum(removal.size for removal in wanted))
-    console.print(f"{len(wanted)} to remove, {total} in all" if wanted else "nothing to remove")
+    removable = [removal for removal in planned if removal.kept is None]
+    total = bytes_text(sum(removal.size for removal in removable))
+    console.print(f"{len(removable)} to remove, {total} in all" if removable else "nothing to remove")
 
 
 def _confirmed(count: int) -> bool:
-    """Ask on a terminal for the number of folders; false elsewhere."""
+    """Return whether the user, asked on a terminal, types the number of folders; false without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:

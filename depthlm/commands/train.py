@@ -1,4 +1,7 @@
-"""`depthlm train`, `python train.py`: Hydra composes the configuration, depthlm.training trains."""
+"""The command `depthlm train`, or `python train.py`: its command line, and the training of a run or of a sweep.
+
+Hydra composes the points of a sweep, and depthlm.training trains.
+"""
 
 import argparse
 import importlib.util
@@ -44,7 +47,7 @@ FIXED = {
 class CommandLine:
     """The command line of train.py.
 
-    completion: whether a shell requests completions. shows: whether Hydra shows the configuration instead of running.
+    completion: whether a shell requests completions. shows: whether to show the configuration instead of training.
     hydra: the arguments passed to Hydra.
     """
 
@@ -69,6 +72,71 @@ def main(arguments: list[str], program: str) -> None:
     # Hydra reads the command line of the process
     sys.argv[1:] = line.hydra
     hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(train_point)()
+
+
+def read_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Parse the command line. For --help and --version, print the text and exit with code 0.
+
+    Raises UserError for invalid flags.
+    """
+    # DeepSpeed's launcher adds --local_rank, which Hydra's parser rejects; the environment has the same value
+    arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
+    if "--help" in arguments or "-h" in arguments:
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_argument("--config-dir", "-cd")
+        flag_values, others = flags.parse_known_args(arguments)
+        print_help([topic for topic in others if not topic.startswith("-")], flag_values.config_dir)
+        sys.exit(0)
+    if "--version" in arguments:
+        print(f"depthlm {depthlm.__version__}")
+        sys.exit(0)
+    # Hydra's modes (--cfg, --info, ...) show a configuration without running it
+    parsed, unknown = flags_parser().parse_known_intermixed_args(arguments)
+    if unknown and not parsed.shell_completion:
+        flags_or_words = [text for text in unknown if text.startswith("-")] or unknown
+        raise UserError(f"{' '.join(flags_or_words)}: no such flag; settings are key=value, and --help lists them")
+    if parsed.config_name or parsed.config_path:
+        raise UserError(
+            "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
+        )
+    if parsed.resolve and not parsed.cfg:
+        raise UserError("--resolve: only valid with --cfg job")
+    if parsed.info and run_of(parsed.overrides) is not None:
+        raise UserError("--info: not with run=, which Hydra does not compose; --cfg job prints the configuration")
+    return CommandLine(
+        overrides=parsed.overrides,
+        config_dir=parsed.config_dir,
+        multirun=parsed.multirun,
+        shows=bool(parsed.cfg or parsed.info),
+        completion=parsed.shell_completion,
+        # flags first, because Hydra accepts none between the overrides
+        hydra=open_names(sorted(arguments, key=parsed.overrides.__contains__), settings=parsed.multirun),
+    )
+
+
+def check_command_line(line: CommandLine) -> Config | None:
+    """Return the configuration of a run, or None for a sweep.
+
+    Raises UserError with all mistakes in the overrides, including those of every point of a sweep.
+    """
+    errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(key)]
+    if not line.multirun and run_of(line.overrides) is None:
+        errors += _experiment_errors(line)
+    if errors:
+        raise ConfigError(errors)
+    if not line.multirun:
+        return compose(line.overrides, line.config_dir)
+    if ranks().world_size > 1:
+        raise UserError("-m under several ranks would run the whole sweep on each rank; launch one point at a time")
+    for group, plugin, extra in PLUGINS:
+        if group in line.overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
+            raise UserError(f"{group}: not installed; {install_command(extra)}")
+    # another sweeper chooses its own points, and may write its database to outputs/ before the first run
+    other_sweeper = any(text.startswith("hydra/sweeper=") for text in line.overrides)
+    check_points([text for text in line.overrides if not (other_sweeper and is_axis(text))], line.config_dir)
+    if other_sweeper:
+        Path("outputs").mkdir(exist_ok=True)
+    return None
 
 
 def train_run(config: Config, line: CommandLine, program: str) -> None:
@@ -126,73 +194,8 @@ def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
     return math.inf if code == FAILED else read_run(config.output_dir or "").number("validation_loss")
 
 
-def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Parse the command line. For --help and --version, print the text and exit with code 0.
-
-    Raises UserError for invalid flags.
-    """
-    # DeepSpeed's launcher adds --local_rank, which Hydra's parser rejects; the environment has the same value
-    kept = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
-    if "--help" in kept or "-h" in kept:
-        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        flags.add_argument("--config-dir", "-cd")
-        flag_values, others = flags.parse_known_args(kept)
-        print_help([topic for topic in others if not topic.startswith("-")], flag_values.config_dir)
-        sys.exit(0)
-    if "--version" in kept:
-        print(f"depthlm {depthlm.__version__}")
-        sys.exit(0)
-    # Hydra's modes (--cfg, --info, ...) show a configuration without running it
-    parsed, unknown = flags_parser().parse_known_intermixed_args(kept)
-    if unknown and not parsed.shell_completion:
-        wrong = [text for text in unknown if text.startswith("-")] or unknown
-        raise UserError(f"{' '.join(wrong)}: no such flag; settings are key=value, and --help lists them")
-    if parsed.config_name or parsed.config_path:
-        raise UserError(
-            "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
-        )
-    if parsed.resolve and not parsed.cfg:
-        raise UserError("--resolve: only valid with --cfg job")
-    if parsed.info and run_of(parsed.overrides) is not None:
-        raise UserError("--info: not with run=, which Hydra does not compose; --cfg job prints the configuration")
-    return CommandLine(
-        overrides=parsed.overrides,
-        config_dir=parsed.config_dir,
-        multirun=parsed.multirun,
-        shows=bool(parsed.cfg or parsed.info),
-        completion=parsed.shell_completion,
-        # flags first: Hydra takes none between the overrides
-        hydra=open_names(sorted(kept, key=parsed.overrides.__contains__), settings=parsed.multirun),
-    )
-
-
-def check_command_line(line: CommandLine) -> Config | None:
-    """Return the configuration of a run, or None for a sweep.
-
-    Raises UserError with all mistakes in the overrides, including those of every point of a sweep.
-    """
-    errors = [f"{text}: {why}" for text in line.overrides for key, why in FIXED.items() if text.startswith(key)]
-    if not line.multirun and run_of(line.overrides) is None:
-        errors += _several_points(line)
-    if errors:
-        raise ConfigError(errors)
-    if not line.multirun:
-        return compose(line.overrides, line.config_dir)
-    if ranks().world_size > 1:
-        raise UserError("-m under several ranks would run the whole sweep on each rank; launch one point at a time")
-    for group, plugin, extra in PLUGINS:
-        if group in line.overrides and importlib.util.find_spec(f"hydra_plugins.{plugin}") is None:
-            raise UserError(f"{group}: not installed; {install_command(extra)}")
-    # another sweeper chooses its own points, and may write its database to outputs/ before the first run
-    other = any(text.startswith("hydra/sweeper=") for text in line.overrides)
-    check_points([text for text in line.overrides if not (other and is_axis(text))], line.config_dir)
-    if other:
-        Path("outputs").mkdir(exist_ok=True)
-    return None
-
-
-def _several_points(line: CommandLine) -> list[str]:
-    """Return an error for an experiment without -m, unless the overrides select one of its points."""
+def _experiment_errors(line: CommandLine) -> list[str]:
+    """Return an error for an experiment of several points without -m, unless the overrides select a point."""
     name = experiment_of(line.overrides)
     if name is None:
         return []

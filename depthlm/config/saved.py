@@ -27,7 +27,7 @@ from depthlm.config.keys import flatten, keys, on_resume
 from depthlm.config.schema import Config, Model
 from depthlm.config.validate.fields import check_values
 from depthlm.errors import UserError
-from depthlm.files import DEEPEST, read_text, read_yaml
+from depthlm.files import MAX_DEPTH, read_text, read_yaml
 from depthlm.locations import CONF
 from depthlm.run_directory import RunDirectory
 
@@ -40,15 +40,15 @@ class Loader(get_yaml_loader()):  # type: ignore[misc]
     """OmegaConf's loader of YAML, which alone leaves interpolations as text.
 
     It refuses aliases: a few lines with them can expand to more than fits in memory, and depthlm writes none. It also
-    refuses what is nested deeper than DEEPEST.
+    refuses what is nested deeper than MAX_DEPTH.
     """
 
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose a node. Raises ComposerError for an alias, and for one that is too deep."""
-        if self.check_event(yaml.AliasEvent) or self.depth > DEEPEST:
-            what = "nested too deep" if self.depth > DEEPEST else "an alias"
+        if self.check_event(yaml.AliasEvent) or self.depth > MAX_DEPTH:
+            what = "nested too deep" if self.depth > MAX_DEPTH else "an alias"
             raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)

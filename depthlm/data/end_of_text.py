@@ -1,4 +1,4 @@
-"""The token that ends a document: the one that a key or a file beside tokenizer.json names, or one of a usual name."""
+"""The token that ends a document: a key or a file beside tokenizer.json names it, or it has a usual name."""
 
 import json
 import re
@@ -26,28 +26,28 @@ class EndOfText(NamedTuple):
     source: str
 
 
-def choose(encoder: Encoder, wanted: str | None, files: Mapping[str, Any], where: object) -> EndOfText:
+def choose(encoder: Encoder, token: str | None, files: Mapping[str, Any], where: object) -> EndOfText:
     """Return the end of text of a tokenizer.
 
-    wanted: the value of data.end_of_text, which may be any token. files: the content of FILES beside the tokenizer. An
-    id in them counts only if it is that of an added token: they may have been written for another tokenizer.
-    Raises DataError where the wanted token does not exist, or nothing names one.
+    token: the value of data.end_of_text, which may be any token. files: the content of FILES beside the tokenizer. An
+    id in them counts only if it is that of an added token, since they may have been written for another tokenizer.
+    Raises DataError where the token does not exist, or nothing names a token.
     """
-    if wanted is not None:
-        number = encoder.token_to_id(wanted)
+    if token is not None:
+        number = encoder.token_to_id(token)
         if number is None:
-            raise DataError(f"data.end_of_text={wanted}: the tokenizer has no such token", where, _remedy(encoder))
-        if is_character(wanted):
-            what = f"data.end_of_text={wanted}: a character of ordinary text, which has no other token"
+            raise DataError(f"data.end_of_text={token}: the tokenizer has no such token", where, _remedy(encoder))
+        if is_character(token):
+            what = f"data.end_of_text={token}: a character of ordinary text, which has no other token"
             raise DataError(what, where, _remedy(encoder))
-        return EndOfText(wanted, number, "data.end_of_text")
+        return EndOfText(token, number, "data.end_of_text")
     added = encoder.get_added_tokens_decoder()
     for name in FILES:
         for value in _named(files.get(name)):
-            token = added[value].content if type(value) is int and value in added else value
-            number = encoder.token_to_id(token) if isinstance(token, str) and not is_character(token) else None
+            named = added[value].content if type(value) is int and value in added else value
+            number = encoder.token_to_id(named) if isinstance(named, str) and not is_character(named) else None
             if number is not None:
-                return EndOfText(token, number, name)
+                return EndOfText(named, number, name)
     if (usual := usual_end_of_text(encoder)) is None:
         what = "no end-of-text token among the added tokens, and none named in a file beside it"
         raise DataError(what, where, _remedy(encoder))
@@ -55,7 +55,7 @@ def choose(encoder: Encoder, wanted: str | None, files: Mapping[str, Any], where
 
 
 def usual_end_of_text(encoder: Encoder) -> EndOfText | None:
-    """Return the added token with the first of the usual names, special ones first; None if there is none."""
+    """Return the added token with a usual name, special tokens before others; None if there is none."""
     for added in (_added(encoder, special=True), _added(encoder, special=False)):
         for name in _USUAL_NAMES:
             if name in added:
@@ -69,12 +69,12 @@ def is_character(token: str) -> bool:
 
 
 def read_files(folder: Path) -> dict[str, Any]:
-    """Return the content of those of FILES that are in a folder; one that is not JSON names no token."""
+    """Return the content of each of FILES that a folder has; null for a file that is not JSON."""
     return {name: parsed((folder / name).read_bytes()) for name in FILES if (folder / name).is_file()}
 
 
 def parsed(content: bytes) -> Any:
-    """Return the JSON value; None for anything else."""
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The choice of documents held out for validation: a hash of the name decides, so that it never changes."""
+"""Which documents are held out for validation: a hash of the name decides, so a document never changes its split."""
 
 import math
 from collections.abc import Iterable

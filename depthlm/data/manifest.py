@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.data.errors import DataError
-from depthlm.files import replace_text
+from depthlm.files import digest, replace_text
 from depthlm.locations import command
 
 VERSION = 2
@@ -37,7 +37,7 @@ class Split:
     """One split: the numbers of its tokens (with an end of text after each document), documents and UTF-8 bytes.
 
     unigram_entropy: of the split's distribution of tokens, in nats per token; null except for train. unknown: the
-    number of unknown tokens; null where an older version did not count them.
+    number of unknown tokens.
     """
 
     tokens: int
@@ -45,17 +45,17 @@ class Split:
     bytes: int
     files: tuple[Shard, ...]
     unigram_entropy: float | None = None
-    unknown: int | None = None
+    unknown: int = 0
 
     @property
     def hides_text(self) -> bool:
-        """Whether so many tokens are unknown that bits per byte mean nothing."""
+        """Whether so many tokens are unknown that bits per byte are meaningless."""
         return self.unknown_share > UNKNOWN_SHARE
 
     @property
     def unknown_share(self) -> float:
-        """The share of the tokens that stand for text which the tokenizer does not know, as far as it was counted."""
-        return (self.unknown or 0) / max(1, self.tokens)
+        """The share of the tokens that stand for text which the tokenizer does not know."""
+        return self.unknown / max(1, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,20 @@ class Manifest:
 
 
 def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None) -> None:
-    """Read every file and compare its digest with the manifest's. Raises DataError for the first that differs.
+    """Read every file and compare its digest with the manifest's. Raises DataError for the first file that differs.
 
     show: called after each file with its number of bytes.
     """
     manifest = Manifest.read(folder)
     expected = {"tokenizer.json": manifest.tokenizer}
     expected |= {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
-    for name, digest in expected.items():
+    for name, sha256 in expected.items():
         file = Path(folder, name)
         if not file.is_file():
             raise DataError("a token file is missing", file, _REMEDY)
-        with open(file, "rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
-                raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
-            show(stream.tell())
+        if digest(file) != sha256:
+            raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
+        show(file.stat().st_size)
 
 
 def check_sizes(folder: str | Path, manifest: Manifest) -> None:
@@ -154,7 +153,7 @@ def check_sizes(folder: str | Path, manifest: Manifest) -> None:
 
 def _split(record: dict[str, Any]) -> Split:
     split = Split(**(record | {"files": tuple(Shard(**shard) for shard in record["files"])}))
-    counts = [split.tokens, split.documents, split.bytes, split.unknown or 0, *(shard.tokens for shard in split.files)]
+    counts = [split.tokens, split.documents, split.bytes, split.unknown, *(shard.tokens for shard in split.files)]
     names = [shard.name for shard in split.files]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise TypeError(f"counts {counts}")

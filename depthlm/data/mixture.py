@@ -35,8 +35,8 @@ class Schedule(NamedTuple):
 
     def seen(self, samples: int) -> NDArray[np.int64]:
         """Return how many of the first `samples` samples come from each source, [k]."""
-        periods, rest = divmod(samples, len(self.source))
-        return periods * self.counts + np.bincount(self.source[:rest], minlength=len(self.counts))
+        periods, remainder = divmod(samples, len(self.source))
+        return periods * self.counts + np.bincount(self.source[:remainder], minlength=len(self.counts))
 
 
 def shares(weights: Sequence[float]) -> list[Fraction]:
@@ -62,27 +62,27 @@ def schedule(weights: tuple[float, ...]) -> Schedule:
     """Return an order of k sources; for any n, each source's count in the first n samples is near its share of n.
 
     The difference is at most 1 - 1/(2k-2). Sample j of a source with share w is released at the first n with
-    w n - j >= 1/(2k-2) and due at the last n with w n <= j + 1 - 1/(2k-2); among the released samples the one due
-    first is next (Tijdeman 1980, the chairman assignment problem). n counts from 1.
+    w n - j >= 1/(2k-2) and due at the last n with w n <= j + 1 - 1/(2k-2); of the released samples, the earliest due
+    is next (Tijdeman 1980, the chairman assignment problem). n counts from 1.
     """
-    exact = shares(weights)
-    period = lcm(*(share.denominator for share in exact))
-    counts, d = [int(share * period) for share in exact], max(1, 2 * len(exact) - 2)
+    fractions = shares(weights)
+    period = lcm(*(share.denominator for share in fractions))
+    counts, d = [int(share * period) for share in fractions], max(1, 2 * len(fractions) - 2)
     source = np.empty(period, dtype=np.int64)
     place = np.empty(period, dtype=np.int64)
 
     def window(index: int, j: int) -> tuple[int, int]:
-        first, last = (j * d + 1) * period, ((j + 1) * d - 1) * period
-        return -(-first // (counts[index] * d)), last // (counts[index] * d)
+        release, due = (j * d + 1) * period, ((j + 1) * d - 1) * period
+        return -(-release // (counts[index] * d)), due // (counts[index] * d)
 
     # the next sample of each source: unreleased ones ordered by release, released ones by due date
-    resting = sorted((*window(index, 0), index, 0) for index in range(len(counts)))
-    ready: list[tuple[int, int, int]] = []
+    unreleased = sorted((*window(index, 0), index, 0) for index in range(len(counts)))
+    released: list[tuple[int, int, int]] = []
     for n in range(1, period + 1):
-        while resting and resting[0][0] <= n:
-            heappush(ready, heappop(resting)[1:])
-        _, index, j = heappop(ready)
+        while unreleased and unreleased[0][0] <= n:
+            heappush(released, heappop(unreleased)[1:])
+        _, index, j = heappop(released)
         source[n - 1], place[n - 1] = index, j
         if j + 1 < counts[index]:
-            heappush(resting, (*window(index, j + 1), index, j + 1))
+            heappush(unreleased, (*window(index, j + 1), index, j + 1))
     return Schedule(np.array(counts, dtype=np.int64), source, place)

@@ -20,25 +20,12 @@ _ROUNDS = 8
 _MASK = 2**64 - 1
 
 
-def sample_windows(seeds: tuple[int, ...], numbers: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
-    """Return the window of each sample of a source; numbers, [any shape], count the source's samples from 0.
-
-    Each run of num_windows samples is an epoch: it has every window once, in its own order.
-    """
-    epochs = numbers // num_windows
-    windows = np.empty_like(numbers)
-    for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
-        windows[in_epoch] = permute(numbers[in_epoch] % num_windows, num_windows, key_of(*seeds, int(epoch)))
-    return windows
-
-
 class Batches(Dataset[torch.Tensor]):
     """This rank's share of each global batch: batches[step] is [accumulation, micro_batch, sequence_length + 1].
 
-    Window w of a source is its tokens w*T to w*T + T, T = sequence_length: T inputs and the target of each, so that a
+    Window w of a source is its tokens w*T to w*T + T, where T = sequence_length: T inputs and the target of each. So a
     token is a target once in an epoch of its source. Of B = batch_size positions, rank r of R has r*B/R to (r+1)*B/R,
-    so the global batch is the same for any R and any micro_batch (sequences per forward pass; None: all of the rank).
+    so the global batch is the same for any R and any micro_batch (sequences per forward pass; None: all of the rank's).
 
     train: the tokens of each source. weights: the share of each in the samples, relative to the others; None: equal.
     Raises DataError where a source has fewer tokens than one window, or batch_size is not a multiple of
@@ -92,8 +79,8 @@ class Batches(Dataset[torch.Tensor]):
         sources, numbers = self.schedule.locate(numbers)
         windows = np.empty_like(numbers)
         for source in np.unique(sources):
-            mine = sources == source
-            windows[mine] = sample_windows(self.seeds[source], numbers[mine], self.num_windows[source])
+            of_source = sources == source
+            windows[of_source] = sample_windows(self.seeds[source], numbers[of_source], self.num_windows[source])
         return sources, windows
 
     def windows(self, step: int) -> dict[str, list[int]]:
@@ -102,7 +89,7 @@ class Batches(Dataset[torch.Tensor]):
         return {self.names[source]: windows[sources == source].tolist() for source in np.unique(sources)}
 
     def document_length(self, end_of_text: int, samples: int = 256) -> float:
-        """Return the length of a token's document inside its window, as the mean over all tokens of the first samples.
+        """Return the mean over the tokens of the first samples: the length of the token's document inside the window.
 
         Attention inside documents costs as much as attention over sequences of this length.
         """
@@ -148,14 +135,6 @@ def loader(
         ) from None
 
 
-def _prepare_worker(worker: int) -> None:
-    # schedulers signal the whole process group, but only the main process decides when its workers stop
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    # batches go through a pipe: PyTorch would store them in /dev/shm, and wait forever for one that does not fit there
-    ForkingPickler.register(torch.Tensor, lambda batch: (torch.from_numpy, (batch.numpy(),)))
-
-
 def validation_batches(
     tokens: TokenFiles,
     sequence_length: int,
@@ -180,25 +159,31 @@ def validation_batches(
     starts = range(0, total - 1, sequence_length)
     for first in range(0, len(starts[::ranks]), micro_batch):
         # a window past the end has no targets
-        mine = starts[rank::ranks][first : first + micro_batch] or [total]
-        windows = [_window(tokens, start, sequence_length, total) for start in mine]
+        rank_starts = starts[rank::ranks][first : first + micro_batch] or [total]
+        windows = [_window(tokens, start, sequence_length, total) for start in rank_starts]
         samples = torch.from_numpy(np.stack(windows))
         inputs, targets = samples[:, :-1], samples[:, 1:]
         yield inputs.clamp(min=0), targets.contiguous()
 
 
-def _window(tokens: TokenFiles, start: int, length: int, total: int) -> NDArray[np.int64]:
-    window = np.full(length + 1, IGNORED, dtype=np.int64)
-    content = tokens.read(start, min(length + 1, total - start))
-    window[: len(content)] = content
-    return window
+def sample_windows(seeds: tuple[int, ...], numbers: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
+    """Return the window of each sample of a source; numbers, [any shape], count the source's samples from 0.
+
+    Each run of num_windows samples is an epoch: it has every window once, in its own order.
+    """
+    epochs = numbers // num_windows
+    windows = np.empty_like(numbers)
+    for epoch in np.unique(epochs):
+        in_epoch = epochs == epoch
+        windows[in_epoch] = permute(numbers[in_epoch] % num_windows, num_windows, key_of(*seeds, int(epoch)))
+    return windows
 
 
 def permute(values: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
     """Return the position of each value, [any shape] of 0 .. n-1, in the permutation of 0 .. n-1 given by the key.
 
-    A Feistel network permutes a range of the next power of four; a result outside 0 .. n-1 is permuted again until it
-    falls inside, which keeps the function a bijection and takes fewer than four iterations on average.
+    A Feistel network permutes 0 .. m-1, where m is the next power of four. A result outside 0 .. n-1 is permuted again
+    until it falls inside, which keeps the function a bijection and takes fewer than four iterations on average.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = [_mix_int(key + (turn + 1) * 0x9E3779B97F4A7C15) for turn in range(_ROUNDS)]
@@ -214,6 +199,21 @@ def key_of(*numbers: int) -> int:
     for number in numbers:
         key = _mix_int(key ^ _mix_int(number + 0x9E3779B97F4A7C15))
     return key
+
+
+def _prepare_worker(worker: int) -> None:
+    # schedulers signal the whole process group, but only the main process decides when its workers stop
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # batches go through a pipe: PyTorch would store them in /dev/shm, and wait forever for one that does not fit there
+    ForkingPickler.register(torch.Tensor, lambda batch: (torch.from_numpy, (batch.numpy(),)))
+
+
+def _window(tokens: TokenFiles, start: int, length: int, total: int) -> NDArray[np.int64]:
+    window = np.full(length + 1, IGNORED, dtype=np.int64)
+    content = tokens.read(start, min(length + 1, total - start))
+    window[: len(content)] = content
+    return window
 
 
 def _feistel(values: NDArray[np.uint64], half: int, keys: list[int]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Readers of token files, and the corpus of a configuration made of them."""
+"""Reading token files, and the corpus of a configuration, which consists of them."""
 
 import hashlib
 import math
@@ -29,7 +29,7 @@ OPEN_FILES = 256
 class TokenFiles:
     """One split as a single sequence of tokens across its files, limited to the first `limit` tokens where given.
 
-    Files are read by position, not memory-mapped: what was read does not stay in the process's memory, and a
+    Files are read by position, not memory-mapped: so what was read does not stay in the process's memory, and a
     truncated file raises an error instead of killing the process. Each process opens the files at its first read, so
     the object can be sent to a worker.
     """
@@ -64,9 +64,9 @@ class TokenFiles:
             index = bisect_right(self._ends, start + filled)
             shard = self.shards[index]
             offset = start + filled - (self._ends[index] - shard.tokens)
-            wanted, size = min(count - filled, shard.tokens - offset), self.dtype.itemsize
-            content = os.pread(self._open(shard.name).fileno(), wanted * size, offset * size)
-            if len(content) != wanted * size:
+            length, size = min(count - filled, shard.tokens - offset), self.dtype.itemsize
+            content = os.pread(self._open(shard.name).fileno(), length * size, offset * size)
+            if len(content) != length * size:
                 raise DataError("a token file has become shorter", self.folder / shard.name, "Restore the file.")
             part = np.frombuffer(content, dtype=self.dtype)
             if self.vocab_size is not None and part.max() >= self.vocab_size:
@@ -128,12 +128,12 @@ def open_corpus(data: Data) -> Corpus:
     `train` has each source's share of data.max_tokens, and of those the first data.fraction.
     Raises DataError where token files are missing or differ from their manifest, or the sources' tokenizers differ.
     """
-    sources, further = train_sources(data), validation_sources(data)
-    if both := sorted(sources.keys() & further.keys()):
-        raise DataError("a validation set has the name of a source", ", ".join(both), "Rename it in data.validation.")
+    sources, validation_sets = train_sources(data), validation_sources(data)
+    if shared := sorted(sources.keys() & validation_sets.keys()):
+        raise DataError("a validation set has the name of a source", ", ".join(shared), "Rename it in data.validation.")
     folders, manifests, train, validation = {}, {}, {}, {}
     tokenizers: dict[tuple[str, int], Tokenizer] = {}
-    for name, source in (sources | further).items():
+    for name, source in (sources | validation_sets).items():
         folder = folders[name] = token_folder(name, source, data)
         manifest = manifests[name] = Manifest.read(folder)
         check_settings(name, source, data, manifest)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.data.corpora.documents import PIECE, PIECES
-from depthlm.data.corpora.sources import is_remote, train_sources, validation_sources
+from depthlm.data.corpora.sources import all_sources, is_remote, train_sources
 from depthlm.data.end_of_text import read_files
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import VERSION, Manifest
 from depthlm.data.settings import Data, Source
-from depthlm.data.tokenizers import Tokenizer, is_on_hub, sample_bytes
+from depthlm.data.tokenizers import REMEDY, Tokenizer, is_on_hub, sample_bytes
+from depthlm.files import digest
 
 
 def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
@@ -45,20 +46,19 @@ def token_folder(name: str, source: Source, data: Data) -> Path:
     """Return the source's own path, or data/tokens/<name>-<digest of the settings> in the current folder."""
     if source.path:
         return Path(source.path)
-    digest = hashlib.sha256(json.dumps(settings(name, source, data), sort_keys=True).encode()).hexdigest()[:8]
-    return Path("data", "tokens", f"{name}-{digest}")
+    settings_json = json.dumps(settings(name, source, data), sort_keys=True)
+    return Path("data", "tokens", f"{name}-{hashlib.sha256(settings_json.encode()).hexdigest()[:8]}")
 
 
 def token_folders(data: Data) -> dict[str, Path]:
-    """Return the folder of token files of every source, then of every further validation set."""
-    everything = train_sources(data) | validation_sources(data)
-    return {name: token_folder(name, source, data) for name, source in everything.items()}
+    """Return the folder of token files of every source, then of every additional validation set."""
+    return {name: token_folder(name, source, data) for name, source in all_sources(data).items()}
 
 
 def check_settings(name: str, source: Source, data: Data, manifest: Manifest) -> None:
     """Raise DataError where a source has a path and text, and the tokens there have other settings than requested.
 
-    With a path alone, the tokens there are used as they are. More tokens than data.max_tokens may be there.
+    With a path alone, the tokens there are used as they are. There may be more of them than data.max_tokens.
     """
     if source.path is None or (source.source is None and source.hub is None):
         return
@@ -68,8 +68,9 @@ def check_settings(name: str, source: Source, data: Data, manifest: Manifest) ->
         remedy = f"Set data.max_tokens to that number, set another path, or remove {source.path} to prepare more."
         what = f"only the first {prepared_tokens:,} tokens were prepared, and more are requested"
         raise DataError(what, source.path, remedy)
-    uses = {"max_tokens", "shard_tokens"}
-    if differing := differences(*({k: v for k, v in given.items() if k not in uses} for given in (prepared, wanted))):
+    # these may differ: fewer tokens are read, and files of any length
+    free = {"max_tokens", "shard_tokens"}
+    if differing := differences(*({k: v for k, v in each.items() if k not in free} for each in (prepared, wanted))):
         remedy = "Set another path, or data.source=null data.hub=null to train on these tokens as they are."
         raise DataError(f"token files made with other settings ({differing})", source.path, remedy)
 
@@ -103,31 +104,30 @@ def _tokenizer(data: Data) -> dict[str, Any]:
     if name != "bpe":
         if is_on_hub(name):
             return {"tokenizer": name} | ({} if data.end_of_text is None else {"end_of_text": data.end_of_text})
-        digest, files = _digest_of_file(name), read_files(Path(name).parent)
-        end = _unusual_end(name, digest, data.end_of_text, repr(files)) if files or data.end_of_text else {}
-        return {"tokenizer": digest} | end
+        tokenizer_digest, files = _digest_of_file(name), read_files(Path(name).parent)
+        end = _unusual_end(name, tokenizer_digest, data.end_of_text, repr(files)) if files or data.end_of_text else {}
+        return {"tokenizer": tokenizer_digest} | end
     result: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": data.vocab_size}
     result["trained_on_bytes"] = sample_bytes(data.vocab_size)
     if data.sources or data.validation:
-        # the tokenizer is trained on the text of every source, and shared by the further validation sets
+        # the tokenizer is trained on the text of every source, and shared by the additional validation sets
         texts = [_text(source_name, source) for source_name, source in train_sources(data).items()]
         result["trained_on"] = [*texts, data.validation_fraction]
     return result
 
 
 @lru_cache
-def _unusual_end(tokenizer: str, digest: str, wanted: str | None, files: str) -> dict[str, str]:
+def _unusual_end(tokenizer: str, tokenizer_digest: str, end_of_text: str | None, files: str) -> dict[str, str]:
     """Return the end of text where it is not the one that tokenizer.json alone gives.
 
-    digest, files: of the tokenizer and of the content of the files beside it, on which the result depends.
+    tokenizer_digest, files: the content of the tokenizer and of the files beside it, on which the result depends.
     """
-    loaded = Tokenizer.load(tokenizer, wanted)
+    loaded = Tokenizer.load(tokenizer, end_of_text)
     return {"end_of_text": loaded.end.token} if loaded.has_unusual_end else {}
 
 
 def _digest_of_file(tokenizer: str) -> str:
     try:
-        return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+        return digest(Path(tokenizer))
     except OSError as error:
-        remedy = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
-        raise DataError(f"cannot read a tokenizer ({error.strerror})", tokenizer, remedy) from error
+        raise DataError(f"cannot read a tokenizer ({error.strerror})", tokenizer, REMEDY) from error

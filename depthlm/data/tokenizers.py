@@ -37,11 +37,10 @@ from depthlm.files import replace_text
 
 FILE_NAME = "tokenizer.json"
 PADDING = "<|padding|>"
-# Bytes of text that the BPE is trained on, per token of its vocabulary, and their bounds: more text changes few merges
-# and takes longer.
+# Bytes of text per token of its vocabulary that the BPE is trained on, and the least and the most bytes. More text
+# changes few merges and takes longer.
 BYTES_PER_TOKEN, MIN_BPE_BYTES, MAX_BPE_BYTES = 2**12, 2**23, 2**25
-_REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
-
+REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or a model on the hub."
 
 # The library warns when a process forks after the library has used threads, and data loaders fork; only `prepare`
 # turns its threads on.
@@ -51,7 +50,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokenizer:
     """A tokenizer.json; it never encodes text as special tokens and adds no tokens to a text.
 
-    Attributes: text, the content of the file; fingerprint, its sha256; vocab_size, one above the largest id;
+    Attributes: text, the content of the file; fingerprint, its sha256; vocab_size, the largest id plus one;
     end_of_text, the id that follows each document; end, that token and what names it; dropout, the share of merges that
     BPE dropout would skip (it is off here). Raises DataError for a file that is not a tokenizer or has no end-of-text
     token.
@@ -84,7 +83,7 @@ class Tokenizer:
         try:
             return cls(file.read_bytes().decode("utf-8"), file, end_of_text, read_files(file.parent))
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read a tokenizer ({error})", file, _REMEDY) from error
+            raise DataError(f"cannot read a tokenizer ({error})", file, REMEDY) from error
 
     @classmethod
     def from_hub(cls, name: str, end_of_text: str | None = None) -> "Tokenizer":
@@ -113,17 +112,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[list[int]]:
         """Return the ids of each text; a special token's name inside a text is encoded as ordinary text.
 
-        before: what precedes each text in its document, or the end of it; then the ids are those which the text has
-        after it, without a prefix space, where the place between them is a boundary of tokens (`is_boundary`).
+        before: what precedes each text in its document, or the end of that. If the two meet at a boundary of tokens
+        (`is_boundary`), the ids are those that the text has there, without a prefix space.
         Raises DataError where a text contains the end of text, because that is also the unknown token.
         """
         before = before or [""] * len(texts)
-        encoded = self._encode([first + text for first, text in zip(before, texts, strict=True)])
-        for number, first in enumerate(before):
-            if first:
-                (known,) = self._encode([first])
-                is_prefix = encoded[number][: len(known)] == known
-                encoded[number] = encoded[number][len(known) :] if is_prefix else self._encode([texts[number]])[0]
+        encoded = self._encode([preceding + text for preceding, text in zip(before, texts, strict=True)])
+        for number, preceding in enumerate(before):
+            if preceding:
+                (ids,) = self._encode([preceding])
+                is_prefix = encoded[number][: len(ids)] == ids
+                encoded[number] = encoded[number][len(ids) :] if is_prefix else self._encode([texts[number]])[0]
         if any(self.end_of_text in ids for ids in encoded):
             what = f"the end of text, {self.end.token!r}, is also what the tokenizer encodes unknown text as"
             raise DataError(what, self.where, "Set data.end_of_text to another token, or give another data.tokenizer.")
@@ -138,7 +137,7 @@ class Tokenizer:
         try:
             encodings = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises no narrower type
-            raise DataError(f"the tokenizer cannot encode a text ({error})", self.where, _REMEDY) from error
+            raise DataError(f"the tokenizer cannot encode a text ({error})", self.where, REMEDY) from error
         return [encoding.ids for encoding in encodings]
 
     @cached_property
@@ -152,7 +151,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> Path:
         """Write tokenizer.json into the folder and return the file's path.
 
-        An end of text that its usual name does not give is written to tokenizer_config.json, where `load` finds it.
+        An end of text that tokenizer.json alone does not give is written to tokenizer_config.json for `load`.
         """
         file = Path(folder, FILE_NAME)
         file.write_text(self.text, encoding="utf-8", newline="")
@@ -162,7 +161,7 @@ class Tokenizer:
 
     @property
     def has_unusual_end(self) -> bool:
-        """Whether the end of text is another token than tokenizer.json alone gives."""
+        """Whether tokenizer.json alone gives another end of text."""
         usual = usual_end_of_text(self._encoder)
         return usual is None or usual.id != self.end_of_text
 
@@ -198,19 +197,19 @@ def sample_bytes(vocab_size: int) -> int:
     return max(MIN_BPE_BYTES, min(MAX_BPE_BYTES, BYTES_PER_TOKEN * vocab_size))
 
 
-def sample(documents: Iterable[tuple[str, str]], wanted: int, total_bytes: int | None) -> Iterator[str]:
-    """Yield about `wanted` bytes of the documents' text, in pieces chosen by a hash of document name and piece number.
+def sample(documents: Iterable[tuple[str, str]], sample_size: int, total_bytes: int | None) -> Iterator[str]:
+    """Yield about `sample_size` bytes of text, in pieces chosen by a hash of document name and number.
 
-    total_bytes: of the source; None where it is unknown, in which case the first `wanted` bytes are taken.
+    total_bytes: of the source; None: unknown, so the first `sample_size` bytes are yielded.
     """
-    kept = wanted / max(total_bytes, 1) if total_bytes is not None else 1.0
+    fraction = sample_size / max(total_bytes, 1) if total_bytes is not None else 1.0
     taken = 0
     for name, text in documents:
         for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
-            if kept >= 1 or share(f"{number}:{name}") < kept:
+            if fraction >= 1 or share(f"{number}:{name}") < fraction:
                 taken += len(piece)
                 yield piece
-        if total_bytes is None and taken >= wanted:
+        if total_bytes is None and taken >= sample_size:
             return
 
 
@@ -224,7 +223,7 @@ def is_on_hub(tokenizer: str) -> bool:
 def vocab_size(data: Data) -> int:
     """Return the number of tokens, without preparing anything; for `bpe` it is an upper bound.
 
-    Existing token files at data.path determine it; for a tokenizer on the hub data.vocab_size does, which preparing
+    Existing token files at data.path determine it. For a tokenizer on the hub, it is data.vocab_size, which preparing
     checks. Raises DataError for a tokenizer that cannot be read.
     """
     folder = next(iter(train_sources(data).values())).path
@@ -243,13 +242,6 @@ def padded_vocab_size(data: Data) -> int:
     return -(-vocab_size(data) // multiple) * multiple
 
 
-def _byte_level(model: models.Model, split_words: bool) -> Encoder:
-    encoder = Encoder(model)
-    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
-    encoder.decoder = decoders.ByteLevel()
-    return encoder
-
-
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
     """Encode on all cores within this context."""
@@ -265,8 +257,8 @@ def parallel_tokenizers() -> Iterator[None]:
 def text_encoder(text: str, end_of_text: str) -> Encoder:
     """Return an encoder with the ids of this tokenizer.json that encodes no text as a special token or the end of text.
 
-    These tokens get names that no text has, so text that is spelled like one is encoded by the other tokens. That is
-    exact for each model: a Unigram lattice and a table of words lack the name, and BPE lacks the merges that make it.
+    These tokens get names that no text has, so text that is spelled like such a token is encoded by other tokens. That
+    is exact for each model: a Unigram lattice and a table of words lack the name, and BPE lacks the merges to it.
     BPE dropout, truncation and padding are off.
     """
     record = json.loads(text)
@@ -313,6 +305,13 @@ def drops_unknown(text: str) -> bool:
     return not model["vocab"].keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
 
 
+def _byte_level(model: models.Model, split_words: bool) -> Encoder:
+    encoder = Encoder(model)
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    encoder.decoder = decoders.ByteLevel()
+    return encoder
+
+
 def _unreachable_names(text: str, tokens: Collection[str]) -> dict[str, str]:
     # U+FDD0 is a noncharacter, and the digest is of the tokenizer itself
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -320,6 +319,6 @@ def _unreachable_names(text: str, tokens: Collection[str]) -> dict[str, str]:
 
 
 def _merged(model: dict[str, Any], first: str, second: str) -> str:
-    """Return the token that BPE merges a pair into, without the prefix of a continuing subword."""
+    """Return the token into which BPE merges a pair, whose second part loses the prefix of a continuing subword."""
     prefix = model.get("continuing_subword_prefix") or ""
     return first + second.removeprefix(prefix)

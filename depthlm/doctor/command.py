@@ -28,23 +28,23 @@ def doctor(overrides: Sequence[str], config_dir: str | None, as_json: bool) -> i
 
 def examine(overrides: Sequence[str], config_dir: str | None) -> Iterator[Item]:
     """Yield the items of all checks. If torch cannot be imported, only the installation is checked."""
-    yield from look_at("Python", software.python)
-    yield from look_at("packages", software.packages)
+    yield from run_check("Python", software.python)
+    yield from run_check("packages", software.packages)
     imported = software.imports()
     yield imported
     if imported.state == PROBLEM:
         return
     # this module imports torch
-    from depthlm.doctor.run import looks
+    from depthlm.doctor.run import checks
 
-    for name, look in looks(overrides, config_dir).items():
-        yield from look_at(name, look)
+    for name, check in checks(overrides, config_dir).items():
+        yield from run_check(name, check)
 
 
-def look_at(name: str, look: Callable[[], Item | Iterable[Item]]) -> Iterator[Item]:
+def run_check(name: str, check: Callable[[], Item | Iterable[Item]]) -> Iterator[Item]:
     """Yield the items of one check. An exception becomes an item with a problem and does not hide the other items."""
     try:
-        result = look()
+        result = check()
         yield from [result] if isinstance(result, Item) else result
     except Exception as error:
         yield Item(name, f"this check failed: {type(error).__name__}: {error}", PROBLEM, "report this as a bug")
@@ -65,8 +65,8 @@ def show(items: Sequence[Item]) -> None:
         table.add_row(f"[{color}]{item.state}[/]", item.name, escape(item.value) + remedy)
     console.print(table)
     problems, warnings = (sum(item.state == state for item in items) for state in (PROBLEM, WARNING))
-    noted = f"; warnings: {warnings}" if warnings else ""
+    warning_text = f"; warnings: {warnings}" if warnings else ""
     if problems:
-        console.print(f"[bold red]A run would not start here: problems: {problems}{noted}.[/]")
+        console.print(f"[bold red]A run would not start here: problems: {problems}{warning_text}.[/]")
     else:
-        console.print(f"A run would start here{noted}.")
+        console.print(f"A run would start here{warning_text}.")

@@ -1,4 +1,4 @@
-"""The checks of `doctor` that depend on the configuration of a run."""
+"""The checks of `doctor` on the machine and on the configuration of a run."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from depthlm.config import Config, ConfigError, compose, compose_anywhere
 from depthlm.counts import gib_text
 from depthlm.distributed import launchers
-from depthlm.doctor import machine, software
+from depthlm.doctor import software
 from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
 from depthlm.errors import UserError
 from depthlm.machine import environment
@@ -19,90 +19,40 @@ from depthlm.machine.memory import cgroup_limits
 from depthlm.ops.backend import missing
 from depthlm.runs.weights_and_biases import has_key
 
-# timeout in seconds for a connection to W&B's server
-REACH = 3.0
-# with less than this, even a small run may fail
+# seconds to wait for a connection to W&B's server
+CONNECTION_TIMEOUT = 3.0
+# bytes below which even a small run may fail
 LOW_MEMORY, LOW_SHARED_MEMORY, LOW_DISK = 2 * 2**30, 256 * 2**20, 5 * 2**30
 
 
-def looks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callable[[], Item | Iterable[Item]]]:
+def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callable[[], Item | Iterable[Item]]]:
     """Return the checks for a run with these overrides, by name."""
-    config, mistakes = composed(overrides, config_dir)
+    config, errors = compose_or_default(overrides, config_dir)
     device_type = environment.device_type(config.device)
     return {
-        "device": partial(machine.device, config.device),
-        "driver": machine.driver,
-        "NCCL": partial(machine.communication, device_type),
+        "device": partial(device, config.device),
+        "driver": driver,
+        "NCCL": partial(communication, device_type),
         "C compiler": partial(software.c_compiler, device_type),
         "C++ compiler": partial(software.cpp_compiler, device_type, config.training.compile is True),
-        "memory": machine.memory,
-        "shared memory": machine.shared_memory,
-        "disk, run": partial(machine.disk, "disk, run", Path(config.output_dir or "outputs")),
-        "disk, tokens": partial(machine.disk, "disk, tokens", Path(config.data.path or "data/tokens")),
+        "memory": memory,
+        "shared memory": shared_memory,
+        "disk, run": partial(disk, "disk, run", Path(config.output_dir or "outputs")),
+        "disk, tokens": partial(disk, "disk, tokens", Path(config.data.path or "data/tokens")),
         "W&B": partial(wandb, config),
-        "ranks": machine.ranks,
+        "ranks": ranks,
         "precision": partial(precision, device_type),
         "kernels": partial(kernels, device_type),
-        "configuration": partial(configuration, overrides, config_dir, mistakes),
+        "configuration": partial(configuration, overrides, config_dir, errors),
     }
 
 
-def composed(overrides: Sequence[str], config_dir: str | None) -> tuple[Config, list[str]]:
-    """Return the configuration and its errors, without checks of this machine.
-
-    If there are errors, the configuration is the default one, without the overrides.
-    """
+def compose_or_default(overrides: Sequence[str], config_dir: str | None) -> tuple[Config, list[str]]:
+    """Return the configuration, not checked against this machine, and its errors; if any, the default configuration."""
     try:
         return compose_anywhere(overrides, config_dir), []
     except ConfigError as error:
         return compose_anywhere(), error.errors
-
-
-def wandb(config: Config) -> Item:
-    """Check whether W&B receives metrics during training."""
-    tracker = config.tracker
-    if not tracker.wandb or os.environ.get("WANDB_MODE") == "disabled":
-        return Item("W&B", "not used; metrics.jsonl is always written")
-    offline = tracker.mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
-    if offline or not has_key():
-        why = "as configured" if offline else "no key is set; `wandb login` sets one, tracker=none turns W&B off"
-        return Item("W&B", f"offline ({why}); `wandb sync` uploads a run")
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]
-    address, _, port = host.partition(":")
-    try:
-        socket.create_connection((address, int(port or 443)), timeout=REACH).close()
-    except OSError as error:
-        remedy = "a run starts, and switches to offline after up to 60 s; tracker.mode=offline avoids the wait"
-        return Item("W&B", f"a key is set, but {host} does not answer within {REACH:.0f} s ({error})", WARNING, remedy)
-    return Item("W&B", f"online: a key is set, and {host} answers")
-
-
-def precision(device_type: str) -> Item:
-    """Report the value of precision=auto on this machine."""
-    return Item("precision", f"precision=auto is {environment.fast_precision(device_type)} here")
-
-
-def kernels(device_type: str) -> Item:
-    """Report the value of kernels=auto on this machine."""
-    reason = missing(device_type) if device_type == "cuda" else "Triton needs a GPU"
-    if reason is None:
-        return Item("kernels", "kernels=auto is Triton here")
-    return Item("kernels", f"kernels=auto is PyTorch here: {reason}", WARNING if device_type == "cuda" else OK)
-
-
-def configuration(overrides: Sequence[str], config_dir: str | None, mistakes: list[str]) -> Item:
-    """Check whether train.py accepts the overrides on this machine."""
-    shown = " ".join(overrides) or "the default"
-    errors = mistakes
-    if not mistakes:
-        try:
-            compose(overrides, config_dir)
-        except ConfigError as error:
-            # the item "device" already shows errors of the device
-            errors = [text for text in error.errors if not text.startswith("device=")]
-    if errors:
-        return Item("configuration", "; ".join(errors), PROBLEM, "python train.py --help lists every key")
-    return Item("configuration", f"{shown}: no errors")
 
 
 def device(choice: str) -> Item:
@@ -152,15 +102,6 @@ def memory() -> Item:
     return Item("memory", value)
 
 
-def memory_limits() -> tuple[int, int, int | None]:
-    """Return the machine's RAM, its free RAM, and the smallest limit of this process's control groups, in bytes."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {words[0]: 1024 * int(words[1]) for words in lines}
-    total = sizes["MemTotal:"]
-    limit = min(cgroup_limits(), default=total)
-    return total, sizes["MemAvailable:"], limit if limit < total else None
-
-
 def shared_memory() -> Item:
     """Check /dev/shm, through which data workers and NCCL pass tensors."""
     if not Path("/dev/shm").is_dir():
@@ -184,6 +125,30 @@ def disk(name: str, folder: Path) -> Item:
     return Item(name, f"{gib_text(free, 1)} free in {existing}")
 
 
+def wandb(config: Config) -> Item:
+    """Check whether W&B receives metrics during training."""
+    tracker = config.tracker
+    if not tracker.wandb or os.environ.get("WANDB_MODE") == "disabled":
+        return Item("W&B", "not used; metrics.jsonl is always written")
+    offline = tracker.mode == "offline" or os.environ.get("WANDB_MODE") in ("offline", "dryrun")
+    if offline or not has_key():
+        why = "as configured" if offline else "no key is set; `wandb login` sets one, tracker=none turns W&B off"
+        return Item("W&B", f"offline ({why}); `wandb sync` uploads a run")
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]
+    address, _, port = host.partition(":")
+    try:
+        socket.create_connection((address, int(port or 443)), timeout=CONNECTION_TIMEOUT).close()
+    except OSError as error:
+        remedy = "a run starts, and switches to offline after up to 60 s; tracker.mode=offline avoids the wait"
+        return Item(
+            "W&B",
+            f"a key is set, but {host} does not answer within {CONNECTION_TIMEOUT:.0f} s ({error})",
+            WARNING,
+            remedy,
+        )
+    return Item("W&B", f"online: a key is set, and {host} answers")
+
+
 def ranks() -> Iterator[Item]:
     """Report the launcher of this process, and the CPU cores and threads of each rank."""
     try:
@@ -194,3 +159,39 @@ def ranks() -> Iterator[Item]:
     yield Item("ranks", launchers.describe_launch(process_ranks, "this machine"))
     cores, threads = environment.cores(), launchers.threads(process_ranks)
     yield Item("cores", f"{cores} of {os.cpu_count()} for this process, {threads} threads per rank")
+
+
+def precision(device_type: str) -> Item:
+    """Report the value of precision=auto on this machine."""
+    return Item("precision", f"precision=auto is {environment.fast_precision(device_type)} here")
+
+
+def kernels(device_type: str) -> Item:
+    """Report the value of kernels=auto on this machine."""
+    reason = missing(device_type) if device_type == "cuda" else "Triton needs a GPU"
+    if reason is None:
+        return Item("kernels", "kernels=auto is Triton here")
+    return Item("kernels", f"kernels=auto is PyTorch here: {reason}", WARNING if device_type == "cuda" else OK)
+
+
+def configuration(overrides: Sequence[str], config_dir: str | None, errors: list[str]) -> Item:
+    """Check whether train.py accepts the overrides on this machine. errors: those that do not depend on the machine."""
+    shown = " ".join(overrides) or "the default"
+    if not errors:
+        try:
+            compose(overrides, config_dir)
+        except ConfigError as error:
+            # the item "device" already shows errors of the device
+            errors = [text for text in error.errors if not text.startswith("device=")]
+    if errors:
+        return Item("configuration", "; ".join(errors), PROBLEM, "python train.py --help lists every key")
+    return Item("configuration", f"{shown}: no errors")
+
+
+def memory_limits() -> tuple[int, int, int | None]:
+    """Return the machine's RAM, its free RAM, and the smallest limit of this process's control groups, in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {words[0]: 1024 * int(words[1]) for words in lines}
+    total = sizes["MemTotal:"]
+    limit = min(cgroup_limits(), default=total)
+    return total, sizes["MemAvailable:"], limit if limit < total else None

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from depthlm.doctor.item import PROBLEM, WARNING, Item
 from depthlm.locations import install_command
 
-LEAST_PYTHON = (3, 11)
+MIN_PYTHON = (3, 11)
 # for each extra, a package whose presence shows that the extra is installed
 EXTRAS = {
     "evaluation": "lm-eval",
@@ -28,8 +28,8 @@ EXTRAS = {
 def python() -> Item:
     """Check the version of Python."""
     value = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
-    if sys.version_info < LEAST_PYTHON:
-        return Item("Python", value, PROBLEM, f"install Python {'.'.join(map(str, LEAST_PYTHON))} or newer")
+    if sys.version_info < MIN_PYTHON:
+        return Item("Python", value, PROBLEM, f"install Python {'.'.join(map(str, MIN_PYTHON))} or newer")
     return Item("Python", value)
 
 
@@ -63,7 +63,11 @@ def requirements() -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         return []
     parsed = [Requirement(text) for text in texts]
-    return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return [
+        requirement
+        for requirement in parsed
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    ]
 
 
 def installed_version(package: str) -> str | None:

@@ -30,7 +30,7 @@ from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
-from depthlm.files import digest, usual_mode
+from depthlm.files import digest, set_default_mode
 from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
@@ -157,7 +157,7 @@ def write_weights(model: Decoder, native: str | None, folder: Path) -> None:
         named = dict(export_weight(native, name, tensor) for name, tensor in split.items())
     weights = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in named.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    usual_mode(folder / WEIGHTS)
+    set_default_mode(folder / WEIGHTS)
 
 
 def check_folder(folder: Path) -> None:

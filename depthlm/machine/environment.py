@@ -83,17 +83,17 @@ def fast_precision(device: str) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of depthlm and of the packages that it needs; None for one that is not installed."""
-    found: dict[str, str | None] = {"depthlm": depthlm.__version__}
+    installed: dict[str, str | None] = {"depthlm": depthlm.__version__}
     for package in ("torch", "deepspeed", "hydra-core", "omegaconf", "tokenizers", "triton", "wandb", "numpy"):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Return what `environment.json` says of this process: versions, git commit, command, device (`cuda` or `cpu`)."""
+    """Return the content of `environment.json`: versions, git commit, command, and the device (`cuda` or `cpu`)."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

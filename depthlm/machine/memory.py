@@ -1,4 +1,4 @@
-"""The memory that a rank may use: that of its GPU, or the machine's within the limits of this process."""
+"""The memory that a rank may use: that of its GPU, or of the machine within the limits of this process."""
 
 import os
 import re
@@ -64,9 +64,9 @@ def peak_process_bytes() -> int:
     """Return the most RAM that this process has used so far, in bytes."""
     try:
         # on Linux, ru_maxrss begins with the memory of the process that started this one
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
-        found = None
-    if found is not None:
-        return 1024 * int(found[1])
+        match = None
+    if match is not None:
+        return 1024 * int(match[1])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -45,7 +45,7 @@ def arguments(config: Optimizer, run_steps: int = 1) -> dict[str, Any]:
 
 
 def averages_weights(config: Optimizer) -> bool:
-    """Return whether averages of the weights are evaluated, which `eval()` of the optimizer sets, `train()` undoes."""
+    """Return whether averages of the weights are evaluated: the optimizer sets them in `eval()`, not in `train()`."""
     return hasattr(optimizer_class(config), "eval")
 
 
@@ -99,7 +99,7 @@ def _optimizer(groups: list[dict[str, Any]], config: Optimizer, run_steps: int =
         return optimizer_class(config)(groups, **arguments(config, run_steps))
     except (ValueError, TypeError) as error:
         keys = {entry.name for entry in fields(config)}
-        # a value of a type that the class does not handle
+        # a TypeError may come from a value of a type that the class does not handle
         given = f"; its settings are {config.settings}" if isinstance(error, TypeError) else ""
         lines = [
             f"optimizer.{'' if match[1] in keys else 'settings.'}{line}"

@@ -89,7 +89,7 @@ class SplitMatrices(Protocol):
 def orthogonalized(stack_emn: Tensor, steps: int) -> Tensor:
     """Return the matrices of a stack [e, m, n] with singular values of about 1.
 
-    Newton-Schulz iterations as in torch.optim.Muon, of all matrices at once and of each by itself.
+    Newton-Schulz iterations as in torch.optim.Muon, for all matrices at once.
     """
     a, b, c = COEFFICIENTS
     tall = stack_emn.shape[1] > stack_emn.shape[2]

@@ -1,4 +1,4 @@
-"""The resources of a SLURM job, from the keys `slurm.<key>=` and slurm/cluster.yaml."""
+"""The resources of SLURM jobs, from the keys `slurm.<key>=` and slurm/cluster.yaml, and the submitted jobs."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SETTINGS = Path("slurm/cluster.yaml")
 JOBS = "jobs.jsonl"
 # the default of SLURM, for a cluster that does not report its own
 MAX_ARRAY_SIZE = 1001
-# states of jobs that squeue may list for a moment after their end, and of jobs that have not begun
+# states of jobs that have ended, which squeue lists for a moment, and of jobs that have not begun
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -56,7 +56,7 @@ class Cluster:
     extra: list[str] = key([], "additional options of sbatch, separated by commas: --exclude=n3,--constraint=h100")
 
     def options(self) -> list[str]:
-        """As options of sbatch."""
+        """Return the options of sbatch."""
         tasks = self.tasks_per_node or max(1, self.gpus_per_node)
         values = {
             "partition": self.partition,
@@ -89,6 +89,46 @@ def read_cluster(overrides: list[str]) -> Cluster:
     return cluster
 
 
+def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
+    """Record that a job array trains these run directories, one per index."""
+    with (snapshot / JOBS).open("a") as file:
+        file.write(json.dumps({"job": job, "directories": directories}) + "\n")
+
+
+def submitted(folders: Iterable[Path]) -> set[str]:
+    """Return all run directories for which a job was ever submitted."""
+    return {directory for directories in _arrays(folders).values() for directory in directories}
+
+
+def queued_points(folders: Iterable[Path]) -> dict[str, str]:
+    """Return the state of each run directory that has a job. Raises UserError if SLURM does not answer."""
+    arrays = _arrays(folders)
+    if not arrays:
+        return {}
+    queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T")
+    if queue is None:
+        raise UserError("squeue does not answer, so it is unknown which points have a job")
+    states = {}
+    for line in queue.splitlines():
+        # squeue may print other lines too, such as warnings of plugins
+        if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)", line.strip())) is None:
+            continue
+        job, index, state = entry.groups()
+        directory = dict(enumerate(arrays.get(job, []))).get(int(index))
+        if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
+            states[directory] = WAITING if state in NOT_BEGUN else RUNNING
+    return states
+
+
+def max_array_size() -> int:
+    """Return the maximum number of points in one job array."""
+    for line in (_run("scontrol", "show", "config") or "").splitlines():
+        name, _, value = line.partition("=")
+        if name.strip() == "MaxArraySize" and value.strip().isdigit():
+            return max(1, int(value) - 1)
+    return MAX_ARRAY_SIZE - 1
+
+
 def _settings(file: Path) -> list[str]:
     if not file.is_file():
         return []
@@ -112,37 +152,6 @@ def _text(name: str, value: Any, file: Path) -> str:
     return "null" if text in ("", "~") and name not in ("setup", "extra") else text
 
 
-def remember_jobs(snapshot: Path, job: str, directories: list[str]) -> None:
-    """Record that a job array trains these run directories, one per index."""
-    with (snapshot / JOBS).open("a") as file:
-        file.write(json.dumps({"job": job, "directories": directories}) + "\n")
-
-
-def submitted(folders: Iterable[Path]) -> set[str]:
-    """Return all run directories for which a job was ever submitted."""
-    return {directory for directories in _arrays(folders).values() for directory in directories}
-
-
-def queued_points(folders: Iterable[Path]) -> dict[str, str]:
-    """Return the state of each run directory that has a job. Raises UserError if SLURM does not answer."""
-    arrays = _arrays(folders)
-    if not arrays:
-        return {}
-    queue = _run("squeue", "--noheader", "--array", "--format=%F %K %T")
-    if queue is None:
-        raise UserError("squeue does not answer, so it is unknown which points have a job")
-    states = {}
-    for line in queue.splitlines():
-        # clusters print other lines too, such as warnings of plugins
-        if (entry := re.fullmatch(r"(\d+) (\d+) ([A-Z_]+)", line.strip())) is None:
-            continue
-        job, index, state = entry.groups()
-        directory = dict(enumerate(arrays.get(job, []))).get(int(index))
-        if directory is not None and state not in ENDED and read_run(directory).state != COMPLETE:
-            states[directory] = WAITING if state in NOT_BEGUN else RUNNING
-    return states
-
-
 def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
     arrays = {}
     for folder in set(folders):
@@ -154,15 +163,6 @@ def _arrays(folders: Iterable[Path]) -> dict[str, list[str]]:
                 except (ValueError, KeyError, TypeError):
                     print(f"{file}:{number}: not a record of a job; its points count as not submitted", file=sys.stderr)
     return arrays
-
-
-def max_array_size() -> int:
-    """Return the maximum number of points in one job array."""
-    for line in (_run("scontrol", "show", "config") or "").splitlines():
-        name, _, value = line.partition("=")
-        if name.strip() == "MaxArraySize" and value.strip().isdigit():
-            return max(1, int(value) - 1)
-    return MAX_ARRAY_SIZE - 1
 
 
 def _run(*command: str) -> str | None:

@@ -32,18 +32,18 @@ from depthlm.slurm.cluster import (
     max_array_size,
     queued_points,
     read_cluster,
-    remember_jobs,
+    record_array,
     submitted,
 )
 from depthlm.sweeps import Point, check_points
 from depthlm.sweeps.points import STARTS
 from depthlm.sweeps.table import print_points
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 
 def main(arguments: list[str], program: str) -> None:
-    """Submit a sweep, or show its progress."""
+    """Submit a sweep, or show the state of its points."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=__doc__,
@@ -72,79 +72,78 @@ def status(overrides: list[str], config_dir: str | None) -> None:
     """Print one line per point."""
     points = check_points(overrides, config_dir, compose_anywhere)
     folders = [sweep_folder(point) for point in points]
-    known = queued_points(folders)
-    for directory in submitted(folders) - known.keys():
+    states = queued_points(folders)
+    for directory in submitted(folders) - states.keys():
         if read_run(directory).state == WAITING:
             # the job ended before its run began; the log of the job has the reason
-            known[directory] = FAILED
-    print_points(points, known)
+            states[directory] = FAILED
+    print_points(points, states)
 
 
-def submit(every: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
+def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -> None:
     """Submit every point that is neither complete nor queued, from a snapshot in the folder."""
-    directories = {point.directory: point for point in every}
-    queued = queued_points([sweep_folder(point) for point in every])
-    wanted = {
-        directory: point
-        for directory, point in directories.items()
-        if directory not in queued and read_run(directory).state != COMPLETE
+    queued = queued_points([sweep_folder(point) for point in points])
+    to_train = {
+        point.directory: point
+        for point in points
+        if point.directory not in queued and read_run(point.directory).state != COMPLETE
     }
-    deferred = {d for d, point in wanted.items() if any(start in queued for start in starts(point))}
+    deferred = {d for d, point in to_train.items() if any(start in queued for start in starting_runs(point))}
     if deferred:
         print(f"{len(deferred)} points start from runs that have a job; submit them when those runs are complete")
-        wanted = {directory: point for directory, point in wanted.items() if directory not in deferred}
-    left = f" ({len(every) - len(wanted)} more are complete, or have a job)" if len(wanted) < len(every) else ""
-    print(f"{len(wanted)} points to train{left}")
-    if not wanted:
+        to_train = {directory: point for directory, point in to_train.items() if directory not in deferred}
+    others = len(points) - len(to_train)
+    print(f"{len(to_train)} points to train{f' ({others} more are complete, or have a job)' if others else ''}")
+    if not to_train:
         return
-    waves = in_order(wanted)
+    waves = group_into_waves(to_train)
     snapshot = next_snapshot(folder)
-    lines = [line(wanted[directory]) for wave in waves for directory in wave]
+    lines = [point_command(to_train[directory]) for wave in waves for directory in wave]
     if dry_run:
         print("\n".join(f"{number:4}  {text}" for number, text in enumerate(lines)))
     else:
         take_snapshot(snapshot, lines)
-    before: list[str] = []
+    previous_jobs: list[str] = []
     offset = 0
     for wave in waves:
         jobs = []
-        for part in parts(wave, max_array_size()):
-            jobs.append(send(cluster, snapshot, offset, len(part), before, dry_run))
+        for part in split_directories(wave, max_array_size()):
+            jobs.append(submit_array(cluster, snapshot, offset, len(part), previous_jobs, dry_run))
             if not dry_run:
-                remember_jobs(snapshot, jobs[-1], part)
+                record_array(snapshot, jobs[-1], part)
             offset += len(part)
-        before = jobs
+        previous_jobs = jobs
     if dry_run:
-        print("\n# sweep.sbatch\n" + (HERE / "sweep.sbatch").read_text())
-        print("# train.sbatch\n" + (HERE / "train.sbatch").read_text())
+        print("\n# sweep.sbatch\n" + (FOLDER / "sweep.sbatch").read_text())
+        print("# train.sbatch\n" + (FOLDER / "train.sbatch").read_text())
 
 
-def in_order(points: dict[str, Point]) -> list[list[str]]:
+def group_into_waves(points: dict[str, Point]) -> list[list[str]]:
     """Group run directories into waves, such that each run starts only from runs of earlier waves."""
     waves: dict[str, int] = {}
     for directory, point in points.items():
-        waves[directory] = max((waves[start] + 1 for start in starts(point) if start in waves), default=0)
+        waves[directory] = max((waves[start] + 1 for start in starting_runs(point) if start in waves), default=0)
     return [[d for d, wave in waves.items() if wave == number] for number in range(max(waves.values()) + 1)]
 
 
-def starts(point: Point) -> list[str]:
+def starting_runs(point: Point) -> list[str]:
     """Return the runs that a point starts from."""
     return [text.partition("=")[2] for text in point.overrides if text.startswith(STARTS)]
 
 
-def line(point: Point) -> str:
+def point_command(point: Point) -> str:
     """Return the command of a point as one line, quoted for bash."""
     flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
     # shlex writes a line break as it is, within single quotes
     return shlex.join(["train.py", *flags, *point.overrides]).replace("\n", "'$'\\n''")
 
 
-def parts(directories: list[str], most: int) -> list[list[str]]:
-    """Split a list into parts of at most `most` entries, the maximum size of a job array."""
-    return [directories[start : start + most] for start in range(0, len(directories), most)]
+def split_directories(directories: list[str], size: int) -> list[list[str]]:
+    """Split a list into parts of at most `size` entries, the maximum size of a job array."""
+    return [directories[start : start + size] for start in range(0, len(directories), size)]
 
 
-def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:
+def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:
     """Submit one job array and return its job id. Raises UserError with the message of sbatch."""
     throttle = f"%{cluster.throttle}" if cluster.throttle else ""
     variables = {
@@ -163,7 +162,7 @@ def send(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequen
         "--open-mode=append",
         *cluster.options(),
         *([f"--dependency=afterany:{':'.join(after)}"] if after else []),
-        str(HERE / "sweep.sbatch"),
+        str(FOLDER / "sweep.sbatch"),
     ]
     if dry_run:
         print("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(command)]))
@@ -233,13 +232,13 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 def _files() -> Iterator[Path]:
     """Yield every file of the code, relative to the checkout or to the folder of installed packages."""
-    listed = _git_files() if IS_CHECKOUT else None
-    if listed is None:
+    files = _git_files() if IS_CHECKOUT else None
+    if files is None:
         folders = [PACKAGE, CONF, REPOSITORY / "hydra_plugins/points_sweeper.py"]
-        files = [file for folder in folders for file in (folder, *folder.rglob("*")) if "__pycache__" not in file.parts]
-        listed = list(dict.fromkeys(file.relative_to(REPOSITORY) for file in files))
+        paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if "__pycache__" not in path.parts]
+        files = list(dict.fromkeys(path.relative_to(REPOSITORY) for path in paths))
     # git also lists deleted files
-    return (file for file in listed if (REPOSITORY / file).is_file())
+    return (file for file in files if (REPOSITORY / file).is_file())
 
 
 def _git_files() -> list[Path] | None:

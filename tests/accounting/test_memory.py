@@ -49,11 +49,11 @@ def test_experts_that_are_spread_are_divided_and_the_shards_of_zero_are_the_same
     whole, spread = MemoryEstimator(config, "cuda"), MemoryEstimator(replace(config, deepspeed=sharding), "cuda")
     mixtures = depthlm.build_model(config, "meta").mixtures()
     experts = sum(weight.numel() for mixture in mixtures for weight in mixture.experts.parameters())
-    assert spread.own_parameters == whole.parameters - 3 * experts // 4
-    assert spread.states(0, 8).weights == 4.0 * spread.own_parameters
-    assert spread.states(0, 8).optimizer == pytest.approx(8.0 * spread.own_parameters, rel=1e-4)
+    assert spread.rank_parameters == whole.parameters - 3 * experts // 4
+    assert spread.states(0, 8).weights == 4.0 * spread.rank_parameters
+    assert spread.states(0, 8).optimizer == pytest.approx(8.0 * spread.rank_parameters, rel=1e-4)
     for stage in (1, 2):
-        assert spread.states(stage, 8).weights == 2.0 * spread.own_parameters
+        assert spread.states(stage, 8).weights == 2.0 * spread.rank_parameters
         assert spread.states(stage, 8).optimizer == whole.states(stage, 8).optimizer
 
 

@@ -1,172 +1,119 @@
-"""Sweeps on a SLURM cluster of two nodes: running, status, failure, requeueing and repeated submission."""
+"""The resources of a job, from the keys `slurm.` and slurm/cluster.yaml in the current folder."""
 
-import json
-import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from depthlm.config import compose
-from depthlm.data import prepare
-from depthlm.locations import REPOSITORY
-
-from ..forks import Forks, environment_with
-
-Submit = Callable[..., str]
-ONE_RANK = ["slurm.gpus_per_node=0", "slurm.cpus_per_task=1", "slurm.time=00:20:00"]
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+from depthlm.errors import UserError
+from depthlm.slurm.cluster import SETTINGS, Cluster, read_cluster
 
 
-@pytest.fixture
-def submit(cluster: dict[str, str], forks: Forks) -> Submit:
-    """Run slurm/submit.py on the cluster, with these variables of the environment, and return its output."""
-
-    def run(*arguments: str, **more: str) -> str:
-        done = forks.run(["slurm/submit.py", *arguments], environment=environment_with(**cluster, **more))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run
+@pytest.fixture(autouse=True)
+def _current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    SETTINGS.parent.mkdir()
 
 
-def run(cluster: dict[str, str], *command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env=environment_with(**cluster))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def test_without_a_file_all_keys_have_their_defaults() -> None:
+    assert read_cluster([]) == Cluster()
+    assert Cluster().options() == [
+        "--time=24:00:00", "--nodes=1", "--ntasks-per-node=8", "--cpus-per-task=8", "--gpus-per-node=8",
+        "--signal=B:USR1@120",
+    ]  # fmt: skip
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.3)
-
-
-def wait_for_jobs(cluster: dict[str, str], seconds: float) -> None:
-    wait_until(lambda: not run(cluster, "squeue", "--noheader").strip(), seconds, "the queue is empty")
-
-
-def test_an_array_of_four_points_over_two_nodes(
-    cluster: dict[str, str], submit: Submit, four_points: list[str], tmp_path: Path
-) -> None:
-    # each point takes all cores of a node
-    output = submit(*four_points, *ONE_RANK, "slurm.cpus_per_task=2", "slurm.throttle=2")
-    assert "4 points to train" in output
-    wait_for_jobs(cluster, 300)
-    nodes = re.findall(r" NodeList=(\S+)", run(cluster, "scontrol", "--oneliner", "show", "job"))
-    assert {"n1", "n2"} <= {*nodes}
-    for name in ("vanilla", "denseformer"):
-        for lr in ("0.001", "0.002"):
-            directory = tmp_path / "runs" / f"{name}-{lr}"
-            assert json.loads((directory / "summary.json").read_text())["steps"] == 20
-            environment = json.loads((directory / "environment.json").read_text())
-            assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", 1, 1)
-            assert environment["code"] == str(tmp_path / "runs/.slurm/0001/code")
-    status = submit("--status", *four_points)
-    assert "4 points: 4 complete" in status
-    assert "0 points to train" in submit(*four_points, *ONE_RANK)
-
-
-def test_a_failed_point_is_reported_and_only_it_is_submitted_again(
-    cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    (tmp_path / "fragile.py").write_text(
-        """from pathlib import Path
-from depthlm.mechanisms.residual import Residual
-
-class Fragile(Residual):
-    def read(self, stream):
-        if not (Path(__file__).parent / "fixed").exists():
-            raise RuntimeError("this mechanism is broken")
-        return super().read(stream)
-"""
+def test_a_file_changes_defaults_and_the_command_line_takes_precedence() -> None:
+    SETTINGS.write_text(
+        "# ours\npartition: h100\naccount:\nqos: null\nmem: ~\ntime: 12:00:00\nnodes: 2\nthrottle: '4'\n"
+        "setup: |\n  module load cuda/13.0\n  export A=[1,2]\n"
+        "extra:\n  - --exclude=n1,n2\n  - --constraint=h100\n"
     )
-    kept = [text for text in small_run() if not text.startswith("output_dir=")]
-    sweep = [
-        *kept,
-        "model.connection._target_=depthlm.mechanisms.residual.Residual,fragile.Fragile",
-        f"output_dir={tmp_path}/runs/${{model.connection._target_}}",
+    cluster = read_cluster(["nodes=3", "account=mine"])
+    assert cluster == Cluster(
+        partition="h100",
+        account="mine",
+        time="12:00:00",
+        nodes=3,
+        throttle=4,
+        setup="module load cuda/13.0\nexport A=[1,2]\n",
+        extra=["--exclude=n1,n2", "--constraint=h100"],
+    )
+    assert {"--partition=h100", "--time=12:00:00", "--nodes=3", "--exclude=n1,n2"} <= set(cluster.options())
+
+
+@pytest.mark.parametrize("content", ["", "# nothing yet\n", "extra: []\n", "setup:\n"])
+def test_a_file_may_set_nothing(content: str) -> None:
+    SETTINGS.write_text(content)
+    assert read_cluster([]) == Cluster()
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ("--exclude=n3", ["--exclude=n3"]),
+        ("[--exclude=n3]", ["--exclude=n3"]),
+        ("[--exclude=n3, --constraint=h100]", ["--exclude=n3", "--constraint=h100"]),
+        ("--exclude=n[1-3,5],--exclusive", ["--exclude=n[1-3,5]", "--exclusive"]),
+        ("[--exclude=n[1-3,5],--exclusive]", ["--exclude=n[1-3,5]", "--exclusive"]),
+        ("--exclude=n1,n2,-v", ["--exclude=n1,n2", "-v"]),
+        ("", []),
+    ],
+)
+def test_extra_options_may_contain_commas_and_brackets(given: str, options: list[str]) -> None:
+    assert read_cluster([f"extra={given}"]).extra == options
+    SETTINGS.write_text(f"extra: '{given}'\n")
+    assert read_cluster([]).extra == options
+
+
+def test_tasks_equal_gpus_unless_given() -> None:
+    tasks = [
+        next(option for option in read_cluster(list(given)).options() if option.startswith("--ntasks-per-node"))
+        for given in (["gpus_per_node=4"], ["gpus_per_node=0"], ["gpus_per_node=0", "tasks_per_node=6"])
     ]
-    path = {"PYTHONPATH": str(tmp_path)}
-    assert "2 points to train" in submit(*sweep, *ONE_RANK, **path)
-    wait_for_jobs(cluster, 200)
-    status = submit("--status", *sweep, **path)
-    assert "2 points: 1 complete, 1 failed" in status
-    assert "RuntimeError: this mechanism is broken" in status
-    (tmp_path / "fixed").touch()
-    again = submit(*sweep, *ONE_RANK, **path)
-    assert "1 points to train (1 more are complete, or have a job)" in again
-    wait_for_jobs(cluster, 200)
-    assert "2 points: 2 complete" in submit("--status", *sweep, **path)
+    assert tasks == ["--ntasks-per-node=4", "--ntasks-per-node=1", "--ntasks-per-node=6"]
+    assert not any(option.startswith("--gpus") for option in read_cluster(["gpus_per_node=0"]).options())
 
 
-@pytest.mark.parametrize("event", ["signalled", "timed out", "preempted"])
-def test_every_point_of_an_array_that_is_stopped_saves_is_requeued_and_resumes(
-    event: str, cluster: dict[str, str], submit: Submit, small_run: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    kept = [
-        text for text in small_run("training.max_steps=1000000", "training.log_every=10") if "output_dir=" not in text
-    ]
-    sweep = [*kept, "seed=1,2", f"output_dir={tmp_path}/runs/${{seed}}"]
-    limit = {"timed out": ["slurm.time=00:01:00", "slurm.signal_seconds=25"], "signalled": ["slurm.nodes=2"]}
-    assert "2 points to train" in submit(*sweep, *ONE_RANK, "slurm.cpus_per_task=2", *limit.get(event, []))
-    runs = [tmp_path / "runs" / seed for seed in ("1", "2")]
-    wait_until(lambda: all(last_step(directory) > 20 for directory in runs), 120, "a few steps")
-    environment = json.loads((runs[0] / "environment.json").read_text())
-    nodes = 2 if event == "signalled" else 1
-    assert (environment["launcher"], environment["world_size"], environment["nodes"]) == ("srun", nodes, nodes)
-    (array,) = {*run(cluster, "squeue", "--noheader", "--array", "--format=%F").split()}
-    if event == "signalled":
-        # signal only the batch scripts, as SLURM does before the time limit; they forward the signal to the ranks
-        run(cluster, "scancel", "--batch", "--signal=USR1", f"{array}_0", f"{array}_1")
-    elif event == "preempted":
-        urgent = ["--partition=urgent", "--nodes=2", "--ntasks=2", "--cpus-per-task=2", "--output=/dev/null"]
-        run(cluster, "sbatch", *urgent, "--wrap", "srun sleep 5")
-    wait_until(lambda: {*states(cluster, array)} == {"PENDING"}, 150, "both points are queued again")
-    # a second submission does not submit them again
-    assert "0 points to train" in submit(*sweep, *ONE_RANK)
-    assert "2 waiting" in submit("--status", *sweep)
-    for directory in runs:
-        saved, log = last_step(directory), directory / "train.log"
-        wait_until(lambda log=log: log.read_text().count("started by srun") == 2, 300, "the job runs again")
-        wait_until(lambda at=saved, run=directory: last_step(run) > at, 120, "the run resumes")
-        assert f"step-{saved:08d}" in log.read_text().rpartition("started by srun")[2]
-    # a cancelled job also saves, and is not requeued
-    run(cluster, "scancel", array)
-    wait_for_jobs(cluster, 60)
-    assert "2 stopped" in submit("--status", *sweep)
+def test_text_is_taken_literally() -> None:
+    assert read_cluster(["setup=source env.sh && export X=[a]"]).setup == "source env.sh && export X=[a]"
+    assert read_cluster(["partition=a,b"]).partition == "a,b"
 
 
-def last_step(directory: Path) -> int:
-    file = directory / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
+def test_all_mistakes_of_the_command_line_are_reported_with_their_keys() -> None:
+    with pytest.raises(UserError) as error:
+        read_cluster(["node=2", "nodes=0", "cpus_per_task=many", "time=null", "oops"])
+    text = str(error.value)
+    assert text.startswith("5 mistakes:")
+    assert "slurm.node=2: no such key" in text
+    assert "did you mean `nodes`?" in text
+    assert "slurm.nodes=0: must be an integer, at least 1" in text
+    assert "slurm.cpus_per_task=many: must be an integer, at least 1" in text
+    assert "slurm.time=null: must be text" in text
+    assert "slurm.oops: not key=value" in text
 
 
-def states(cluster: dict[str, str], array: str) -> list[str]:
-    return run(cluster, "squeue", "--noheader", "--array", f"--jobs={array}", "--format=%T").split()
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("node: 2\n", "did you mean `nodes`?"),
+        ("nodes: two\n", "nodes=two: must be an integer, at least 1"),
+        ("nodes:\n", "nodes=null: must be an integer, at least 1"),
+        ("nodes: [\n", "not a YAML file"),
+        ("- nodes\n", "must have a line `key: value`"),
+        ("nodes=2\n", "must have a line `key: value`"),
+        ("extra: {exclude: n3}\n", "extra: must be one value, or a list of values"),
+        ("extra: [{exclude: n3}]\n", "extra: must be one value, or a list of values"),
+    ],
+)
+def test_an_invalid_file_is_reported(content: str, message: str) -> None:
+    SETTINGS.write_text(content)
+    with pytest.raises(UserError) as error:
+        read_cluster([])
+    assert str(error.value).startswith(f"{SETTINGS}: ")
+    assert message in str(error.value)
 
 
-def test_an_array_prepares_a_corpus_with_the_bytes_of_one_process(
-    cluster: dict[str, str], corpus_folder: Path, tmp_path: Path
-) -> None:
-    data = ["data=local", f"data.source={corpus_folder}", "data.tokenizer=bytes", "data.validation_fraction=0.1"]
-    here = {**cluster, "DEPTHLM_PYTHON": sys.executable, "DEPTHLM_CODE": str(REPOSITORY)}
-    script = REPOSITORY / "depthlm/slurm/prepare.sbatch"
-    options = ["--array=1-3", "--cpus-per-task=1", "--time=00:10:00", f"--output={tmp_path}/%a.log"]
-    done = subprocess.run(
-        ["sbatch", *options, script, *data, f"data.path={tmp_path}/parts"],
-        cwd=tmp_path, env=environment_with(**here), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    wait_for_jobs(cluster, 120)
-    logs = [(tmp_path / f"{task}.log").read_text() for task in (1, 2, 3)]
-    assert sum("prepared" in log for log in logs) == 1, logs
-    prepare(compose([*data, f"data.path={tmp_path}/whole"]).data)
-    for file in (tmp_path / "whole").iterdir():
-        assert file.read_bytes() == (tmp_path / "parts" / file.name).read_bytes()
+def test_a_binary_file_is_reported() -> None:
+    SETTINGS.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(UserError, match=r"cluster\.yaml: not a YAML file"):
+        read_cluster([])

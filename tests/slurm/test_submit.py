@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
-from depthlm.slurm.cluster import queued_points, remember_jobs
-from depthlm.slurm.submit import line, next_snapshot, take_snapshot
+from depthlm.slurm.cluster import queued_points, record_array
+from depthlm.slurm.submit import next_snapshot, point_command, take_snapshot
 from depthlm.sweeps import Point, sweep_points
 
 from ..forks import Forks, environment_with
@@ -132,7 +132,7 @@ def test_a_job_gets_the_overrides_that_were_submitted_whatever_characters_they_h
     points: list[list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sweep = tmp_path_factory.mktemp("sweep")
-    lines = [line(Point(overrides)) for overrides in points]
+    lines = [point_command(Point(overrides)) for overrides in points]
     (sweep / "points").write_text("\n".join(lines) + "\n", newline="")
     for index, overrides in enumerate(points):
         printed = run_job(sweep, index).stdout.decode()
@@ -204,7 +204,7 @@ def test_broken_records_of_jobs_are_named_and_skipped(
     snapshot.mkdir(parents=True)
     (snapshot / "jobs.jsonl").write_bytes(b'{"job": "11", "dir\n\xff\n[]\n')
     runs = [str(tmp_path / name) for name in "abc"]
-    remember_jobs(snapshot, "12", runs)
+    record_array(snapshot, "12", runs)
     assert queued_points([tmp_path / ".slurm"]) == {runs[0]: "waiting", runs[1]: "running"}
     assert [text.partition(": ")[0].rpartition(":")[2] for text in capsys.readouterr().err.splitlines()] == [
         "1",

@@ -117,7 +117,7 @@ def test_a_run_with_a_document_mask_is_loaded_with_it(small_run: Overrides, tmp_
 def test_a_corpus_too_large_to_prepare_automatically_ends_with_the_command_to_prepare_it(
     small_run: Overrides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("depthlm.data.preparation.estimate.BY_ITSELF", 100)
+    monkeypatch.setattr("depthlm.data.preparation.estimate.MAX_TRAINING_BYTES", 100)
     config = depthlm.compose(small_run("data.path=elsewhere"))
     with pytest.raises(DataError, match=r"python data/prepare\.py data=local data\.source="):
         train(config)

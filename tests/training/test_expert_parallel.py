@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import depthlm
-from depthlm.accounting.memory import own_decoder
+from depthlm.accounting.memory import rank_decoder
 from depthlm.accounting.tracing import trace
 from depthlm.config import Config, ConfigError
 from depthlm.distributed.launchers import ranks
@@ -217,7 +217,7 @@ def saved_and_traced(overrides: list[str]) -> tuple[int, int]:
     config = depthlm.compose(overrides)
     tokens = torch.randint(0, 512, (4, 128), generator=torch.Generator().manual_seed(ranks().rank))
     saved = saved_by_autograd(spread_model(config), tokens, autocast=False)
-    return saved, trace(own_decoder(config), "cpu", 4, 128).saved
+    return saved, trace(rank_decoder(config), "cpu", 4, 128).saved
 
 
 def test_the_memory_estimate_counts_what_travels(two_ranks: TwoRanks, small_run: Overrides) -> None:

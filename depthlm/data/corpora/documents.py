@@ -1,4 +1,7 @@
-"""Documents read from files: one per text file, line of JSON or row of parquet; bad documents are reported."""
+"""Documents read from files of text, JSON and parquet, and the values of a column that parquet files hold.
+
+A document is a text file, a line of JSON or a row of parquet. Bad documents are reported.
+"""
 
 import codecs
 import io
@@ -11,6 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 from depthlm.data.corpora import formats
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # Where the source is a single text file, it is cut into documents of PIECE characters; a short file is cut into about
 # PIECES documents, so that some can be held out.
@@ -25,21 +31,21 @@ REASONS = {
     "field": "documents without a text",
     "long": "documents longer than data.max_document_bytes",
 }
-# Rows that are read at once: fewer where they have more than BATCH_BYTES.
+# Rows that are read at once; fewer where they have more than BATCH_BYTES.
 ROWS, BATCH_BYTES = 64, 2**25
-# A column that is compressed more than this, or has a larger dictionary than writers make, may repeat long values. Then
-# each is in memory once, which takes several times as long to read.
+# A column with a higher compression, or a larger dictionary than writers make, may repeat long values. It is read such
+# that each value is in memory once, which takes several times as long.
 COMPRESSION, DICTIONARY_BYTES = 50.0, 2**22
 ROWS_OF_DICTIONARY = 1024
-# Rows of an encoding whose values share bytes, and which the library cannot read without copying them.
+# Rows of a delta encoding, whose values share bytes, so that the library must copy them.
 ROWS_OF_DELTA = 16
 
 
 class Record(NamedTuple):
     """A document of a file, possibly a bad one.
 
-    name: the document's name, the same wherever its file is stored. next: the number of the next record, from 0.
-    text: null in a bad document; then bad is a key of REASONS, and why says where and what the problem is.
+    name: the document's name, which does not depend on where its file is stored. next: the number of the next record,
+    from 0. text: null in a bad document; then bad is a key of REASONS, and why says what is wrong and where.
     """
 
     name: str
@@ -52,10 +58,10 @@ class Record(NamedTuple):
 class Reader:
     """Reads the records of one file, and says how much of the file has been read.
 
-    text_field: of a JSON object or parquet table. cut: whether a plain-text file is cut into many documents, at line
-    ends; otherwise it is one document. longest: bytes of a document or line; no more of a longer one is in memory,
-    except in parquet, where a page must fit in memory. Raises DataError, while iterating, for a file that cannot be
-    read, ends early or is not of the format that its name says.
+    text_field: the field or column with the text. cut: whether a plain-text file is cut into many documents, at line
+    ends; otherwise it is one document. longest: most bytes of a document or line; no more of a longer one is read into
+    memory, except in parquet, where a page must fit in memory. Iterating raises DataError for a file that cannot be
+    read, ends early or has another format than its name says.
     """
 
     def __init__(self, file: TextFile, text_field: str, cut: bool = False, longest: int = LONGEST) -> None:
@@ -70,23 +76,23 @@ class Reader:
             return 1.0
         return min(1.0, self._raw.tell() / max(self._size, 1))
 
-    def records(self, first: int = 0) -> Iterator[Record]:
-        """Yield the records from number `first` on."""
+    def records(self, start: int = 0) -> Iterator[Record]:
+        """Yield the records from number `start` on."""
         plain, codec = formats.split_codec(self.file.name)
         with formats.reading(self.file), self._open() as raw:
             if plain.endswith(formats.PARQUET):
-                yield from self._rows(raw, first)
+                yield from self._rows(raw, start)
                 return
             stream = formats.decompressed(raw, codec)
             if plain.endswith(formats.JSON):
                 formats.check_text(stream.peek(), self.file, json=True)
                 if stream.peek().startswith(codecs.BOM_UTF8):
                     stream.read(len(codecs.BOM_UTF8))
-                yield from self._lines(stream, first)
+                yield from self._lines(stream, start)
             elif self.cut:
                 formats.check_text(stream.peek(), self.file, json=False)
-                yield from self._pieces(stream, first)
-            elif first == 0:
+                yield from self._pieces(stream, start)
+            elif start == 0:
                 yield self._whole(stream)
 
     @contextmanager
@@ -104,7 +110,7 @@ class Reader:
                 raise DataError("an empty file instead of a compressed one", self.file.location, formats.DOWNLOAD)
             yield self._raw
 
-    def _lines(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
+    def _lines(self, stream: io.BufferedReader, start: int) -> Iterator[Record]:
         for number in itertools.count():
             # with its line end, a line may have one byte more
             line = stream.readline(self.longest + 1)
@@ -113,13 +119,13 @@ class Reader:
             if too_long := len(line) > self.longest and len(line.rstrip(b"\n")) > self.longest:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(formats.CHUNK)
-            if number >= first and too_long:
+            if number >= start and too_long:
                 yield self._too_long(f"{self.file.name}:{number}", number, f"line {number + 1}")
-            elif number >= first and not line.isspace():
+            elif number >= start and not line.isspace():
                 yield self._json_document(number, line)
 
-    def _rows(self, raw: BinaryIO, first: int) -> Iterator[Record]:
-        for number, value, size in values(raw, self.text_field, first, self.longest, self.file.location):
+    def _rows(self, raw: BinaryIO, start: int) -> Iterator[Record]:
+        for number, value, size in values(raw, self.text_field, start, self.longest, self.file.location):
             name = f"{self.file.name}:{number}"
             if size > self.longest:
                 yield self._too_long(name, number, _place("row", number))
@@ -132,17 +138,17 @@ class Reader:
             if (what := formats.other_format(content)) is not None:
                 return Record(self.file.name, 1, None, "utf8", f"the file is {what}, not UTF-8")
             return self._text(0, "", content, self.file.name)
-        # its end may be missing, which is an error in any case
+        # a compressed file may end early, which is an error even if its document is too long
         while stream.read(formats.CHUNK):
             pass
         return self._too_long(self.file.name, 0, "the file")
 
-    def _pieces(self, stream: io.BufferedReader, first: int) -> Iterator[Record]:
+    def _pieces(self, stream: io.BufferedReader, start: int) -> Iterator[Record]:
         size = max(1, min(PIECE, self._size // PIECES))
         # a byte that is not UTF-8 becomes a character that cannot be encoded, so that its piece alone is bad
         text = io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="")
         for number, piece in enumerate(pieces(text, size)):
-            if number >= first:
+            if number >= start:
                 yield self._text(number, "piece", piece, f"{self.file.name}:{number:08d}")
 
     def _json_document(self, number: int, line: bytes) -> Record:
@@ -180,15 +186,9 @@ class Reader:
         place = _place(unit, number)
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
-        return (
-            self._too_long(name, number, place)
-            if text
-            else Record(name, number + 1, None, "empty", f"{place} is empty")
-        )
-
-
-def _place(unit: str, number: int) -> str:
-    return f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
+        if text:
+            return self._too_long(name, number, place)
+        return Record(name, number + 1, None, "empty", f"{place} is empty")
 
 
 def documents(
@@ -202,51 +202,46 @@ def documents(
 
 
 def pieces(stream: TextIO, size: int) -> Iterator[str]:
-    """Yield pieces of a stream, cut at the first line end after `size` characters, or after `size` more characters."""
+    """Yield pieces of a stream, each cut at the first line end after `size` characters, at most `size` later."""
     while piece := stream.read(size):
         yield piece + stream.readline(size)
 
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+def values(raw: BinaryIO, column: str, start: int, longest: int, where: str) -> Iterator[tuple[int, bytes | None, int]]:
+    """Yield the number of each row from `start` on, its value, and the value's bytes.
 
-
-def values(raw: BinaryIO, column: str, first: int, longest: int, where: str) -> Iterator[tuple[int, bytes | None, int]]:
-    """Yield the number of each row from `first` on, its value, and the value's bytes.
-
-    A value longer than `longest` bytes is empty here. Raises DataError for a file without exactly one such column, or
-    if it has no text.
+    A value longer than `longest` bytes is yielded as empty. Raises DataError unless the file has exactly one such
+    column, and the column has text.
     """
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(raw)
     _check(table.schema_arrow, column, where)
     groups = [_chunks(table.metadata.row_group(group), column) for group in range(table.num_row_groups)]
-    most = ROWS
+    max_rows = ROWS
     if any(_may_repeat(chunk) for chunks in groups for chunk in chunks):
         delta = any("DELTA" in encoding for chunks in groups for chunk in chunks for encoding in chunk.encodings)
-        most = ROWS_OF_DELTA if delta else ROWS_OF_DICTIONARY
+        max_rows = ROWS_OF_DELTA if delta else ROWS_OF_DICTIONARY
         if not delta:
             table = pyarrow.parquet.ParquetFile(raw, metadata=table.metadata, read_dictionary=[column])
     number = 0
     for group, chunks in enumerate(groups):
         rows = table.metadata.row_group(group).num_rows
-        if number + rows <= first:
+        if number + rows <= start:
             number += rows
             continue
         per_row = sum(chunk.total_uncompressed_size for chunk in chunks) / max(rows, 1)
-        batch_rows = max(1, min(most, int(BATCH_BYTES / max(per_row, 1))))
+        batch_rows = max(1, min(max_rows, int(BATCH_BYTES / max(per_row, 1))))
         for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[column]):
             # by name: a column with a dot in its name is also the path of a field of a struct
             for value, size in _sized(batch.column(column), longest):
-                if number >= first:
+                if number >= start:
                     yield number, value, size
                 number += 1
 
 
-def _may_repeat(chunk: Any) -> bool:
-    dictionary = chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page else 0
-    return dictionary > DICTIONARY_BYTES or chunk.total_uncompressed_size > COMPRESSION * chunk.total_compressed_size
+def _place(unit: str, number: int) -> str:
+    return f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
 
 
 def _check(schema: "pa.Schema", column: str, where: str) -> None:
@@ -272,21 +267,26 @@ def _chunks(group: Any, column: str) -> list[Any]:
     return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}.")]
 
 
+def _may_repeat(chunk: Any) -> bool:
+    dictionary = chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page else 0
+    return dictionary > DICTIONARY_BYTES or chunk.total_uncompressed_size > COMPRESSION * chunk.total_compressed_size
+
+
 def _sized(array: "pa.Array", longest: int) -> Iterator[tuple[bytes | None, int]]:
-    """Yield the values and their bytes; as bytes, so that one that is not UTF-8 does not fail its neighbours."""
+    """Yield the values and their sizes, as bytes, so that a value that is not UTF-8 does not fail the others."""
     import pyarrow as pa
 
     indices = array.indices.to_pylist() if isinstance(array, pa.DictionaryArray) else None
-    known = array if indices is None else array.dictionary
-    if not pa.types.is_binary(known.type):
-        # from the other types of text, the way to bytes that copies no value and checks none
-        known = known.cast(pa.large_string()) if pa.types.is_string_view(known.type) else known
-        known = known.cast(pa.large_binary())
-    if indices is None and known.nbytes <= longest:
-        yield from ((value, len(value or b"")) for value in known.to_pylist())
+    distinct = array if indices is None else array.dictionary
+    if not pa.types.is_binary(distinct.type):
+        # these casts copy no value and check none
+        distinct = distinct.cast(pa.large_string()) if pa.types.is_string_view(distinct.type) else distinct
+        distinct = distinct.cast(pa.large_binary())
+    if indices is None and distinct.nbytes <= longest:
+        yield from ((value, len(value or b"")) for value in distinct.to_pylist())
         return
-    for index in range(len(known)) if indices is None else indices:
-        value = None if index is None else known[index]
+    for index in range(len(distinct)) if indices is None else indices:
+        value = None if index is None else distinct[index]
         if value is None or not value.is_valid:
             yield None, 0
         else:

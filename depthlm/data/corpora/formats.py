@@ -17,8 +17,8 @@ COMPRESSED = (".gz", ".zst")
 JSON = (".jsonl", ".ndjson", ".jl", ".json")
 PARQUET = ".parquet"
 
-# The first bytes of what is not UTF-8, and its name.
-_OTHERS = {
+# The first bytes of formats that are not UTF-8, and the names of the formats.
+_SIGNATURES = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
     b"\0\0\xfe\xff": "UTF-32",
@@ -57,7 +57,7 @@ def is_records(name: str) -> bool:
 
 
 def decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
-    """Return the text of a compressed file as a stream; it raises where the file ends within a frame."""
+    """Return a stream of the decompressed text, which raises where the file ends within a frame."""
     stream: Any = raw
     if codec == ".gz":
         import gzip
@@ -66,7 +66,7 @@ def decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
     elif codec == ".zst":
         from backports import zstd
 
-        # as `zstd -d --long=31`: a window of up to 2 GiB, which takes as much memory as its text has bytes
+        # as `zstd -d --long=31`: a window of up to 2 GiB, of which memory is used only as far as the text is long
         stream = zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
     return io.BufferedReader(stream, CHUNK)
 
@@ -74,7 +74,7 @@ def decompressed(raw: BinaryIO, codec: str | None) -> io.BufferedReader:
 def compression(file: Path, sample: int = 2**23) -> float:
     """Return how many bytes of text the first compressed bytes of a local file hold; 1 for a file without a codec.
 
-    sample: the bytes of text to decompress at most.
+    sample: the most bytes of text to decompress.
     """
     _, codec = split_codec(file.name)
     if codec is None:
@@ -85,12 +85,12 @@ def compression(file: Path, sample: int = 2**23) -> float:
 
 
 def other_format(head: bytes) -> str | None:
-    """Return what a file is that begins with these bytes, if it is known not to be UTF-8."""
-    return next((name for start, name in _OTHERS.items() if head.startswith(start)), None)
+    """Return the format of a file that begins with these bytes, if it is a known one other than UTF-8."""
+    return next((name for start, name in _SIGNATURES.items() if head.startswith(start)), None)
 
 
 def check_text(head: bytes, file: TextFile, json: bool) -> None:
-    """Raise DataError where the first bytes of a file of many documents show that it is something else.
+    """Raise DataError where the first bytes of a file of many documents show another format.
 
     json: whether it should have one JSON object per line.
     """
@@ -108,7 +108,7 @@ def check_text(head: bytes, file: TextFile, json: bool) -> None:
 
 @contextmanager
 def reading(file: TextFile) -> Iterator[None]:
-    """Raise the libraries' errors as a DataError that names the file."""
+    """Convert errors of the libraries to a DataError that names the file."""
     import zlib
 
     import pyarrow as pa

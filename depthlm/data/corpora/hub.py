@@ -14,7 +14,7 @@ from depthlm.data.errors import DataError
 # The formats of data files; others (scripts, LICENSE.txt) are ignored.
 _FORMATS = [".parquet", ".jsonl", ".json"]
 
-# Bytes per request. A request is repeated where the connection drops; the hub limits requests per minute.
+# Bytes per request. If the connection drops, a request is repeated; the hub limits requests per minute.
 _BLOCK = 2**24
 
 _TOKENIZER = "tokenizer.json"
@@ -99,7 +99,7 @@ def hub_tokenizer(name: str) -> str:
 def model_files(name: str, files: Sequence[str]) -> dict[str, bytes]:
     """Return the content of those of a model's files that exist on the hub, or in the cache if it cannot be reached.
 
-    For after `hub_tokenizer`, which reports a hub that cannot be read.
+    Call it after `hub_tokenizer`, which reports a hub that cannot be read.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 
@@ -110,7 +110,7 @@ def model_files(name: str, files: Sequence[str]) -> dict[str, bytes]:
         reachable = False
     contents = {}
     for file in files:
-        # the libraries have many errors, and a file that cannot be had is as good as missing
+        # the libraries raise many types of errors, and a file that cannot be read counts as missing
         with suppress(Exception):
             path = hf_hub_download(name, file) if reachable else try_to_load_from_cache(name, file)
             if isinstance(path, str):
@@ -243,7 +243,7 @@ def _explained(where: str, repo: str, revision: str | None = None, model: bool =
             remedy = f"With internet access, run `hf download {repo}{options} --local-dir <folder>`, then set {copy}."
         raise DataError(what, where, remedy) from error
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError, yaml.YAMLError) as error:
-        # the libraries do not check what an answer or a file of the repository contains, such as null for an object
+        # the libraries do not check the content of responses and files, which may have null in place of an object
         what = f"what the Hugging Face hub answered is not as expected ({type(error).__name__}: {_reason(error)})"
         raise DataError(what, where, f"Try again later, set {key} to another, or set {copy}.") from error
 

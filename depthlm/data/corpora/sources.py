@@ -1,4 +1,4 @@
-"""The sources that a configuration trains and validates on, and the files of each."""
+"""The sources that a configuration trains and validates on, and the files of each, in a folder or on the hub."""
 
 import fnmatch
 import functools
@@ -15,13 +15,13 @@ from depthlm.data.corpora.formats import TextFile, is_records, split_codec
 from depthlm.data.errors import DataError
 from depthlm.data.settings import Data, Source
 
-_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__"}
-# In the top folder of a data set of the hub, these describe it.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+# Files in the top folder of a data set of the hub that describe it.
 _ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|citation|contributing)(\.[^/]*)?", re.IGNORECASE)
 _METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
-# What only a data set of the hub has in its top folder.
+# Entries that only a data set of the hub has in its top folder.
 _SIGNS = ("dataset_infos.json", "dataset_dict.json", ".cache/huggingface")
-# Names that are shown of many.
+# Names that a message shows of a longer list.
 _SHOWN = 3
 
 
@@ -30,8 +30,8 @@ class TextFiles:
     """The files of one source. held_out: null where documents are held out by a hash of their names.
 
     description: what the text was made from, for the manifest. state: a digest of the files' modification times.
-    times: a digest that also covers when the files were last written, renamed or copied, which edits cannot hide; empty
-    on the hub. unread: what else the folder has, a line for each reason why it is not read.
+    times: a digest that also covers when the system last changed each file (ctime), which no program can set; empty on
+    the hub. unread: the other content of the folder, a line for each reason why it is not read.
     """
 
     train: list[TextFile]
@@ -44,17 +44,17 @@ class TextFiles:
 
 @dataclass
 class Folder:
-    """The files to read, sorted, and the names of what is not read by the reason; hidden files are neither."""
+    """The files to read, sorted, and the names of unread entries by the reason; hidden files are in neither."""
 
     files: list[TextFile]
     unread: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, why: str, name: str) -> None:
-        """Record that something is not read."""
+        """Record that an entry is not read."""
         self.unread.setdefault(why, []).append(name)
 
     def notes(self) -> list[str]:
-        """Return what is not read, one line per reason."""
+        """Return the entries that are not read, one line per reason."""
         return [f"{why}: {len(names):,} ({_some(names)})" for why, names in sorted(self.unread.items())]
 
 
@@ -72,7 +72,7 @@ def train_sources(data: Data) -> dict[str, Source]:
 
 
 def validation_sources(data: Data) -> dict[str, Source]:
-    """Return the further validation sets by name; a missing text field or missing suffixes come from `data`."""
+    """Return the additional validation sets by name; a missing text field or missing suffixes come from `data`."""
     return {
         name: replace(
             source,
@@ -82,6 +82,11 @@ def validation_sources(data: Data) -> dict[str, Source]:
         )
         for name, source in data.validation.items()
     }
+
+
+def all_sources(data: Data) -> dict[str, Source]:
+    """Return the sources to train on, then the additional validation sets, by name."""
+    return train_sources(data) | validation_sources(data)
 
 
 def is_remote(source: Source) -> bool:
@@ -114,65 +119,6 @@ def root_of(name: str, source: Source) -> Path:
         f"corpus {name!r}",
         "Set data.source to a folder or file of text, or data.path to a folder of token files.",
     )
-
-
-def _with_defaults(source: Source, data: Data, path: str | None) -> Source:
-    shared = {entry.name for entry in fields(source)} - {"weight", "path"}
-    missing = {name: getattr(data, name) for name in shared if getattr(source, name) is None}
-    return replace(source, path=path, **missing)
-
-
-def _hub_files(source: Source, revision: str | None) -> TextFiles:
-    from depthlm.data.corpora.hub import hub_files
-
-    assert source.hub is not None
-    splits = [split for split in (source.split or "train", source.validation_split) if split]
-    commit, files = hub_files(source.hub, source.subset, revision or source.revision, splits)
-    train, *held_out = ([TextFile(*file) for file in files[split]] for split in splits)
-    description = {"hub": source.hub, "subset": source.subset, "revision": commit, "files": len(train)}
-    return TextFiles(train, held_out[0] if held_out else None, description)
-
-
-def _local_files(name: str, source: Source) -> TextFiles:
-    root = root_of(name, source)
-    description: dict[str, Any] = {"root": str(root.resolve())}
-    unread: tuple[str, ...] = ()
-    if root.is_file():
-        train, held_out = [TextFile(root.name, str(root))], None
-    else:
-        folder = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
-        train, held_out = _matching(folder.files, source, root)
-        for file in sorted({*folder.files} - {*train, *(held_out or ())}):
-            folder.skip("files that data.files does not match", file.name)
-        # of Python's own folder, a user wants to know nothing
-        unread = tuple(folder.notes()) if source.source else ()
-    files = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
-    description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
-    description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
-    if not source.source:
-        description["python"] = platform.python_version()
-    state = _digest([(name, stat.st_mtime_ns) for name, stat in files])
-    times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in files])
-    return TextFiles(train, held_out, description, state, times, unread)
-
-
-def _digest(listing: list[tuple[str | int, ...]]) -> str:
-    return hashlib.sha256(repr(listing).encode()).hexdigest()
-
-
-def _matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
-    """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
-    patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
-    given = {key: pattern for key, pattern in patterns.items() if pattern is not None}
-    matching = {key: [file for file in files if matches(file.name, pattern)] for key, pattern in given.items()}
-    if missing := [key for key in given if not matching[key]]:
-        what = " and ".join(f"{key}={given[key]}" for key in missing)
-        names = ", ".join(file.name for file in files[:3])
-        remedy = f"Set {' and '.join(missing)} to patterns of their names below the folder ({names}, ...), or to null."
-        raise DataError(f"no file matches {what}", root, remedy)
-    held_out = matching.get("data.validation_files")
-    excluded = set(held_out or ())
-    return [file for file in matching.get("data.files", files) if file not in excluded], held_out
 
 
 def walk(root: Path, suffixes: tuple[str, ...]) -> Folder:
@@ -213,30 +159,91 @@ def matches(name: str, pattern: str) -> bool:
     return _compiled(pattern).match(name) is not None
 
 
+def _with_defaults(source: Source, data: Data, path: str | None) -> Source:
+    shared = {entry.name for entry in fields(source)} - {"weight", "path"}
+    missing = {name: getattr(data, name) for name in shared if getattr(source, name) is None}
+    return replace(source, path=path, **missing)
+
+
+def _hub_files(source: Source, revision: str | None) -> TextFiles:
+    from depthlm.data.corpora.hub import hub_files
+
+    assert source.hub is not None
+    splits = [split for split in (source.split or "train", source.validation_split) if split]
+    commit, files = hub_files(source.hub, source.subset, revision or source.revision, splits)
+    train, *held_out = ([TextFile(*file) for file in files[split]] for split in splits)
+    description = {"hub": source.hub, "subset": source.subset, "revision": commit, "files": len(train)}
+    return TextFiles(train, held_out[0] if held_out else None, description)
+
+
+def _local_files(name: str, source: Source) -> TextFiles:
+    root = root_of(name, source)
+    description: dict[str, Any] = {"root": str(root.resolve())}
+    unread: tuple[str, ...] = ()
+    if root.is_file():
+        train, held_out = [TextFile(root.name, str(root))], None
+    else:
+        folder = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
+        train, held_out = _matching(folder.files, source, root)
+        for file in sorted({*folder.files} - {*train, *(held_out or ())}):
+            folder.skip("files that data.files does not match", file.name)
+        # the default corpus is Python's standard library, of which no user chose the files
+        unread = tuple(folder.notes()) if source.source else ()
+    files = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
+    description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
+    description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
+    if not source.source:
+        description["python"] = platform.python_version()
+    state = _digest([(name, stat.st_mtime_ns) for name, stat in files])
+    times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in files])
+    return TextFiles(train, held_out, description, state, times, unread)
+
+
+def _digest(listing: list[tuple[str | int, ...]]) -> str:
+    return hashlib.sha256(repr(listing).encode()).hexdigest()
+
+
+def _matching(files: list[TextFile], source: Source, root: Path) -> tuple[list[TextFile], list[TextFile] | None]:
+    """Return the training files and the held-out files (None without a pattern). Raises DataError without a match."""
+    patterns = {"data.files": source.files, "data.validation_files": source.validation_files}
+    set_patterns = {key: pattern for key, pattern in patterns.items() if pattern is not None}
+    matching = {key: [file for file in files if matches(file.name, pattern)] for key, pattern in set_patterns.items()}
+    if missing := [key for key in set_patterns if not matching[key]]:
+        what = " and ".join(f"{key}={set_patterns[key]}" for key in missing)
+        names = ", ".join(file.name for file in files[:3])
+        remedy = f"Set {' and '.join(missing)} to patterns of their names below the folder ({names}, ...), or to null."
+        raise DataError(f"no file matches {what}", root, remedy)
+    held_out = matching.get("data.validation_files")
+    excluded = set(held_out or ())
+    return [file for file in matching.get("data.files", files) if file not in excluded], held_out
+
+
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    # a private character, which fnmatch leaves as it is
+    # fnmatch leaves a private character unchanged
     translated = fnmatch.translate(re.sub(r"(^|(?<=/))\*\*/", "\ue000", pattern))
     return re.compile(translated.replace("\ue000", "(?:.*/)?"))
 
 
 def _names(root: Path, unreadable: list[str]) -> list[str]:
-    """Return the names below the root of all files that are not hidden. A link to a folder is followed, but only once.
+    """Return the names below the root of all files that are not hidden. Each folder is visited once, links included.
 
-    unreadable: gets the names of folders that cannot be listed.
+    unreadable: receives the names of folders that cannot be listed.
     """
 
-    def failed(error: OSError) -> None:
+    def record_error(error: OSError) -> None:
         unreadable.append(os.path.relpath(error.filename, root))
 
     names = []
     # a mirror may consist of links
-    known = {os.path.realpath(root)}
-    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=failed):
-        subfolders[:] = [name for name in sorted(subfolders) if name not in _NOT_SOURCES and not name.startswith(".")]
-        places = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        subfolders[:] = [name for name in subfolders if places[name] not in known]
-        known |= set(places.values())
+    visited = {os.path.realpath(root)}
+    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=record_error):
+        subfolders[:] = [
+            name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")
+        ]
+        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
+        subfolders[:] = [name for name in subfolders if real_paths[name] not in visited]
+        visited |= set(real_paths.values())
         names += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
     return names
 
@@ -246,7 +253,7 @@ def _about(root: Path, names: list[str], suffixes: tuple[str, ...]) -> set[str]:
     about = {name for name in names if _ABOUT.fullmatch(name) or name in _METADATA}
     others = [name for name in names if name not in about and (is_records(name) or name.lower().endswith(suffixes))]
     if _is_data_set(root):
-        # its script, which is not run
+        # nor its loading script, which is never run
         return about | {name for name in others if "/" not in name and name.endswith(".py")}
     return about if others and all(map(is_records, others)) else set()
 

@@ -27,25 +27,25 @@ from depthlm.data.settings import Data
 from depthlm.data.tokenizers import Tokenizer
 from depthlm.machine import environment
 
-# Characters of a batch. Each core encodes batches of its own, which takes less processor time than all cores encoding a
+# Characters of a batch. Each core encodes another batch, which takes less processor time than all cores encoding one
 # batch together. The library needs some hundred bytes of memory for each character.
 BATCH = 2**18
 
 # A document with more characters is cut and encoded in pieces.
 LONGEST = 2**20
 
-# Characters on either side of a cut that decide whether it changes the ids, and places of each kind that are tried.
+# Characters on either side of a cut that decide whether it changes the ids, and places that are tried per pattern.
 CONTEXT, TRIES = 2**10, 64
 # Where a document may be cut, best first: after a line end, before a space, before any character.
 PLACES = [re.compile(pattern, re.DOTALL) for pattern in (r"\n(?=\S)", r"\S(?=\s)", r".(?=.)")]
 
-# Remedies for bad documents.
-FIXES = {"field": "set data.text_field to the text's field", "long": "raise it, or divide the document"}
+# Remedies for bad documents, by the reason.
+REMEDIES = {"field": "set data.text_field to the text's field", "long": "raise it, or divide the document"}
 
-# Tokens after which the share of unknown ones is judged before the end.
-ENOUGH = 2**20
+# Tokens after which the share of unknown tokens is checked while encoding.
+MIN_CHECKED_TOKENS = 2**20
 
-# Batches that are read ahead of those being encoded.
+# Batches that are read before a core is free to encode them.
 AHEAD = 2
 
 
@@ -55,7 +55,7 @@ class Job:
 
     cut: whether a plain-text file is cut into many documents. validation_only: all documents are held out.
     quota: the number of training tokens after which to stop; null: all. vocab_size: an upper bound of the ids; a
-    tokenizer trained on little text may have fewer tokens.
+    tokenizer that is trained on little text may have fewer tokens.
     """
 
     name: str
@@ -124,7 +124,7 @@ def encode(
     """Write the token files of both splits into the folder and return their manifest without writing it.
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
-    read: returns the encoded batches from a position on, where they exist already; None: the text is encoded.
+    read: returns stored batches from a position on; None: the text is encoded.
     Raises DataError where a document or file is bad, a split has no document, or too many tokens are unknown.
     """
     read = read or partial(encoded_batches, job, tokenizer)
@@ -139,7 +139,7 @@ def encode(
     with bar, closing(read(position)) as batches:
         for batch, encoded in batches:
             full = _write(writers, skipped, batch.pieces, encoded, job)
-            if sum(writer.tokens for writer in writers.values()) > ENOUGH:
+            if sum(writer.tokens for writer in writers.values()) > MIN_CHECKED_TOKENS:
                 _check_unknown(job, tokenizer, writers)
             bar.show(batch.done, writers)
             if full:
@@ -199,30 +199,30 @@ def held_out_fraction(files: TextFiles, text_field: str, cut: bool, data: Data) 
 
 
 def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a text, each of at most 2 LONGEST characters, after the end of what precedes it.
+    """Yield (the end of what precedes it, part) for each part of a text, of at most 2 LONGEST characters.
 
-    Their ids in a row are those of the text, if within CONTEXT characters a place does not change what is around it.
+    Together, the parts have the ids of the text, if places are found where a cut changes no ids within CONTEXT
+    characters, and such a cut changes no ids farther away.
     """
     start = 0
     while len(text) - start > LONGEST:
-        first = start + LONGEST
-        places = (islice(place.finditer(text, first, first + LONGEST), TRIES) for place in PLACES)
+        earliest = start + LONGEST
+        places = (islice(place.finditer(text, earliest, earliest + LONGEST), TRIES) for place in PLACES)
         ends = (match.end() for match in chain.from_iterable(places))
-        good = (
+        boundaries = (
             end for end in ends if tokenizer.is_boundary(text[max(0, end - CONTEXT) : end], text[end : end + CONTEXT])
         )
-        end = next(good, first)
+        end = next(boundaries, earliest)
         yield text[max(0, start - CONTEXT) : start], text[start:end]
         start = end
     yield text[max(0, start - CONTEXT) : start], text[start:]
 
 
 def _batches(job: Job, tokenizer: Tokenizer, start: Position, only: set[tuple[int, int]] | None) -> Iterator[Batch]:
-    read = job.sections
-    total = sum(len(files) for files, _ in read)
+    total = sum(len(files) for files, _ in job.sections)
     batch: list[Piece] = []
     characters = 0
-    for piece, files_read, reader in _pieces(job, tokenizer, read, start, only):
+    for piece, files_read, reader in _pieces(job, tokenizer, start, only):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
@@ -233,11 +233,11 @@ def _batches(job: Job, tokenizer: Tokenizer, start: Position, only: set[tuple[in
 
 
 def _pieces(
-    job: Job, tokenizer: Tokenizer, read: list[Section], start: Position, only: set[tuple[int, int]] | None
+    job: Job, tokenizer: Tokenizer, start: Position, only: set[tuple[int, int]] | None
 ) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
-    for section, (files, fraction) in enumerate(read):
+    for section, (files, fraction) in enumerate(job.sections):
         for index, file in enumerate(files):
             files_read += 1
             if (section, index) < start[:2] or (only is not None and (section, index) not in only):
@@ -248,8 +248,8 @@ def _pieces(
                 after = Position(section, index, record.next)
                 if record.text is None:
                     if record.bad != "empty" and job.data.on_bad_document == "error":
-                        fix = FIXES.get(record.bad, "fix the file")
-                        remedy = f"Either {fix}, or set data.on_bad_document=skip to skip and count such documents."
+                        remedy = REMEDIES.get(record.bad, "fix the file")
+                        remedy = f"Either {remedy}, or set data.on_bad_document=skip to skip and count such documents."
                         raise DataError(record.why, file.location, remedy)
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
@@ -279,26 +279,26 @@ def _write(
 ) -> bool:
     """Write the pieces up to the end of the document that fills the quota; return whether the quota is full.
 
-    However small it is, the quota does not count as full before a document has been held out.
+    A quota does not count as full, however small it is, before a document has been held out.
     """
-    kept, full = len(batch), False
-    trained_on, held_out = writers[False].tokens, writers[True].documents
+    num_written, full = len(batch), False
+    train_tokens, held_out = writers[False].tokens, writers[True].documents
     for number, piece in enumerate(batch if job.quota is not None else ()):
-        trained_on += 0 if piece.held_out else encoded.tokens[number]
+        train_tokens += 0 if piece.held_out else encoded.tokens[number]
         held_out += piece.held_out and piece.last
-        if piece.last and held_out and job.quota is not None and trained_on >= job.quota:
-            kept, full = number + 1, True
+        if piece.last and held_out and job.quota is not None and train_tokens >= job.quota:
+            num_written, full = number + 1, True
             break
-    good = np.array([not piece.bad for piece in batch[:kept]])
-    held = np.array([piece.held_out for piece in batch[:kept]])
-    last = np.array([piece.last for piece in batch[:kept]])
-    tokens, sizes = np.array(encoded.tokens[:kept]), np.array(encoded.bytes[:kept])
+    good = np.array([not piece.bad for piece in batch[:num_written]])
+    held = np.array([piece.held_out for piece in batch[:num_written]])
+    last = np.array([piece.last for piece in batch[:num_written]])
+    tokens, sizes = np.array(encoded.tokens[:num_written]), np.array(encoded.bytes[:num_written])
     for held_out, writer in writers.items():
-        mine = good & (held == held_out)
-        if mine.any():
-            ids = encoded.ids[: tokens.sum()][np.repeat(mine, tokens)]
-            writer.add(ids, int(last[mine].sum()), int(sizes[mine].sum()))
-    skipped.update(piece.bad for piece in batch[:kept] if piece.bad)
+        in_split = good & (held == held_out)
+        if in_split.any():
+            ids = encoded.ids[: tokens.sum()][np.repeat(in_split, tokens)]
+            writer.add(ids, int(last[in_split].sum()), int(sizes[in_split].sum()))
+    skipped.update(piece.bad for piece in batch[:num_written] if piece.bad)
     return full
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from depthlm.counts import count_text
 from depthlm.data.corpora.formats import PARQUET, compression, split_codec
-from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.corpora.sources import all_sources, is_remote, text_files
 from depthlm.data.errors import DataError
 from depthlm.data.manifest import Manifest
 from depthlm.data.preparation.split_writer import dtype_of, little_endian
@@ -29,17 +29,17 @@ BYTES_PER_TOKEN = 3.0
 # Uncompressed bytes per compressed byte, for local files.
 _COMPRESSION = 2.7
 
-# More than any text has: what decompresses to so much is damaged or made to fill a disk.
+# A compression that no text reaches: such a file is damaged, or made to fill a disk.
 _ABSURD = 50.0
 
 # Files of a source whose compression is measured.
-_LOOKED_AT = 32
+_MEASURED_FILES = 32
 
 # A compressed file below this many bytes cannot hold enough text to matter.
 _SMALL = 2**17
 
-# Training prepares up to this many bytes of text on its own, which takes some minutes.
-BY_ITSELF = 2**30
+# Training prepares up to this many bytes of text itself, which takes some minutes.
+MAX_TRAINING_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
     if not is_remote(source):
         files = text_files(name, source)
         local = [Path(file.location) for file in (*files.train, *(files.held_out or ()))]
-        # to look into each of many files would take minutes
-        looked_at = {*local[:: -(-len(local) // _LOOKED_AT)]} if local else set()
-        text_bytes, download = round(sum(_text_bytes(file, file in looked_at) for file in local)), 0
+        # measuring each of many files would take minutes
+        measured = {*local[:: -(-len(local) // _MEASURED_FILES)]} if local else set()
+        text_bytes, download = round(sum(_text_bytes(file, file in measured) for file in local)), 0
     if text_bytes is None:
         return None
     known_tokens = source.num_tokens if is_remote(source) and data.tokenizer != "bytes" else None
@@ -88,33 +88,33 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
     )
 
 
-def _text_bytes(file: Path, look: bool) -> float:
-    """Return about how many bytes of text a local file holds. look: whether to check if its compression is absurd."""
+def _text_bytes(file: Path, measure: bool) -> float:
+    """Return about how many bytes of text a local file has. measure: whether to check if its compression is absurd."""
     if split_codec(file.name)[1] is None and not file.name.lower().endswith(PARQUET):
         return file.stat().st_size
     size = file.stat().st_size
-    return size * max(_COMPRESSION, (look and _absurd_compression(file, size)) or 0.0)
+    return size * max(_COMPRESSION, (measure and _absurd_compression(file, size)) or 0.0)
 
 
 @functools.cache
 def _absurd_compression(file: Path, size: int) -> float | None:
-    """Return the compression of a file if it is absurd, and log it once; otherwise None, also for a damaged file."""
+    """Return the compression of a file if it is absurd, and log it once; None otherwise, also for a damaged file."""
     if split_codec(file.name)[1] is None or size < _SMALL:
         return None
     try:
-        found = compression(file)
+        ratio = compression(file)
     except DataError:
         return None  # reading its documents reports it
-    if found < _ABSURD:
+    if ratio < _ABSURD:
         return None
-    log.warning("%s: its text is about %.0f times as long as the compressed file, which no usual text is", file, found)
-    return found
+    log.warning("%s: its text is about %.0f times as long as the compressed file, which no usual text is", file, ratio)
+    return ratio
 
 
-def check_room(name: str, source: Source, data: Data, folder: Path, copies: int = 1) -> Estimate | None:
+def check_disk_space(name: str, source: Source, data: Data, folder: Path, copies: int = 1) -> Estimate | None:
     """Return the estimate. Raises DataError where the folder's disk has less free space than the token files take.
 
-    copies: how often the disk must hold the tokens.
+    copies: how many copies of the tokens the disk must hold.
     """
     needed, free = estimate(name, source, data), shutil.disk_usage(folder).free
     if needed is not None and copies * needed.disk_bytes > free:
@@ -125,16 +125,16 @@ def check_room(name: str, source: Source, data: Data, folder: Path, copies: int 
 
 
 def check_prepared(data: Data, command: Callable[[], str]) -> None:
-    """Raise DataError where a source is not prepared and is too large for training to prepare it on its own.
+    """Raise DataError where a source is not prepared and is too large for training to prepare.
 
     command: returns the command that prepares it; called only for the error message.
     """
     missing = {}
-    for name, source in (train_sources(data) | validation_sources(data)).items():
+    for name, source in all_sources(data).items():
         if not Manifest.exists(token_folder(name, source, data)):
             missing[name] = estimate(name, source, data)
     known = [needed for needed in missing.values() if needed is not None]
-    if len(known) == len(missing) and sum(needed.text_bytes for needed in known) <= BY_ITSELF:
+    if len(known) == len(missing) and sum(needed.text_bytes for needed in known) <= MAX_TRAINING_BYTES:
         return
     takes = [Estimate(*map(sum, zip(*map(astuple, known), strict=True))).words()] if known else []
     if unknown := [name for name, needed in missing.items() if needed is None]:

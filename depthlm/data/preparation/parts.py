@@ -2,7 +2,7 @@
 
 Below <folder>.partial, each file of the source has the encoded batches of its documents, and, once it is complete, a
 summary. Joining them reads these instead of the text, so the token files have the bytes that one process would have
-written. Batches and summaries carry a SHA-256; a file of which one differs is encoded again.
+written. Batches and summaries carry a SHA-256; a file with a batch or summary that differs is encoded again.
 """
 
 import fcntl
@@ -28,11 +28,11 @@ from depthlm.data.preparation.split_writer import dtype_of, little_endian
 from depthlm.data.tokenizers import Tokenizer
 
 PREFIX = "encoded-"
-# seconds between two marks of how far a file is, from which it resumes
+# seconds between two marks of the progress in a file, from which encoding resumes
 MARK_EVERY = 30.0
-# what a bad document is, by number; 0: it is good
+# the states of a document, stored by their index: good, or the reason why it is bad
 BAD = ["", *REASONS]
-# the numbers of pieces and of ids before those of a batch, and its digest after them
+# a batch begins with the numbers of its pieces and ids, and ends with its digest, of so many bytes
 HEAD, DIGEST = np.dtype("<i8"), 32
 COLUMNS = 6
 _DAMAGED = "or its .json is damaged, and its text must be encoded again"
@@ -55,27 +55,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Totals:
-    """What encoded documents have: training tokens, and documents that are held out."""
+    """The numbers of training tokens and of held-out documents among encoded documents."""
 
     train_tokens: int = 0
     held_out: int = 0
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64]) -> "Totals":
-        """Return those of a batch."""
+    def from_rows(cls, rows: NDArray[np.int64]) -> "Totals":
+        """Return the totals of a batch."""
         tokens, held, last, bad = rows[:, 1], rows[:, 3] > 0, rows[:, 4] > 0, rows[:, 5] > 0
         return cls(int(tokens[~held].sum()), int((held & last & ~bad).sum()))
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(self.train_tokens + other.train_tokens, self.held_out + other.held_out)
 
-    def fill(self, quota: int | None) -> bool:
-        """Return whether nothing more is needed: the quota is full, and a document is held out."""
+    def is_enough(self, quota: int | None) -> bool:
+        """Return whether these documents suffice: the quota is full, and a document is held out."""
         return quota is not None and self.train_tokens >= quota and self.held_out > 0
 
 
 def folder_of(job: Job, partial: Path) -> Path:
-    """Return the folder of the encoded files; another one for other text, which another part may have found."""
+    """Return the folder of the encoded files, which depends on the text, since another part may read changed text."""
     state = json.dumps([job.files.description, job.files.state], sort_keys=True, default=str)
     return partial / f"{PREFIX}{sha256(state.encode()).hexdigest()[:16]}"
 
@@ -88,17 +88,17 @@ def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part, conso
     folder = folder_of(job, partial)
     folder.mkdir(exist_ok=True)
     encoded, files = 0, _files(job)
-    known: dict[tuple[int, int], Totals] = {}
+    complete: dict[tuple[int, int], Totals] = {}
     before, line_at = Totals(), time.monotonic() + LINE_EVERY
     for number, file in enumerate(files):
         if number % part.count != part.number or _totals(folder, *file) is not None:
             continue
         if job.quota is not None:
-            for one in files[:number]:
-                if one not in known and (totals := _totals(folder, *one)) is not None:
-                    known[one] = totals
+            for earlier in files[:number]:
+                if earlier not in complete and (totals := _totals(folder, *earlier)) is not None:
+                    complete[earlier] = totals
                     before += totals
-            if before.fill(job.quota):
+            if before.is_enough(job.quota):
                 break
         encoded += _encode_file(job, tokenizer, folder, *file, console)
         if time.monotonic() >= line_at:
@@ -108,10 +108,10 @@ def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part, conso
 
 
 def missing_files(job: Job, partial: Path, console: Console) -> int:
-    """Return how many files that the quota needs are not encoded yet, by any part, and print which are damaged."""
+    """Return how many of the files that the quota needs no part has encoded yet, and print which are damaged."""
     folder, before, missing = folder_of(job, partial), Totals(), 0
     for file in _files(job):
-        if before.fill(job.quota):
+        if before.is_enough(job.quota):
             break
         totals = _totals(folder, *file)
         missing += totals is None
@@ -135,16 +135,16 @@ def stored_batches(
     for number, (section, index) in enumerate(files):
         if (section, index) < position[:2]:
             continue
-        first = position.record if (section, index) == position[:2] else 0
-        done, path = 0, _path(folder_of(job, partial), section, index)
+        start = position.record if (section, index) == position[:2] else 0
+        num_yielded, path = 0, _path(folder_of(job, partial), section, index)
         for attempt in range(2):
             try:
-                for rows, ids in _read(path, little_endian(dtype_of(job.vocab_size)), first, done):
+                for rows, ids in _read(path, little_endian(dtype_of(job.vocab_size)), start, num_yielded):
                     pieces = [
                         Piece(bool(held), "", bool(last), Position(section, index, after), BAD[bad])
                         for after, _, _, held, last, bad in rows.tolist()
                     ]
-                    done += len(pieces)
+                    num_yielded += len(pieces)
                     yield (
                         Batch(pieces, (number + 1) / len(files)),
                         Encoded(ids, rows[:, 1].tolist(), rows[:, 2].tolist()),
@@ -170,7 +170,7 @@ def _path(folder: Path, section: int, index: int) -> Path:
 
 
 def _totals(folder: Path, section: int, index: int) -> Totals | None:
-    """Return the summary of a complete file; None without one, or if it or the file's length is not as written."""
+    """Return the totals of a complete file; None if its summary is missing or damaged, or its length is wrong."""
     path = _path(folder, section, index)
     summary = read_record(path.with_suffix(".json"))
     if summary is None or not path.is_file() or path.stat().st_size != summary["size"]:
@@ -179,7 +179,7 @@ def _totals(folder: Path, section: int, index: int) -> Totals | None:
 
 
 def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, index: int, console: Console) -> bool:
-    """Encode a file; return whether this process did it, and not another one at the same time."""
+    """Encode a file. Return false if another process encoded it meanwhile."""
     path = _path(folder, section, index)
     path.touch()
     with path.open("r+b") as file:
@@ -194,14 +194,14 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
         file.truncate()
         start, marked = Position(section, index, record), time.monotonic()
         with closing(encoded_batches(job, tokenizer, start, files=[(section, index)])) as batches:
-            for batch, encoded in batches if not totals.fill(job.quota) else ():
+            for batch, encoded in batches if not totals.is_enough(job.quota) else ():
                 rows = _rows(batch, encoded)
                 _write(file, rows, encoded.ids)
-                totals += Totals.of(rows)
+                totals += Totals.from_rows(rows)
                 # a batch may end within a document, whose other pieces would be read again
                 if not batch.pieces[-1].last:
                     continue
-                if totals.fill(job.quota):
+                if totals.is_enough(job.quota):
                     break
                 if time.monotonic() - marked >= MARK_EVERY:
                     _sync(file)
@@ -214,7 +214,7 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
 
 
 def _read_mark(path: Path) -> tuple[int, int, Totals]:
-    """Return how far a file is: the record and the size from which it resumes, and the totals until there."""
+    """Return the record and the size from which encoding a file resumes, and the totals of what precedes them."""
     mark = read_record(path.with_suffix(".mark"))
     if mark is None or path.stat().st_size < mark["size"]:
         return 0, 0, Totals()
@@ -241,11 +241,11 @@ def _write(file: IO[bytes], rows: NDArray[np.int64], ids: NDArray[np.integer]) -
 
 
 def _read(
-    path: Path, dtype: np.dtype[Any], first: int, skip: int
+    path: Path, dtype: np.dtype[Any], start: int, skip: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.integer]]]:
-    """Yield the batches of a complete file, without the pieces before record `first`, nor the next `skip` pieces.
+    """Yield the batches of a complete file, without the pieces before record `start`, nor the next `skip` pieces.
 
-    dtype: of the ids. Raises DamagedError for what is not what was written.
+    dtype: of the ids. Raises DamagedError if the content is not what was written.
     """
     with path.open("rb") as file:
         remaining = os.fstat(file.fileno()).st_size
@@ -262,8 +262,8 @@ def _read(
             remaining -= length
             rows = np.frombuffer(content[: sizes[0]], HEAD).reshape(-1, COLUMNS).astype(np.int64)
             ids = np.frombuffer(content[sizes[0] :], dtype)
-            kept = rows[:, 0] > first
-            kept &= np.cumsum(kept) > skip
-            skip -= int((rows[:, 0] > first).sum() - kept.sum())
-            if kept.any():
-                yield rows[kept], ids[np.repeat(kept, rows[:, 1])]
+            candidates = rows[:, 0] > start
+            selected = candidates & (np.cumsum(candidates) > skip)
+            skip -= int(candidates.sum() - selected.sum())
+            if selected.any():
+                yield rows[selected], ids[np.repeat(selected, rows[:, 1])]

@@ -1,4 +1,4 @@
-"""Preparation of raw text as folders of token files, one per source; a folder appears only once it is complete."""
+"""Preparation of folders of token files from raw text, one per source; a folder appears only when it is complete."""
 
 import dataclasses
 import fcntl
@@ -15,14 +15,14 @@ from rich.console import Console
 
 from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import REASONS, documents
-from depthlm.data.corpora.sources import is_remote, text_files, train_sources, validation_sources
+from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
 from depthlm.data.errors import DataError
 from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction
-from depthlm.data.preparation.estimate import check_room
+from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.preparation.progress import training_bar
 from depthlm.data.settings import Data, Source
@@ -45,8 +45,8 @@ _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were 
 def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part: Part | None = None) -> dict[str, Path]:
     """Make the token files of this configuration unless they exist, and return the folder of each source, by name.
 
-    only: the sources and validation sets to prepare; empty: all. part: encode only these files of each source, besides
-    other processes that encode the other parts; the last one to finish makes the token files.
+    only: the sources and validation sets to prepare; empty: all. part: encode only these files of each source, while
+    other processes encode the other parts; the last one to finish makes the token files.
 
     A folder appears by one rename. A killed call leaves <folder>.partial, and the next call resumes from its last
     complete shard. Of several processes at once, one prepares and the others wait. The same text and settings give the
@@ -56,16 +56,16 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
     cannot be written, contains other files, or is being prepared with other settings.
     """
     console = stderr_console(quiet=not progress, soft_wrap=True)
-    everything = train_sources(data) | validation_sources(data)
-    for name in [data.name, *everything]:
+    sources = all_sources(data)
+    for name in [data.name, *sources]:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise DataError("not a valid name for files", f"{name!r}", "Use letters, digits, `.`, `_` and `-`.")
-    if unknown := sorted({*only} - {*everything}):
-        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(everything)}.")
+    if unknown := sorted({*only} - {*sources}):
+        raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
         name: _prepare(name, source, data, tokenizer, console, part)
-        for name, source in everything.items()
+        for name, source in sources.items()
         if not only or name in only
     }
 
@@ -108,9 +108,9 @@ def _text_for_training(data: Data) -> Iterator[str]:
     for name, source in train_sources(data).items():
         files, cut, field = text_files(name, source), _is_cut(source), source.text_field or ""
         fraction = held_out_fraction(files, field, cut, data)
-        everything = documents(files.train, field, cut, data.max_document_bytes)
-        kept = ((document, text) for document, text in everything if not is_validation(document, fraction))
-        yield from sample(kept, sample_bytes(data.vocab_size), files.description.get("bytes"))
+        pairs = documents(files.train, field, cut, data.max_document_bytes)
+        train_pairs = ((document, text) for document, text in pairs if not is_validation(document, fraction))
+        yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 
 def _prepare(
@@ -162,7 +162,7 @@ def _encode_part(
     except FileNotFoundError:
         with _lock(target, console):
             if Manifest.exists(target):
-                # a process that prepares the whole source was faster
+                # a process that prepares the whole source has removed the folder of parts
                 return
         raise
     with _lock(target, console):
@@ -188,7 +188,7 @@ def _make(
     job = _begin(name, source, data, tokenizer, target, console)
     read = None
     if folder_of(job, partial).is_dir():
-        # what no part has encoded
+        # encode the files that no part has encoded
         encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), console)
         read = functools.partial(stored_batches, job, Tokenizer.load(partial), partial, console)
     manifest = encode(job, Tokenizer.load(partial), partial, console, read)
@@ -208,13 +208,13 @@ def _begin(
 ) -> Job:
     """Create the folder in preparation with its tokenizer, or resume in one of the same settings and text.
 
-    copies: how often the disk must hold the tokens.
+    copies: how many copies of the tokens the disk must hold.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
-    partial, wanted_settings = _partial(target), settings(name, source, data)
-    progress_file.check_mark(partial, wanted_settings)
-    earlier = _read_progress(partial, wanted_settings)
+    partial, job_settings = _partial(target), settings(name, source, data)
+    progress_file.check_mark(partial, job_settings)
+    earlier = _read_progress(partial, job_settings)
     files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
     for note in files.unread:
         console.print(f"not read in {source.source}: {note}", markup=False)
@@ -223,16 +223,16 @@ def _begin(
             why = "it has no complete shard or no valid progress.json" if earlier is None else "its text has changed"
             console.print(f"restarting {target} from scratch: {why}")
             progress_file.clear(partial)
-        needed = check_room(name, source, data, target.parent, copies)
+        needed = check_disk_space(name, source, data, target.parent, copies)
         console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
         partial.mkdir(exist_ok=True)
-        progress_file.mark(partial, wanted_settings)
+        progress_file.mark(partial, job_settings)
         sync(tokenizer().save(partial))
     else:
         console.print(f"resuming {target}")
         if earlier.get("times") != files.times:
             console.print(f"note: {source.source} {_MAY_HAVE_CHANGED} since {target} was begun")
-            # so that the token files say so as well
+            # so that the manifest shows the change too
             files = dataclasses.replace(files, times=earlier.get("times") or "")
     return Job(
         name=name,
@@ -242,24 +242,24 @@ def _begin(
         validation_only=name in data.validation,
         quota=None if name in data.validation else quota(name, data),
         vocab_size=vocab_size_of(data),
-        settings=wanted_settings,
+        settings=job_settings,
         data=data,
     )
 
 
 def _partial(target: Path) -> Path:
-    """The folder in preparation of a folder of token files."""
+    """Return the folder in which a folder of token files is prepared."""
     return target.with_name(f"{target.name}.partial")
 
 
 def _publish(partial: Path, target: Path) -> None:
     """Rename a complete folder into place, without the files that only its preparation needs."""
     manifest = Manifest.read(partial)
-    listed = {shard.name for split in manifest.splits().values() for shard in split.files}
+    shards = {shard.name for split in manifest.splits().values() for shard in split.files}
     for file in partial.iterdir():
         if file.is_dir():
             shutil.rmtree(file, ignore_errors=True)
-        elif file.name not in {"manifest.json", "tokenizer.json", TOKENIZER_CONFIG, *listed}:
+        elif file.name not in {"manifest.json", "tokenizer.json", TOKENIZER_CONFIG, *shards}:
             file.unlink()
     sync(partial)
     if target.exists():
@@ -268,10 +268,10 @@ def _publish(partial: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def _read_progress(partial: Path, wanted_settings: dict[str, object]) -> dict[str, Any] | None:
+def _read_progress(partial: Path, job_settings: dict[str, object]) -> dict[str, Any] | None:
     """Return the progress of a killed preparation if its settings are the same and it has a complete shard."""
     progress = progress_file.read(partial)
-    return progress if progress is not None and progress["settings"] == wanted_settings else None
+    return progress if progress is not None and progress["settings"] == job_settings else None
 
 
 def _is_cut(source: Source) -> bool:

@@ -23,7 +23,7 @@ from depthlm.data.token_folder import differences
 from depthlm.files import read_json, replace_text, sync
 
 FILE_NAME = "progress.json"
-# the first file in a folder in preparation: its settings, without which nothing in a folder is removed or overwritten
+# the first file of a folder in preparation, with its settings; a folder without this file is never changed
 MARK = "preparing.json"
 
 # Seconds between progress lines where there is no terminal.
@@ -62,7 +62,7 @@ class ProgressFile:
         write_record(self.file, self.key | self.times | progress)
 
     def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:
-        """Restore the writers and counts, and return the position; None, with nothing changed, without a valid file."""
+        """Restore the writers and counts and return the position; without a valid file, only return None."""
         record = read(self.file.parent)
         if record is None or any(record[name] != value for name, value in self.key.items()):
             return None
@@ -132,7 +132,7 @@ def clear(folder: Path) -> None:
 
 
 def _marked_settings(folder: Path) -> dict[str, Any] | None:
-    # while a complete folder is published, its mark is removed before the other files may be
+    # when a complete folder is published, its mark may be removed before the other files
     for name in (MARK, MANIFEST):
         settings = read_json(folder / name).get("settings")
         if isinstance(settings, dict):
@@ -168,7 +168,7 @@ def training_bar(
 class ProgressBar:
     """MB/s of text, tokens and remaining time: a bar on a terminal, a line every LINE_EVERY seconds elsewhere.
 
-    quota: the training tokens wanted; null: all of the source.
+    quota: the number of training tokens to prepare; null: all of the source.
     """
 
     def __init__(self, console: Console, name: str, quota: int | None) -> None:
@@ -188,13 +188,13 @@ class ProgressBar:
 
     def show(self, read: float, writers: dict[bool, SplitWriter]) -> None:
         """Update the display. read: the share of the source that has been read."""
-        now, done_bytes = time.monotonic(), sum(writer.bytes for writer in writers.values())
+        now, text_bytes = time.monotonic(), sum(writer.bytes for writer in writers.values())
         tokens = sum(writer.tokens for writer in writers.values())
         done = max(read, writers[False].tokens / self.quota) if self.quota else read
         if self._started is None:
-            self._started = now, done_bytes, done
+            self._started = now, text_bytes, done
         since, bytes_before, done_before = self._started
-        rate = (done_bytes - bytes_before) / max(now - since, 1e-9) / 1e6
+        rate = (text_bytes - bytes_before) / max(now - since, 1e-9) / 1e6
         self._bar.update(self._task, completed=min(done, 1.0), rate=rate, tokens=tokens)
         if not self.console.is_terminal and now >= self._line_at:
             self._line_at = now + LINE_EVERY
@@ -209,6 +209,6 @@ class ProgressBar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()

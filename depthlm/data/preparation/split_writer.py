@@ -91,7 +91,7 @@ class SplitWriter:
         return f"{self.stem}-{len(self.shards):05d}.bin"
 
     def _open(self, mode: str) -> None:
-        # unbuffered: once a full disk has refused a write, no destructor may try it again
+        # unbuffered: after a full disk has refused a write, a destructor would try it again
         self._file = open(self.folder / self._name, mode, buffering=0)  # noqa: SIM115 -- closed in `_close`
         self._digest, self._length = hashlib.sha256(), 0
 

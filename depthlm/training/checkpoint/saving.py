@@ -23,7 +23,7 @@ from torch import Tensor
 
 from depthlm.config.schema import Training
 from depthlm.distributed.process_group import gather, on_rank_0
-from depthlm.files import LargeFile, digest, replace_text, sync, usual_mode
+from depthlm.files import LargeFile, digest, replace_text, set_default_mode, sync
 from depthlm.run_directory import MANIFEST, RunDirectory
 from depthlm.runs.checkpoints import STATE, WEIGHTS, prune, remove_leftovers
 from depthlm.runs.manifest import sealed
@@ -266,6 +266,6 @@ def _write_state(path: Path, state: dict[str, Any]) -> str:
 
 def _write_weights(path: Path, weights: dict[str, Tensor]) -> str:
     save_file(weights, path, metadata={"format": "pt"})
-    usual_mode(path)
+    set_default_mode(path)
     sync(path)
     return digest(path)

@@ -9,7 +9,7 @@ import pytest
 import depthlm
 from depthlm.config import prepare_command
 from depthlm.data import DataError, check_prepared, prepare
-from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, check_room, estimate
+from depthlm.data.preparation.estimate import BYTES_PER_CORE_SECOND, check_disk_space, estimate
 from depthlm.data.settings import Data, Source
 
 Local = Callable[..., Data]
@@ -71,7 +71,7 @@ def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_prepared(local(), lambda: "prepare it")
-    monkeypatch.setattr("depthlm.data.preparation.estimate.BY_ITSELF", 10)
+    monkeypatch.setattr("depthlm.data.preparation.estimate.MAX_TRAINING_BYTES", 10)
     with pytest.raises(DataError, match=r"not prepared: local.* of disk .* about a minute on.*\n +prepare it"):
         check_prepared(local(), lambda: "prepare it")
     prepare(local())
@@ -86,10 +86,10 @@ def test_training_refuses_a_large_or_unknown_corpus_and_prints_the_command_that_
 
 
 def test_too_little_disk_space_is_an_error(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_room("local", local(), local(), tmp_path) is not None
+    assert check_disk_space("local", local(), local(), tmp_path) is not None
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=999))
     with pytest.raises(DataError, match="and 999 bytes are free"):
-        check_room("local", local(), local(), tmp_path)
+        check_disk_space("local", local(), local(), tmp_path)
 
 
 @pytest.mark.parametrize(

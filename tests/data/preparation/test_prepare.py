@@ -341,7 +341,7 @@ def test_unknown_tokens_are_counted_and_many_of_them_are_refused(
     with pytest.raises(DataError, match=r"10.0% of 2,000 tokens .*data.max_unknown=0\.11"):
         prepare(tighter)
     # a large corpus is refused long before its end
-    for name, number in (("ENOUGH", 100), ("BATCH", 1000)):
+    for name, number in (("MIN_CHECKED_TOKENS", 100), ("BATCH", 1000)):
         monkeypatch.setattr(f"depthlm.data.preparation.encode.{name}", number)
     with pytest.raises(DataError, match=r"10.0% of \d\d\d tokens"):
         prepare(dataclasses.replace(tighter, path="third"))
