@@ -157,7 +157,7 @@ def ranks() -> Iterator[Item]:
         yield Item("ranks", "the launcher's variables contradict each other", PROBLEM, str(error))
         return
     yield Item("ranks", launchers.describe_launch(process_ranks, "this machine"))
-    cores, threads = environment.cores(), launchers.threads(process_ranks)
+    cores, threads = environment.cores(), environment.threads(process_ranks.launcher, process_ranks.local_world_size)
     yield Item("cores", f"{cores} of {os.cpu_count()} for this process, {threads} threads per rank")
 
 
