@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 from depthlm.doctor.item import PROBLEM, WARNING, Item
 from depthlm.locations import install_command
+from depthlm.machine.environment import installed_version
 
 MIN_PYTHON = (3, 11)
 # for each extra, a package whose presence shows that the extra is installed
@@ -68,14 +69,6 @@ def requirements() -> list[Requirement]:
         for requirement in parsed
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     ]
-
-
-def installed_version(package: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def imports() -> Item:

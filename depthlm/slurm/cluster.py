@@ -95,7 +95,7 @@ def record_array(snapshot: Path, job: str, directories: list[str]) -> None:
         file.write(json.dumps({"job": job, "directories": directories}) + "\n")
 
 
-def submitted(folders: Iterable[Path]) -> set[str]:
+def submitted_directories(folders: Iterable[Path]) -> set[str]:
     """Return all run directories for which a job was ever submitted."""
     return {directory for directories in _arrays(folders).values() for directory in directories}
 

@@ -33,7 +33,7 @@ from depthlm.slurm.cluster import (
     queued_points,
     read_cluster,
     record_array,
-    submitted,
+    submitted_directories,
 )
 from depthlm.sweeps import Point, check_points
 from depthlm.sweeps.points import STARTS
@@ -64,7 +64,7 @@ def main(arguments: list[str], program: str) -> None:
     points = check_points(overrides, parsed.config_dir, compose_anywhere)
     folder = sweep_folder(points[0])
     # without the lock, a second command would submit the same points, because it would not see the jobs of this one
-    with nullcontext() if parsed.dry_run else exclusive(folder):
+    with nullcontext() if parsed.dry_run else lock_sweeps(folder):
         submit(points, cluster, folder, parsed.dry_run)
 
 
@@ -73,7 +73,7 @@ def status(overrides: list[str], config_dir: str | None) -> None:
     points = check_points(overrides, config_dir, compose_anywhere)
     folders = [sweep_folder(point) for point in points]
     states = queued_points(folders)
-    for directory in submitted(folders) - states.keys():
+    for directory in submitted_directories(folders) - states.keys():
         if read_run(directory).state == WAITING:
             # the job ended before its run began; the log of the job has the reason
             states[directory] = FAILED
@@ -216,7 +216,7 @@ def take_snapshot(snapshot: Path, lines: list[str]) -> None:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def lock_sweeps(folder: Path) -> Iterator[None]:
     """Wait until no other process submits a sweep from this folder. Raises UserError if it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

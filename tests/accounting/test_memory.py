@@ -36,10 +36,10 @@ def estimator(*overrides: str, device: str = "cuda") -> MemoryEstimator:
     ],
 )
 def test_bytes_per_parameter_on_eight_gpus(precision, stage, expected):
-    one = estimator(f"precision={precision}", f"deepspeed=zero{stage}")
-    states = one.states(stage, 8)
+    memory = estimator(f"precision={precision}", f"deepspeed=zero{stage}")
+    states = memory.states(stage, 8)
     # AdamW also counts the steps of each parameter
-    bytes_per_parameter = (value / one.parameters for value in (states.weights, states.gradients, states.optimizer))
+    bytes_per_parameter = (value / memory.parameters for value in (states.weights, states.gradients, states.optimizer))
     assert tuple(bytes_per_parameter) == pytest.approx(expected, rel=1e-4)
 
 
@@ -64,18 +64,18 @@ def test_offloaded_states_are_not_part_of_the_total():
 
 
 def test_several_ranks_copy_gradients_bucket_by_bucket_at_zero_0():
-    one = estimator("size=360m")
-    assert one.states(0, 1).activations == 0
-    assert one.states(0, 8).activations == 4.0 * 10**7
+    memory = estimator("size=360m")
+    assert memory.states(0, 1).activations == 0
+    assert memory.states(0, 8).activations == 4.0 * 10**7
     halved = estimator("size=360m", "deepspeed.reduce_bucket_size=5M", "deepspeed.communication_data_type=bf16")
-    assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * one.parameters
+    assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * memory.parameters
 
 
 def test_higher_stages_need_less_memory():
-    one = estimator("size=3b")
-    totals = [one.states(stage, 8).total for stage in range(4)]
+    memory = estimator("size=3b")
+    totals = [memory.states(stage, 8).total for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
-    assert one.parameters > GATHERED
+    assert memory.parameters > GATHERED
 
 
 def saved_by_autograd(model, tokens, autocast) -> int:
@@ -127,9 +127,9 @@ def test_every_preset_is_traced_for_a_gpu_and_saves_no_more_than_on_a_cpu(name):
 
 
 def test_activation_checkpointing_reduces_activations():
-    one = estimator("size=tiny", "precision=fp32", "size.num_layers=12", device="cuda")
+    memory = estimator("size=tiny", "precision=fp32", "size.num_layers=12", device="cuda")
     none, selective, every_second, every = (
-        one.estimate(0, 1, 64, checkpointing=how).activations for how in (False, "selective", 2, True)
+        memory.estimate(0, 1, 64, checkpointing=how).activations for how in (False, "selective", 2, True)
     )
     assert every < 0.6 * none
     assert every < selective < 0.9 * none

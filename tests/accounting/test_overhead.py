@@ -45,11 +45,11 @@ TABLE_2 = {
 
 @pytest.mark.parametrize("preset", TABLE_2)
 def test_table_2_of_depth_attention(cost: Any, preset: str) -> None:
-    found = cost(f"model={preset}", "size=3b")
+    costs = cost(f"model={preset}", "size=3b")
     flops, io_bytes, prefill = TABLE_2[preset]
-    assert found.flops_per_token == pytest.approx(flops, rel=2e-3)
-    assert found.io_bytes_per_token == pytest.approx(io_bytes, rel=2e-3)
-    assert found.prefill_bytes / GIB == prefill
+    assert costs.flops_per_token == pytest.approx(flops, rel=2e-3)
+    assert costs.io_bytes_per_token == pytest.approx(io_bytes, rel=2e-3)
+    assert costs.prefill_bytes / GIB == prefill
 
 
 # sources summed over the sublayers of 48 layers, without the final read

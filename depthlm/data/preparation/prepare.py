@@ -8,6 +8,8 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
 
     A folder appears by one rename. A killed call leaves <folder>.partial, and the next call resumes from its last
     complete shard. Of several processes at once, one prepares and the others wait. The same text and settings give the
-    same bytes, interrupted or not. progress: show a bar on a terminal, else plain lines, on stderr.
+    same bytes, with or without interruptions. progress: show a bar on a terminal, else plain lines, on stderr.
 
     Raises DataError where the text is missing or bad, has no document for training or for validation, or the folder
     cannot be written, contains other files, or is being prepared with other settings.
@@ -113,6 +115,126 @@ def _text_for_training(data: Data) -> Iterator[str]:
         yield from sample(train_pairs, sample_bytes(data.vocab_size), files.description.get("bytes"))
 
 
+@dataclass(frozen=True)
+class _Preparation:
+    """The preparation of one source.
+
+    tokenizer: returns the tokenizer, which the first call makes. target: the folder of the token files.
+    """
+
+    name: str
+    source: Source
+    data: Data
+    tokenizer: Callable[[], Tokenizer]
+    target: Path
+    console: Console
+
+    @property
+    def partial(self) -> Path:
+        """The folder in which the token files are prepared."""
+        return self.target.with_name(f"{self.target.name}.partial")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What determines the bytes of the token files, except the text."""
+        return settings(self.name, self.source, self.data)
+
+    def encode_part(self, part: Part) -> None:
+        """Encode a part of the source, and make the token files if no other part is missing."""
+        with _lock(self.target, self.console):
+            if Manifest.exists(self.target):
+                return
+            job = self.begin(copies=2)
+            fingerprint = Tokenizer.load(self.partial).fingerprint
+            progress_file.ProgressFile(self.partial, job.settings, job.files, fingerprint).begin()
+        start = time.monotonic()
+        # without the lock, since the other parts are encoded at the same time
+        try:
+            encoded = encode_part(job, Tokenizer.load(self.partial), self.partial, part, self.console)
+        except FileNotFoundError:
+            with _lock(self.target, self.console):
+                if Manifest.exists(self.target):
+                    # a process that prepares the whole source has removed the folder of parts
+                    return
+            raise
+        with _lock(self.target, self.console):
+            if Manifest.exists(self.target):
+                return
+            missing = missing_files(job, self.partial, self.console)
+            self.console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
+            if missing:
+                self.console.print(
+                    f"at most {missing} files of other parts are missing; the last part that finishes joins all"
+                )
+            else:
+                self.make()
+
+    def make(self) -> None:
+        """Make the token files; they must not exist, and the lock must be held."""
+        start, partial = time.monotonic(), self.partial
+        progress_file.check_mark(partial, self.settings)
+        if Manifest.exists(partial) and Manifest.read(partial).settings == self.settings:
+            # killed between the last token and the rename
+            _publish(partial, self.target)
+            return
+        job = self.begin()
+        read = None
+        if folder_of(job, partial).is_dir():
+            # encode the files that no part has encoded
+            encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), self.console)
+            read = functools.partial(stored_batches, job, Tokenizer.load(partial), partial, self.console)
+        manifest = encode(job, Tokenizer.load(partial), partial, self.console, read)
+        manifest.write(partial)
+        _publish(partial, self.target)
+        _print_summary(manifest, self.target, time.monotonic() - start, self.console)
+
+    def begin(self, copies: int = 1) -> Job:
+        """Create the folder in preparation with its tokenizer, or resume in a folder of the same settings and text.
+
+        copies: how many copies of the tokens the disk must hold.
+        """
+        source, target, partial, console = self.source, self.target, self.partial, self.console
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
+        progress_file.check_mark(partial, self.settings)
+        earlier = progress_file.read(partial)
+        if earlier is not None and earlier["settings"] != self.settings:
+            earlier = None
+        files = text_files(self.name, source, revision=earlier["source"].get("revision") if earlier else None)
+        for note in files.unread:
+            console.print(f"not read in {source.source}: {note}", markup=False)
+        if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
+            if partial.exists():
+                why = (
+                    "it has no complete shard or no valid progress.json" if earlier is None else "its text has changed"
+                )
+                console.print(f"restarting {target} from scratch: {why}")
+                progress_file.clear(partial)
+            needed = check_disk_space(self.name, source, self.data, target.parent, copies)
+            console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
+            partial.mkdir(exist_ok=True)
+            progress_file.mark(partial, self.settings)
+            sync(self.tokenizer().save(partial))
+        else:
+            console.print(f"resuming {target}")
+            if earlier.get("times") != files.times:
+                console.print(f"note: {source.source} {_MAY_HAVE_CHANGED} since {target} was begun")
+                # so that the manifest shows the change too
+                files = dataclasses.replace(files, times=earlier.get("times") or "")
+        is_validation_set = self.name in self.data.validation
+        return Job(
+            name=self.name,
+            files=files,
+            text_field=source.text_field or "",
+            cut=_is_cut(source),
+            validation_only=is_validation_set,
+            quota=None if is_validation_set else quota(self.name, self.data),
+            vocab_size=vocab_size_of(self.data),
+            settings=self.settings,
+            data=self.data,
+        )
+
+
 def _prepare(
     name: str, source: Source, data: Data, tokenizer: Callable[[], Tokenizer], console: Console, part: Part | None
 ) -> Path:
@@ -125,131 +247,19 @@ def _prepare(
     try:
         target = folder.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
+        preparation = _Preparation(name, source, data, tokenizer, target, console)
         if part is not None:
-            _encode_part(name, source, data, tokenizer, target, console, part)
+            preparation.encode_part(part)
         else:
             with _lock(target, console):
                 if not Manifest.exists(target):
-                    _make(name, source, data, tokenizer, target, console)
+                    preparation.make()
                 else:
                     _check_existing(name, source, data, folder, console)
     except OSError as error:
         remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
         raise DataError(f"cannot prepare token files ({error})", folder, remedy) from error
     return folder
-
-
-def _encode_part(
-    name: str,
-    source: Source,
-    data: Data,
-    tokenizer: Callable[[], Tokenizer],
-    target: Path,
-    console: Console,
-    part: Part,
-) -> None:
-    """Encode a part of the source, and make the token files if no other part is missing."""
-    partial = _partial(target)
-    with _lock(target, console):
-        if Manifest.exists(target):
-            return
-        job = _begin(name, source, data, tokenizer, target, console, copies=2)
-        progress_file.ProgressFile(partial, job.settings, job.files, Tokenizer.load(partial).fingerprint).begin()
-    start = time.monotonic()
-    # without the lock, since the other parts are encoded at the same time
-    try:
-        encoded = encode_part(job, Tokenizer.load(partial), partial, part, console)
-    except FileNotFoundError:
-        with _lock(target, console):
-            if Manifest.exists(target):
-                # a process that prepares the whole source has removed the folder of parts
-                return
-        raise
-    with _lock(target, console):
-        if Manifest.exists(target):
-            return
-        missing = missing_files(job, partial, console)
-        console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
-        if missing:
-            console.print(f"at most {missing} files of other parts are missing; the last part that finishes joins all")
-        else:
-            _make(name, source, data, tokenizer, target, console)
-
-
-def _make(
-    name: str, source: Source, data: Data, tokenizer: Callable[[], Tokenizer], target: Path, console: Console
-) -> None:
-    start, partial = time.monotonic(), _partial(target)
-    progress_file.check_mark(partial, settings(name, source, data))
-    if Manifest.exists(partial) and Manifest.read(partial).settings == settings(name, source, data):
-        # killed between the last token and the rename
-        _publish(partial, target)
-        return
-    job = _begin(name, source, data, tokenizer, target, console)
-    read = None
-    if folder_of(job, partial).is_dir():
-        # encode the files that no part has encoded
-        encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), console)
-        read = functools.partial(stored_batches, job, Tokenizer.load(partial), partial, console)
-    manifest = encode(job, Tokenizer.load(partial), partial, console, read)
-    manifest.write(partial)
-    _publish(partial, target)
-    _print_summary(manifest, target, time.monotonic() - start, console)
-
-
-def _begin(
-    name: str,
-    source: Source,
-    data: Data,
-    tokenizer: Callable[[], Tokenizer],
-    target: Path,
-    console: Console,
-    copies: int = 1,
-) -> Job:
-    """Create the folder in preparation with its tokenizer, or resume in one of the same settings and text.
-
-    copies: how many copies of the tokens the disk must hold.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError("token files need an empty folder", target, "Empty it, or set another data.path.")
-    partial, job_settings = _partial(target), settings(name, source, data)
-    progress_file.check_mark(partial, job_settings)
-    earlier = _read_progress(partial, job_settings)
-    files = text_files(name, source, revision=earlier["source"].get("revision") if earlier else None)
-    for note in files.unread:
-        console.print(f"not read in {source.source}: {note}", markup=False)
-    if earlier is None or earlier["source"] != files.description or earlier["state"] != files.state:
-        if partial.exists():
-            why = "it has no complete shard or no valid progress.json" if earlier is None else "its text has changed"
-            console.print(f"restarting {target} from scratch: {why}")
-            progress_file.clear(partial)
-        needed = check_disk_space(name, source, data, target.parent, copies)
-        console.print(f"preparing {target}{f': {needed.words()}' if needed is not None else ''}")
-        partial.mkdir(exist_ok=True)
-        progress_file.mark(partial, job_settings)
-        sync(tokenizer().save(partial))
-    else:
-        console.print(f"resuming {target}")
-        if earlier.get("times") != files.times:
-            console.print(f"note: {source.source} {_MAY_HAVE_CHANGED} since {target} was begun")
-            # so that the manifest shows the change too
-            files = dataclasses.replace(files, times=earlier.get("times") or "")
-    return Job(
-        name=name,
-        files=files,
-        text_field=source.text_field or "",
-        cut=_is_cut(source),
-        validation_only=name in data.validation,
-        quota=None if name in data.validation else quota(name, data),
-        vocab_size=vocab_size_of(data),
-        settings=job_settings,
-        data=data,
-    )
-
-
-def _partial(target: Path) -> Path:
-    """Return the folder in which a folder of token files is prepared."""
-    return target.with_name(f"{target.name}.partial")
 
 
 def _publish(partial: Path, target: Path) -> None:
@@ -266,12 +276,6 @@ def _publish(partial: Path, target: Path) -> None:
         target.rmdir()
     partial.rename(target)
     sync(target.parent)
-
-
-def _read_progress(partial: Path, job_settings: dict[str, object]) -> dict[str, Any] | None:
-    """Return the progress of a killed preparation if its settings are the same and it has a complete shard."""
-    progress = progress_file.read(partial)
-    return progress if progress is not None and progress["settings"] == job_settings else None
 
 
 def _is_cut(source: Source) -> bool:

@@ -268,11 +268,11 @@ def test_a_value_that_a_small_parquet_file_repeats_takes_little_memory(tmp_path:
     pool = pa.proxy_memory_pool(usual)
     pa.set_memory_pool(pool)
     try:
-        found = records(path, longest=2**20)
+        read = records(path, longest=2**20)
     finally:
         pa.set_memory_pool(usual)
-    assert [record.text for record in found] == [None] * count + TEXTS
-    assert {record.bad for record in found[:count]} == {"long"}
+    assert [record.text for record in read] == [None] * count + TEXTS
+    assert {record.bad for record in read[:count]} == {"long"}
     # all at once would be 600 MiB
     assert pool.max_memory() < 2**27
-    assert records(path, count + 1, longest=2**20) == found[count + 1 :]
+    assert records(path, count + 1, longest=2**20) == read[count + 1 :]

@@ -16,7 +16,7 @@ from depthlm.data.preparation import encode
 from depthlm.data.preparation.split_writer import SplitWriter
 encode.BATCH = 200
 add = SplitWriter.add
-SplitWriter.add = lambda *given: (time.sleep(0.005), add(*given))
+SplitWriter.add = lambda *arguments: (time.sleep(0.005), add(*arguments))
 print("ready", flush=True)
 sys.stdin.readline()
 prepare(Data(name="local", source=sys.argv[1], vocab_size=300, validation_fraction=0.2, shard_tokens=500))

@@ -27,7 +27,7 @@ def differs(local: Local, folder: Path, whole: dict[str, bytes]) -> str | None:
 def failures(local: Local, tmp_path: Path, unsynced: str = "") -> tuple[int, list[str]]:
     """Record a preparation, and return the number of states that a crash may leave, and what is wrong with some."""
     whole = content(prepare(local(path="whole", shard_tokens=500))["local"])
-    root, events, found, count = tmp_path / "root", tmp_path / "events", [], 0
+    root, events, errors, count = tmp_path / "root", tmp_path / "events", [], 0
     root.mkdir()
     with Recorder(root, events).recording(unsynced):
         prepare(local(path=str(root / "tokens"), shard_tokens=500))
@@ -35,21 +35,21 @@ def failures(local: Local, tmp_path: Path, unsynced: str = "") -> tuple[int, lis
         folder = tmp_path / f"state {count}"
         build(tree, folder)
         if Manifest.exists(folder / "tokens") and content(folder / "tokens") != whole:
-            found.append(f"state {count} is complete, and differs")
+            errors.append(f"state {count} is complete, and differs")
         # states differ in little; to prepare from each of them would take minutes
         elif count % 7 == 0 and (reason := differs(local, folder / "tokens", whole)):
-            found.append(f"state {count}: {reason}")
+            errors.append(f"state {count}: {reason}")
         shutil.rmtree(folder)
-    return count, found
+    return count, errors
 
 
 def test_a_crash_while_text_is_prepared_costs_only_time(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
-    count, found = failures(local, tmp_path)
+    count, errors = failures(local, tmp_path)
     print(f"{count} states")
-    assert found == []
+    assert errors == []
     assert count > 300
 
 

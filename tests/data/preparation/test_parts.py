@@ -93,7 +93,9 @@ def test_a_part_that_was_killed_resumes_from_its_last_mark(
     monkeypatch.setattr(parts, "_sync", sync)
     first: list[int] = []
     records = Reader.records
-    monkeypatch.setattr(Reader, "records", lambda self, *given: first.extend(given) or records(self, *given))
+    monkeypatch.setattr(
+        Reader, "records", lambda self, *arguments: first.extend(arguments) or records(self, *arguments)
+    )
     prepare(data, part=Part(1, 2))
     assert not folder.exists()
     prepare(data, part=Part(0, 2))
@@ -110,7 +112,9 @@ def test_one_process_encodes_what_a_lost_part_has_not(
     prepare(data, part=Part(1, 2))
     opened: list[str] = []
     records = Reader.records
-    monkeypatch.setattr(Reader, "records", lambda self, *given: opened.append(self.file.name) or records(self, *given))
+    monkeypatch.setattr(
+        Reader, "records", lambda self, *arguments: opened.append(self.file.name) or records(self, *arguments)
+    )
     assert content(prepare(data)["local"]) == whole
     # half of the 60 files, and some for the share that is held out
     assert len(set(opened)) < 45

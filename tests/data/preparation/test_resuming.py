@@ -65,12 +65,12 @@ def test_a_killed_preparation_resumes_from_its_last_complete_file(
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
     saves = 0
 
-    def killed(self: ProgressFile, *given: object) -> None:
+    def killed(self: ProgressFile, *arguments: object) -> None:
         nonlocal saves
         saves += 1
         if saves == 4:
             raise KeyboardInterrupt
-        save(self, *given)
+        save(self, *arguments)
 
     save = ProgressFile.save
     monkeypatch.setattr(ProgressFile, "save", killed)
@@ -94,7 +94,7 @@ def test_a_killed_preparation_that_cannot_resume_starts_from_scratch(
 ) -> None:
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 200)
     data = local(shard_tokens=500, path="tokens")
-    monkeypatch.setattr("depthlm.data.preparation.prepare.encode", lambda *given: encode(*given) and 1 / 0)
+    monkeypatch.setattr("depthlm.data.preparation.prepare.encode", lambda *arguments: encode(*arguments) and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(data)
     monkeypatch.setattr("depthlm.data.preparation.prepare.encode", encode)
@@ -117,8 +117,8 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, saves: int, data: Data) -> No
     """Prepare until progress has been saved `saves` times, then stop as if killed."""
     save, count = ProgressFile.save, iter(range(saves))
 
-    def counted(self: ProgressFile, *given: Any) -> None:
-        save(self, *given)
+    def counted(self: ProgressFile, *arguments: Any) -> None:
+        save(self, *arguments)
         if next(count) == saves - 1:
             raise KeyboardInterrupt
 
@@ -138,13 +138,13 @@ def test_after_a_kill_between_the_last_token_and_the_rename_nothing_is_repeated(
     for name in ("unlink", "rename"):
         function = getattr(Path, name)
 
-        def dying(self: Path, *given: Any, function: Any = function) -> Any:
+        def dying(self: Path, *arguments: Any, function: Any = function) -> Any:
             if "partial" in str(self) and next(calls) == call // 2:
                 # die before the call or after it
                 if call % 2:
-                    function(self, *given)
+                    function(self, *arguments)
                 raise KeyboardInterrupt
-            return function(self, *given)
+            return function(self, *arguments)
 
         monkeypatch.setattr(Path, name, dying)
     with contextlib.suppress(KeyboardInterrupt):
