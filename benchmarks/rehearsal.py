@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.fake_gpu import device
 from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, result_path, table, write_json
-from depthlm.config import compose_anywhere
 
 PRESETS = ("vanilla", "depth_attention", "moda", "attention_residuals", "attention_residuals_full", "dca",
            "denseformer", "mhc", "hyper_connections")  # fmt: skip
@@ -60,6 +59,7 @@ def rehearse_preset(
 ) -> dict[str, Any]:
     """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
     from benchmarks.fake_gpu.step import rehearse
+    from depthlm.config import compose_anywhere
 
     config = compose_anywhere(overrides, None)
     rehearsal = rehearse(config, micro_batch_size, precision, compiled)
