@@ -1,6 +1,7 @@
 """Compose command-line overrides into a checked, resolved `Config`."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,11 +37,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | Path | None = None)
     Raises ConfigError with all mistakes in the overrides; if there are none, with all mistakes across fields. Raises
     UserError for the run of somebody else that names paths, addresses or services.
     """
-    raw, saved = _composed(overrides, config_dir)
+    config, saved = _composed(overrides, config_dir)
     run = run_of(overrides)
     if run is not None and saved is not None:
         check_origin(run, saved, overrides)
-    return resolve_and_check(raw, overrides, saved)
+    return _checked_here(config, overrides, saved)
 
 
 def compose_anywhere(overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> Config:
@@ -48,18 +49,14 @@ def compose_anywhere(overrides: Sequence[str] = (), config_dir: str | Path | Non
 
     precision=auto is bf16.
     """
-    raw, saved = _composed(overrides, config_dir)
-    resolved = _resolved(raw, overrides, saved, lambda config: "bf16")
-    return _without(check_together(resolved.config, resolved.given), resolved.config)
+    config, saved = _composed(overrides, config_dir)
+    resolved = _resolved(config, overrides, saved, lambda config: "bf16")
+    return _checked(resolved.config, check_together(resolved.config, resolved.given))
 
 
-def resolve_and_check(raw: DictConfig, overrides: Sequence[str], saved: Config | None = None) -> Config:
-    """Return a composed configuration, resolved and checked for this machine. Raises ConfigError.
-
-    saved: the configuration of the run that `run=` names.
-    """
-    config, given, starts = _resolved(raw, overrides, saved, _fast_precision)
-    return _without([*check_together(config, given), *check_machine(config), *check_starts(config, starts)], config)
+def resolve_and_check(raw: DictConfig, overrides: Sequence[str]) -> Config:
+    """Return a configuration that Hydra composed, resolved and checked for this machine. Raises ConfigError."""
+    return _checked_here(_validated(raw, overrides), overrides, None)
 
 
 def mechanisms(config_dir: str | Path | None = None) -> list[str]:
@@ -76,35 +73,39 @@ class _Resolved(NamedTuple):
     starts: set[str]
 
 
-def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[DictConfig, Config | None]:
+def _composed(overrides: Sequence[str], config_dir: str | Path | None) -> tuple[Config, Config | None]:
     """Return the configuration that the overrides compose, and the saved one of the run that `run=` names."""
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError([f"config_dir={config_dir}: no such folder"])
     run = run_of(overrides)
     if run is not None:
         saved = load_config(run)
-        return raw_from_run(run, saved, overrides, config_dir), saved
+        return _validated(raw_from_run(run, saved, overrides, config_dir), overrides), saved
     with hydra_at_conf():
-        try:
-            raw = compose_raw(overrides, config_dir)
-            mistaken = bool(check_fields(raw)[1]) or any(map(is_odd, overrides))
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
-            mistaken = True
-        if mistaken and (errors := explain_overrides(overrides, config_dir, compose_raw)):
-            raise ConfigError(errors)
-    return raw, None
+        config: Config | None = None
+        errors: list[str] = []
+        with suppress(HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
+            config, errors = check_fields(compose_raw(overrides, config_dir))
+        if config is None or any(map(is_odd, overrides)):
+            errors = explain_overrides(overrides, config_dir, compose_raw) or errors
+    if config is None or errors:
+        raise ConfigError(errors)
+    return config, None
 
 
-def _resolved(
-    raw: DictConfig, overrides: Sequence[str], saved: Config | None, fast_precision: Callable[[Config], str]
-) -> _Resolved:
-    run, own = run_of(overrides), own_overrides(overrides)
-    parsed = OverridesParser.create().parse_overrides(own)
-    given = {override.key_or_group for override in parsed}
-    keep_text(raw, parsed)
+def _validated(raw: DictConfig, overrides: Sequence[str]) -> Config:
+    keep_text(raw, OverridesParser.create().parse_overrides(own_overrides(overrides)))
     config, errors = check_fields(raw)
     if config is None:
         raise ConfigError(errors)
+    return config
+
+
+def _resolved(
+    config: Config, overrides: Sequence[str], saved: Config | None, fast_precision: Callable[[Config], str]
+) -> _Resolved:
+    run, own = run_of(overrides), own_overrides(overrides)
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own)}
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
     if saved is not None and keeps_mechanism(saved, config):
@@ -122,7 +123,12 @@ def _fast_precision(config: Config) -> str:
     return environment.fast_precision(environment.device_type(config.device))
 
 
-def _without(errors: list[str], config: Config) -> Config:
+def _checked_here(config: Config, overrides: Sequence[str], saved: Config | None) -> Config:
+    config, given, starts = _resolved(config, overrides, saved, _fast_precision)
+    return _checked(config, [*check_together(config, given), *check_machine(config), *check_starts(config, starts)])
+
+
+def _checked(config: Config, errors: list[str]) -> Config:
     if errors:
         raise ConfigError(errors)
     return config

@@ -25,7 +25,7 @@ from omegaconf._utils import get_yaml_loader
 
 from depthlm.config.keys import flatten, keys, on_resume
 from depthlm.config.schema import Config, Model
-from depthlm.config.validate.fields import check_values
+from depthlm.config.validate.fields import validate_values
 from depthlm.errors import UserError
 from depthlm.files import MAX_DEPTH, read_text, read_yaml
 from depthlm.locations import CONF
@@ -93,7 +93,7 @@ def load_config(directory: Path) -> Config:
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read ({error})") from None
     if not saved or not isinstance(saved, dict):
         raise UserError(f"{directory} holds a run whose config.yaml cannot be read (it has no keys)")
-    config, errors = check_values(saved)
+    config, errors = validate_values(saved)
     if config is None:
         is_foreign = any("no such key" in error for error in errors)
         what = "not the configuration of a run of this version: " if is_foreign else ""

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from depthlm.data import padded_vocab_size, vocab_size
-from depthlm.data.settings import Data
 from depthlm.errors import UserError
 from depthlm.files import is_inside
 from depthlm.model.settings import shown
@@ -68,18 +67,18 @@ def read_pretrained(folder: Path) -> Pretrained:
     return source
 
 
-def differences(source: Pretrained, settings: Mapping[str, Any], data: Data) -> list[str]:
+def differences(source: Pretrained, groups: Mapping[str, Any]) -> list[str]:
     """Return errors for all settings with which these weights would compute something else; [] if there are none.
 
     Each error names its key, and the last one lists the overrides that fix them. Another mechanism is no error, since
     init_from can add a mechanism to a trained decoder.
 
-    settings: size, backbone and model of the run.
+    groups: size, backbone, model and data of the run.
     """
     errors = [f"init_from={source.folder}: it has {feature}, which is not supported" for feature in source.unsupported]
     fixes = []
     for part, imported in source.settings.items():
-        configured = settings[part]
+        configured = groups[part]
         if part == "model" and imported["name"] != configured.name:
             continue
         for key, value, run_value in _pairs(imported, configured):
@@ -87,10 +86,10 @@ def differences(source: Pretrained, settings: Mapping[str, Any], data: Data) -> 
                 errors.append(f"{part}.{key}={shown(run_value)}: the weights have {shown(value)}")
                 fixes.append(f"{part}.{key}={shown(value)}")
     wanted = source.settings["size"]["vocab_size"]
-    if vocab_size(data) > wanted:
+    if vocab_size(groups["data"]) > wanted:
         tokenizer = source.folder / TOKENIZER
         fixes.append(f"data.tokenizer={tokenizer if tokenizer.is_file() else '<its tokenizer.json>'}")
-    elif padded_vocab_size(data) > wanted:
+    elif padded_vocab_size(groups["data"]) > wanted:
         fixes.append("data.pad_vocab_multiple=1")
     return (
         [*errors, f"init_from={source.folder}: to start from these weights, give {' '.join(fixes)}"] if errors else []

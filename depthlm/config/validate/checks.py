@@ -6,7 +6,7 @@ from depthlm.config.errors import listed
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
 from depthlm.config.validate.machine import check_divides
-from depthlm.config.validate.mechanism import check_values, reads_across_layers
+from depthlm.config.validate.mechanism import check_mechanism, reads_across_layers
 from depthlm.data import DataError, padded_vocab_size, shares, train_sources
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
@@ -24,7 +24,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     """
     return [
         *_check_shape(config, given),
-        *check_values(config),
+        *check_mechanism(config),
         *_check_batch(config, given),
         *_check_length(config),
         *_check_optimizer(config, given),

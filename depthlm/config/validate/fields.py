@@ -29,12 +29,12 @@ def check_fields(raw: DictConfig) -> tuple[Config | None, list[str]]:
         target = {"_target_": value_at(values, "optimizer._target_")} if name == "optimizer.settings" else {}
         if isinstance(settings, dict):
             errors += check_target(name, {**settings, **target})
-    config, mistakes = check_values(values)
+    config, mistakes = validate_values(values)
     errors += [*mistakes, *_check_sources(values)]
     return (None if errors else config), errors
 
 
-def check_values(values: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
+def validate_values(values: Mapping[str, Any]) -> tuple[Config | None, list[str]]:
     """Return nested values as a configuration, or None and the keys that are unknown or do not allow their value."""
     errors = [error for name, value in flatten(values).items() if (error := _unknown(name, value))]
     config, places = validate(Config, values)

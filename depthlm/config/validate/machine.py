@@ -119,7 +119,7 @@ def _check_pretrained(config: Config, folder: Path) -> list[str]:
     from depthlm.pretrained.folder import differences, read_pretrained
 
     try:
-        return differences(read_pretrained(folder), vars(config), config.data)
+        return differences(read_pretrained(folder), vars(config))
     except UserError as error:
         return [str(error)]
 

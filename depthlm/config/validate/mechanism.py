@@ -99,7 +99,7 @@ def _parameters(named_class: type) -> list[str] | None:
     return None
 
 
-def check_values(config: Config) -> list[str]:
+def check_mechanism(config: Config) -> list[str]:
     """Return the mistakes that the mechanism reports when its first and last parts are built on the meta device."""
     import torch
 

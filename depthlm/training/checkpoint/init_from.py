@@ -115,7 +115,7 @@ def _find_source(config: Config) -> Source:
         checkpoint, manifest = checkpoint_of(path, "init_from")
         return Source(checkpoint, manifest.config)
     pretrained = read_pretrained(path)
-    if errors := differences(pretrained, vars(config), config.data):
+    if errors := differences(pretrained, vars(config)):
         raise ConfigError(errors)
     return Source(path, pretrained.settings, pretrained)
 
