@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from depthlm.config import Config
 from depthlm.config.saved import check_trusted, load_config, targets
-from depthlm.config.validate.mechanism import check_target, factories
+from depthlm.config.validate.decoder import check_target, factories
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
 from depthlm.model import Decoder, initialize

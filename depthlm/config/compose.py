@@ -15,14 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from depthlm.config.errors import ConfigError
 from depthlm.config.from_run import check_origin, directory_of, keeps_mechanism, own_overrides, raw_from_run, run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf, keep_text
-from depthlm.config.keys import replaced
+from depthlm.config.keys import check_fields, replaced
 from depthlm.config.resolve import resolve, resolve_saved
 from depthlm.config.saved import load_config
 from depthlm.config.schema import Config
-from depthlm.config.validate.checks import check_together
+from depthlm.config.validate.checks import check_machine, check_starts, check_together
 from depthlm.config.validate.explain import explain_overrides, is_odd
-from depthlm.config.validate.fields import check_fields
-from depthlm.config.validate.machine import check_machine, check_starts
 from depthlm.locations import CONF
 from depthlm.machine import environment
 

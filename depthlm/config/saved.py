@@ -23,9 +23,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from depthlm.config.keys import flatten, keys, on_resume
+from depthlm.config.keys import flatten, keys, on_resume, validate_values
 from depthlm.config.schema import Config, Model
-from depthlm.config.validate.fields import validate_values
 from depthlm.errors import UserError
 from depthlm.files import MAX_DEPTH, read_text, read_yaml
 from depthlm.locations import CONF

@@ -18,11 +18,10 @@ from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
-from depthlm.config.keys import override_text
+from depthlm.config.keys import check_fields, override_text
 from depthlm.config.resolve import by_name, experiment_of, mechanism_name, run_directory
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
-from depthlm.config.validate.fields import check_fields
 
 # overrides that name the run, or folder, that a point starts from
 STARTS = ("init_from=", "fork_from=")

@@ -1,20 +1,35 @@
-"""Checks of a configuration across its fields. All mistakes are reported."""
+"""Checks of a configuration across its fields, and against this machine. All mistakes are reported."""
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Set
+from pathlib import Path
 
 from depthlm.config.errors import listed
 from depthlm.config.resolve import LENGTHS, tokenizer_exists
 from depthlm.config.schema import Config, run_steps, warmup_steps
-from depthlm.config.validate.machine import check_divides
-from depthlm.config.validate.mechanism import check_mechanism, reads_across_layers
-from depthlm.data import DataError, padded_vocab_size, shares, train_sources
+from depthlm.config.validate.decoder import check_mechanism, check_shape
+from depthlm.data import (
+    DataError,
+    Manifest,
+    padded_vocab_size,
+    shares,
+    token_folder,
+    train_sources,
+    validation_sources,
+)
 from depthlm.distributed import launchers
 from depthlm.errors import UserError
 from depthlm.fields import TINY
-from depthlm.model.shape import Backbone, Size
+from depthlm.locations import install_command
+from depthlm.machine import environment
+from depthlm.run_directory import RunDirectory, is_checkpoint
 
 # overrides that choose the class of the optimizer
 OPTIMIZER_CLASS = ("optimizer", "optimizer._target_")
+# trackers whose packages are not among the required ones
+OPTIONAL_TRACKERS = ("tensorboard", "trackio")
 
 
 def check_together(config: Config, given: Set[str]) -> list[str]:
@@ -23,7 +38,8 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     given: the keys and groups that the overrides set.
     """
     return [
-        *_check_shape(config, given),
+        *check_shape(config),
+        *_check_vocabulary(config, given),
         *check_mechanism(config),
         *_check_batch(config, given),
         *_check_length(config),
@@ -37,62 +53,15 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     ]
 
 
-def _check_shape(config: Config, given: Set[str]) -> list[str]:
-    size, backbone, errors = config.size, config.backbone, []
-    if size.num_heads % size.num_kv_heads:
-        errors.append(
-            f"size.num_kv_heads={size.num_kv_heads}: must divide size.num_heads={size.num_heads}; "
-            f"allowed: {listed(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
-        )
-    if backbone.position == "rope" and size.head_size % 2:
-        errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
-    if backbone.mlp == "experts":
-        errors += _check_experts(size, backbone)
-    errors += _check_mixers(config)
-    needed = padded_vocab_size(config.data) if tokenizer_exists(config) else 0
-    if "size.vocab_size" in given and size.vocab_size < needed:
-        errors.append(
-            f"size.vocab_size={size.vocab_size}: data.tokenizer={config.data.tokenizer} needs {needed} "
-            f"(padded to a multiple of {config.data.pad_vocab_multiple}); leave it out, or give a larger one"
-        )
-    return errors
-
-
-def _check_mixers(config: Config) -> list[str]:
-    backbone, errors = config.backbone, []
-    names = backbone.mixers_of(config.size.num_layers)
-    if "latent" in names and backbone.position == "rope":
-        errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
-    shown = f"backbone.mixers=[{','.join(backbone.mixers)}]: "
-    mechanism = f"the attention of model={config.model.name} may read keys and values of other layers, and"
-    if reads_across_layers(config.model):
-        if set(names) == {"delta"}:
-            errors.append(f"{shown}{mechanism} no layer has any; give some layers attention or latent")
-        elif {"attention", "latent"} <= set(names):
-            errors.append(f"{shown}{mechanism} those of attention and latent differ in width; give one of the two")
-    return errors
-
-
-def _check_experts(size: Size, backbone: Backbone) -> list[str]:
-    groups, kept, errors = backbone.router_groups, backbone.router_groups_kept, []
-    if size.num_experts % groups:
-        errors.append(
-            f"backbone.router_groups={groups}: must divide size.num_experts={size.num_experts}; "
-            f"allowed: {listed(n for n in range(1, size.num_experts + 1) if size.num_experts % n == 0)}"
-        )
-    elif kept > groups:
-        errors.append(f"backbone.router_groups_kept={kept}: there are only {groups} groups (backbone.router_groups)")
-    elif kept < groups == size.num_experts:
-        errors.append(
-            f"backbone.router_groups={groups}: a group needs at least two of the {size.num_experts} experts, since it "
-            "counts by its two best"
-        )
-    elif size.experts_per_token > (most := size.num_experts // groups * kept):
-        errors.append(
-            f"size.experts_per_token={size.experts_per_token}: only {most} experts can be chosen (size.num_experts="
-            f"{size.num_experts}, in {kept} of {groups} groups)"
-        )
-    return errors
+def _check_vocabulary(config: Config, given: Set[str]) -> list[str]:
+    size, data = config.size, config.data
+    needed = padded_vocab_size(data) if tokenizer_exists(config) else 0
+    if "size.vocab_size" not in given or size.vocab_size >= needed:
+        return []
+    return [
+        f"size.vocab_size={size.vocab_size}: data.tokenizer={data.tokenizer} needs {needed} "
+        f"(padded to a multiple of {data.pad_vocab_multiple}); leave it out, or give a larger one"
+    ]
 
 
 def _check_batch(config: Config, given: Set[str]) -> list[str]:
@@ -273,7 +242,7 @@ def _check_spread(config: Config) -> list[str]:
             f"{given} with deepspeed.stage=3: DeepSpeed cannot spread experts whose weights ZeRO 3 shards; allowed: "
             "deepspeed=zero0, zero1 or zero2, or leave it out"
         ]
-    return check_divides(
+    return _check_divides(
         config.deepspeed.experts, config.size.num_experts, f"size.num_experts={config.size.num_experts}"
     )
 
@@ -297,3 +266,120 @@ def _check_data(config: Config) -> list[str]:
     if not data.sources and data.weight is not None:
         errors.append("data.weight: only a source of a mixture has one; give data.sources.<name>.weight")
     return errors
+
+
+def _check_divides(experts: int, number: int, what: str) -> list[str]:
+    """Return the mistake of ranks over which experts are spread, if they do not divide a number."""
+    if number % experts == 0:
+        return []
+    allowed = listed(n for n in range(1, number + 1) if number % n == 0)
+    return [f"deepspeed.experts={experts}: must divide {what}; allowed: {allowed}"]
+
+
+def check_machine(config: Config) -> list[str]:
+    """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
+    return [*_check_ranks(config), *_check_device(config), *_check_files(config), *_check_tracker(config)]
+
+
+def _check_ranks(config: Config) -> list[str]:
+    experts, ranks = config.deepspeed.experts, launchers.ranks().world_size
+    if config.backbone.mlp != "experts" or config.deepspeed.stage == 3 or config.size.num_experts % experts:
+        # another mistake
+        return []
+    return _check_divides(experts, ranks, f"the number of ranks of this run, {ranks}")
+
+
+def check_starts(config: Config, starts: set[str]) -> list[str]:
+    """Return an error for each key in `starts` whose run, another point of the experiment, is not complete.
+
+    A run that already has checkpoints is not checked, nor is a key whose value is itself a checkpoint.
+    """
+    errors = []
+    for key in sorted(starts):
+        start = getattr(config, key, None)
+        if start is None or _holds_checkpoints(config.output_dir or "") or is_checkpoint(Path(start)):
+            continue
+        if Path(start).exists() and not RunDirectory(Path(start)).summary.exists():
+            errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
+    return errors
+
+
+def _check_device(config: Config) -> list[str]:
+    errors, device = [], environment.device_type(config.device)
+    if error := environment.device_error(config.device):
+        errors.append(error)
+    if config.precision.name == "fp16" and device == "cpu":
+        errors.append("precision=fp16: DeepSpeed refuses fp16 on a CPU; allowed here: fp32, bf16, auto")
+    elif config.precision.name == "fp16" and config.deepspeed.stage == 0:
+        errors.append(
+            "precision=fp16 with deepspeed=zero0: DeepSpeed's fp16 at stage 0 takes a wrong first step; "
+            "use deepspeed=zero1"
+        )
+    from depthlm.ops.backend import launch_lacks, missing
+
+    if config.kernels == "triton" and (lack := missing(device)):
+        errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
+    if config.training.compile is True and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
+        errors.append(
+            "training.compile=true: torch.compile on a CPU needs a C++ compiler; install g++ or clang++, "
+            "or leave it out"
+        )
+    if config.training.compile is True and device == "cuda" and (lack := launch_lacks()):
+        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
+    return errors
+
+
+def _check_files(config: Config) -> list[str]:
+    # it imports torch
+    from depthlm.pretrained.folder import is_pretrained
+
+    data, errors = config.data, []
+    for name, source in (train_sources(data) | validation_sources(data)).items():
+        key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
+        if not (source.source or source.path or source.hub or name == "stdlib"):
+            errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
+        gone = source.source is not None and not Path(source.source).exists()
+        if gone and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
+            errors.append(f"{key}.source={source.source}: no such folder or file")
+    if not tokenizer_exists(config):
+        errors.append(
+            f"data.tokenizer={data.tokenizer}: not bpe, not bytes, no such tokenizer.json, and no model of the hub "
+            "(owner/name)"
+        )
+    if not config.output_dir:
+        return [*errors, "output_dir=: empty; leave it out, or give the run directory"]
+    if config.init_from is not None and config.fork_from is not None:
+        errors.append("init_from and fork_from: both given; init_from takes only the weights, fork_from the full state")
+    for key, start in (("init_from", config.init_from), ("fork_from", config.fork_from)):
+        if start is None or any(map(_holds_checkpoints, (config.output_dir, start))):
+            continue
+        if key == "init_from" and is_pretrained(Path(start)):
+            errors.extend(_check_pretrained(config, Path(start)))
+        else:
+            errors.append(f"{key}={start}: no checkpoint in it; give a run directory, or one of its checkpoints")
+    folder = Path(config.output_dir).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        errors.append(f"output_dir={config.output_dir}: {existing} is not a folder that this user may write to")
+    return errors
+
+
+def _check_pretrained(config: Config, folder: Path) -> list[str]:
+    from depthlm.pretrained.folder import differences, read_pretrained
+
+    try:
+        return differences(read_pretrained(folder), vars(config))
+    except UserError as error:
+        return [str(error)]
+
+
+def _holds_checkpoints(directory: str) -> bool:
+    return is_checkpoint(Path(directory)) or bool(RunDirectory.of(directory).checkpoint_folders())
+
+
+def _check_tracker(config: Config) -> list[str]:
+    return [
+        f"tracker={name}: {name} is not installed; {install_command('trackers')}"
+        for name in OPTIONAL_TRACKERS
+        if getattr(config.tracker, name) and importlib.util.find_spec(name) is None
+    ]

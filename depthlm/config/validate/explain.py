@@ -15,8 +15,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from depthlm.config.errors import listed, nearest
 from depthlm.config.hydra_context import available_groups, value_text
-from depthlm.config.keys import FREE_GROUPS, NAMED, flatten, keys
-from depthlm.config.validate.fields import check_fields
+from depthlm.config.keys import FREE_GROUPS, NAMED, check_fields, flatten, keys
 from depthlm.files import read_yaml
 from depthlm.locations import CONF
 

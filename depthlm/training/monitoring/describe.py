@@ -9,7 +9,7 @@ from typing import Any
 from depthlm.accounting import count_parameters
 from depthlm.accounting.memory import Memory
 from depthlm.config import Config
-from depthlm.config.validate.mechanism import reads_across_layers
+from depthlm.config.validate.decoder import reads_across_layers
 from depthlm.counts import count_text, counted, gib_text
 from depthlm.data import Batches, Corpus
 from depthlm.distributed.launchers import ranks

@@ -1,4 +1,4 @@
-"""Checks of the classes of a configuration (they exist and accept their settings), and factories of a mechanism.
+"""Checks of the decoder: its shape, and the classes of its mechanism, which exist and accept their settings.
 
 The class of a mechanism or an optimizer defines its settings and their allowed values.
 """
@@ -9,12 +9,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import hydra
-
 from depthlm.config.errors import listed, nearest
 from depthlm.config.schema import Config, Model
 from depthlm.locations import install_command
-from depthlm.model.shape import SublayerSpec
+from depthlm.model.shape import Backbone, Size, SublayerSpec
 
 if TYPE_CHECKING:
     from depthlm.model.attention.self_attention import AttentionFactory
@@ -28,6 +26,8 @@ EXTRAS = {"pytorch_optimizer": "optimizers"}
 
 def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
     """Return the factories of connections and attentions. A `_target_` nested in their settings is not instantiated."""
+    import hydra
+
     return (
         hydra.utils.instantiate(model.connection, _partial_=True, _recursive_=False),
         hydra.utils.instantiate(model.attention, _partial_=True, _recursive_=False),
@@ -36,6 +36,8 @@ def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
 
 def reads_across_layers(model: Model) -> bool:
     """Return whether the attention may read keys and values of other layers."""
+    import hydra
+
     from depthlm.model.attention.self_attention import SelfAttention
 
     attention: Any = hydra.utils.get_class(model.attention["_target_"])
@@ -132,3 +134,56 @@ def check_mechanism(config: Config) -> list[str]:
                     settings = {k: v for k, v in getattr(config.model, name.split(".")[1]).items() if k != "_target_"}
                     errors.append(f"{name}: {str(error).splitlines()[0]}; its settings are {settings}")
     return list(dict.fromkeys(errors))
+
+
+def check_shape(config: Config) -> list[str]:
+    """Return the mistakes in the shape of the decoder: its heads, experts and mixers."""
+    size, backbone, errors = config.size, config.backbone, []
+    if size.num_heads % size.num_kv_heads:
+        errors.append(
+            f"size.num_kv_heads={size.num_kv_heads}: must divide size.num_heads={size.num_heads}; "
+            f"allowed: {listed(k for k in range(1, size.num_heads + 1) if size.num_heads % k == 0)}"
+        )
+    if backbone.position == "rope" and size.head_size % 2:
+        errors.append(f"size.head_size={size.head_size}: RoPE rotates pairs; it must be even")
+    if backbone.mlp == "experts":
+        errors += _check_experts(size, backbone)
+    errors += _check_mixers(config)
+    return errors
+
+
+def _check_mixers(config: Config) -> list[str]:
+    backbone, errors = config.backbone, []
+    names = backbone.mixers_of(config.size.num_layers)
+    if "latent" in names and backbone.position == "rope":
+        errors.append("backbone.position=rope: the keys of mixer latent are not rotated; give backbone.position=none")
+    shown = f"backbone.mixers=[{','.join(backbone.mixers)}]: "
+    mechanism = f"the attention of model={config.model.name} may read keys and values of other layers, and"
+    if reads_across_layers(config.model):
+        if set(names) == {"delta"}:
+            errors.append(f"{shown}{mechanism} no layer has any; give some layers attention or latent")
+        elif {"attention", "latent"} <= set(names):
+            errors.append(f"{shown}{mechanism} those of attention and latent differ in width; give one of the two")
+    return errors
+
+
+def _check_experts(size: Size, backbone: Backbone) -> list[str]:
+    groups, kept, errors = backbone.router_groups, backbone.router_groups_kept, []
+    if size.num_experts % groups:
+        errors.append(
+            f"backbone.router_groups={groups}: must divide size.num_experts={size.num_experts}; "
+            f"allowed: {listed(n for n in range(1, size.num_experts + 1) if size.num_experts % n == 0)}"
+        )
+    elif kept > groups:
+        errors.append(f"backbone.router_groups_kept={kept}: there are only {groups} groups (backbone.router_groups)")
+    elif kept < groups == size.num_experts:
+        errors.append(
+            f"backbone.router_groups={groups}: a group needs at least two of the {size.num_experts} experts, since it "
+            "counts by its two best"
+        )
+    elif size.experts_per_token > (most := size.num_experts // groups * kept):
+        errors.append(
+            f"size.experts_per_token={size.experts_per_token}: only {most} experts can be chosen (size.num_experts="
+            f"{size.num_experts}, in {kept} of {groups} groups)"
+        )
+    return errors
