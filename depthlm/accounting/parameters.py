@@ -4,7 +4,7 @@ from torch import nn
 
 from depthlm.model.experts import Mixture
 from depthlm.model.layers import Embedding, Head, Norm
-from depthlm.model.parameters import Owned, owned_parameters
+from depthlm.model.parameters import OwnedParameter, owned_parameters
 
 PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 
@@ -27,7 +27,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     return counts | {"total": total} | ({"activated": total - idle} if idle else {})
 
 
-def _part(owned: Owned) -> str:
+def _part(owned: OwnedParameter) -> str:
     if owned.name.startswith("connections."):
         return "connection"
     if isinstance(owned.owner, Norm):

@@ -102,18 +102,18 @@ def _validated(raw: DictConfig, overrides: Sequence[str]) -> Config:
 def _resolved(
     config: Config, overrides: Sequence[str], saved: Config | None, fast_precision: Callable[[Config], str]
 ) -> _Resolved:
-    run, own = run_of(overrides), own_overrides(overrides)
-    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own)}
+    run, own_texts = run_of(overrides), own_overrides(overrides)
+    given = {override.key_or_group for override in OverridesParser.create().parse_overrides(own_texts)}
     points = [point for point in config.experiment.points if isinstance(point, dict)]
     starts = {str(name) for point in points for name, value in point.items() if str(value).startswith("@")}
     if saved is not None and keeps_mechanism(saved, config):
         # only another mechanism needs a new name
         given.add("model.name")
-    config = resolve(config, given, own) if saved is None else resolve_saved(config, given, own)
+    config = resolve(config, given, own_texts) if saved is None else resolve_saved(config, given, own_texts)
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:
-        config = replace(config, output_dir=directory_of(run, saved, config, own))
+        config = replace(config, output_dir=directory_of(run, saved, config, own_texts))
     return _Resolved(config, given, starts)
 
 

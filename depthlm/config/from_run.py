@@ -153,7 +153,7 @@ def _parsed(
 
 def _names_options(value: Any) -> bool:
     """Return whether the value of a group is an option, or a list of them, as in tracker=[wandb,tensorboard]."""
-    return all(isinstance(one, str) for one in (value if isinstance(value, list) else [value]))
+    return all(isinstance(element, str) for element in (value if isinstance(value, list) else [value]))
 
 
 def _set(raw: DictConfig, text: str, override: Override) -> list[str]:

@@ -70,9 +70,9 @@ def open_names(overrides: Sequence[str], settings: bool = False) -> list[str]:
 
     settings: also add it for the settings of a class, since a sweep may set one that the default class lacks.
     """
-    begins = tuple(f"{group}{end}" for group in NAMED for end in (".", "="))
-    begins += tuple(f"{group}." for group in FREE_GROUPS) if settings else ()
-    return [f"++{override}" if override.startswith(begins) else override for override in overrides]
+    prefixes = tuple(f"{group}{end}" for group in NAMED for end in (".", "="))
+    prefixes += tuple(f"{group}." for group in FREE_GROUPS) if settings else ()
+    return [f"++{override}" if override.startswith(prefixes) else override for override in overrides]
 
 
 def keep_text(raw: DictConfig, overrides: Sequence[Override]) -> None:
@@ -123,8 +123,10 @@ def mechanism_option(part: str, settings: Mapping[str, Any]) -> str | None:
     None if no option has the class, as for a mechanism of the user.
     """
     options = {file.stem: read_yaml(file) for file in sorted((CONF / "model" / part).glob("*.yaml"))}
-    near = [name for name, option in options.items() if option.get("_target_") == settings.get("_target_")]
-    return max(near, key=lambda name: sum(settings.get(key) == v for key, v in options[name].items()), default=None)
+    same_class = [name for name, option in options.items() if option.get("_target_") == settings.get("_target_")]
+    return max(
+        same_class, key=lambda name: sum(settings.get(key) == v for key, v in options[name].items()), default=None
+    )
 
 
 def comment(file: Path) -> list[str]:
@@ -142,12 +144,12 @@ def comment(file: Path) -> list[str]:
 def value_text(name: str, value: Any) -> str:
     """Return the value of a key as an override that Hydra reads back as the same value, counts as 10B."""
     if isinstance(value, list):
-        return f"[{','.join(value_text(name, one) for one in value)}]"
+        return f"[{','.join(value_text(name, element) for element in value)}]"
     if isinstance(value, str) and not re.fullmatch(r"(?!(true|false|null|nan|inf)$)[a-z_./][\w./:@+-]*", value, re.I):
         # without quotes it would be a number, or no value at all
         return "'" + value.replace("'", r"\'") + "'"
     key = declaration(name)
     if key is not None and key.plain_type is Count and value:
-        unit, scale = next((one for one in reversed(SCALES.items()) if value % one[1] == 0), ("", 1))
+        unit, scale = next((item for item in reversed(SCALES.items()) if value % item[1] == 0), ("", 1))
         return f"{value // scale}{unit}"
     return override_text(value)

@@ -80,10 +80,10 @@ def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> C
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
     """Return the keys whose override equals a value in the experiment's points, so that it is not the user's choice."""
     texts = by_name(overrides)
-    theirs = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
+    values = [(key, value) for line in points if isinstance(line, dict) for key, value in line.items()]
     return {
         key
-        for key, value in theirs
+        for key, value in values
         if key in texts and any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
     }
 

@@ -73,8 +73,8 @@ def is_own(directory: Path) -> bool:
         head, _, text = read_text(RunDirectory(directory).config).partition("\n")
     except (OSError, ValueError):
         return False
-    wanted, given = signature(text), head.removeprefix(SIGNED)
-    return wanted is not None and hmac.compare_digest(given.encode(), wanted.encode())
+    expected, given = signature(text), head.removeprefix(SIGNED)
+    return expected is not None and hmac.compare_digest(given.encode(), expected.encode())
 
 
 def load_config(directory: Path) -> Config:
@@ -103,9 +103,9 @@ def load_config(directory: Path) -> Config:
 def as_text(value: Any) -> Any:
     """Return plain data for OmegaConf in which interpolations such as ${oc.env:HOME} are text."""
     if isinstance(value, dict):
-        return {key: as_text(one) for key, one in value.items()}
+        return {key: as_text(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [as_text(one) for one in value]
+        return [as_text(inner) for inner in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -218,16 +218,16 @@ def _shipped() -> frozenset[str]:
 @functools.cache
 def _key() -> bytes | None:
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "depthlm"
-    file, own = folder / "key", folder / f".key-{secrets.token_hex(8)}"
+    file, new = folder / "key", folder / f".key-{secrets.token_hex(8)}"
     try:
         if not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            own.touch(mode=0o600)
-            own.write_bytes(secrets.token_bytes(32))
+            new.touch(mode=0o600)
+            new.write_bytes(secrets.token_bytes(32))
             # another process may have created it
             with suppress(FileExistsError):
-                os.link(own, file)
-            own.unlink()
+                os.link(new, file)
+            new.unlink()
         return file.read_bytes() or None
     except (OSError, RuntimeError):
         return None

@@ -162,4 +162,4 @@ def _norms(count: int, size: Size, backbone: Backbone) -> nn.Module:
 
 def _normed(norm: nn.Module, inputs: Inputs) -> Inputs:
     norms = norm if isinstance(norm, nn.ModuleList) else (norm,)
-    return tuple(one(x) for one, x in zip(norms, inputs, strict=True))
+    return tuple(norm(x) for norm, x in zip(norms, inputs, strict=True))

@@ -18,24 +18,24 @@ from depthlm.model.layers import Embedding, Head, Norm
 SETTINGS = ("weight_decay", "lr_scale")
 
 
-class Owned(NamedTuple):
-    """A parameter, its full name, the module that owns it, and its name there."""
+class OwnedParameter(NamedTuple):
+    """A parameter, its full name, the module that owns it, and its name in that module."""
 
     name: str
     parameter: nn.Parameter
     owner: nn.Module
-    own_name: str
+    name_in_owner: str
 
 
-def owned_parameters(model: nn.Module) -> Iterator[Owned]:
+def owned_parameters(model: nn.Module) -> Iterator[OwnedParameter]:
     """Yield every parameter once, with its owner."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            yield Owned(f"{path}.{name}" if path else name, parameter, module, name)
+            yield OwnedParameter(f"{path}.{name}" if path else name, parameter, module, name)
 
 
 def shape_of(weight: Tensor) -> torch.Size:
-    """Return the shape of a whole weight; one that DeepSpeed has sharded has no elements of its own."""
+    """Return the shape of a whole weight; one that DeepSpeed has sharded has no elements."""
     if (spread := spread_of(weight)) is not None:
         return torch.Size((spread.ranks * weight.shape[0], *weight.shape[1:]))
     return getattr(weight, "ds_shape", weight.shape)
@@ -44,10 +44,10 @@ def shape_of(weight: Tensor) -> torch.Size:
 def part_of(weight: Tensor, whole: Tensor) -> Tensor:
     """Return the part of a tensor of `shape_of(weight)` that the weight has: some experts if they are spread."""
     spread = spread_of(weight)
-    return whole if spread is None else spread.own(whole)
+    return whole if spread is None else spread.share_of(whole)
 
 
-def kind_of(owned: Owned) -> str:
+def kind_of(owned: OwnedParameter) -> str:
     """Return the kind of a parameter.
 
     embedding: the token embedding and the matrix of the head. matrix: the weight of a linear layer or router. experts:
@@ -55,16 +55,16 @@ def kind_of(owned: Owned) -> str:
     parameters of a depth mechanism.
     """
     if isinstance(owned.owner, Embedding | Head | nn.Embedding):
-        return "embedding" if owned.own_name == "weight" else "vector"
+        return "embedding" if owned.name_in_owner == "weight" else "vector"
     if isinstance(owned.owner, Experts):
         return "experts"
     if isinstance(owned.owner, nn.Linear | Router):
-        return "matrix" if owned.own_name == "weight" else "vector"
+        return "matrix" if owned.name_in_owner == "weight" else "vector"
     return "vector" if isinstance(owned.owner, Norm | DeltaAttention | GatedNorm | ShortConvolution) else "mechanism"
 
 
 def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by name, the parameters that stay in fp32 in a model of 16 bits. A module declares some of its own:
+    """Return, by name, the parameters that stay in fp32 in a model of 16 bits. A module declares its own:
 
         fp32_parameters = ("gate", "bias")
 
@@ -72,12 +72,12 @@ def fp32_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     declared = {}
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+        direct = dict(module.named_parameters(recurse=False))
         for name in getattr(module, "fp32_parameters", ()):
-            if name not in own:
+            if name not in direct:
                 where = f"{type(module).__name__}.fp32_parameters[{name!r}]"
-                raise ValueError(f"{where}: no such parameter; there are {', '.join(own) or 'none'}")
-            declared[f"{path}.{name}" if path else name] = own[name]
+                raise ValueError(f"{where}: no such parameter; there are {', '.join(direct) or 'none'}")
+            declared[f"{path}.{name}" if path else name] = direct[name]
     return declared
 
 
@@ -97,9 +97,9 @@ def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for owned in owned_parameters(model):
         if not owned.parameter.requires_grad:
             continue
-        own = settings.get(owned.name, {})
-        decay = own.get("weight_decay", weight_decay if len(shape_of(owned.parameter)) >= 2 else 0.0)
-        key = kind_of(owned), decay, own.get("lr_scale", 1.0)
+        group_settings = settings.get(owned.name, {})
+        decay = group_settings.get("weight_decay", weight_decay if len(shape_of(owned.parameter)) >= 2 else 0.0)
+        key = kind_of(owned), decay, group_settings.get("lr_scale", 1.0)
         new = {"params": [], "names": [], "weight_decay": decay, "lr_scale": key[2], "kind": key[0]}
         group = groups.setdefault(key, new)
         group["params"].append(owned.parameter)
@@ -121,12 +121,14 @@ def _declared(model: nn.Module) -> dict[str, dict[str, float]]:
     return declared
 
 
-def _copy(owned: Owned, tensor: Tensor) -> None:
+def _copy(owned: OwnedParameter, tensor: Tensor) -> None:
     owned.parameter.copy_(tensor)
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, std: float, place: Callable[[Owned, Tensor], None] = _copy) -> None:
+def initialize(
+    model: nn.Module, seed: int, std: float, place: Callable[[OwnedParameter, Tensor], None] = _copy
+) -> None:
     """Initialize every parameter. Values are drawn on the CPU in fp32, so no device or dtype changes them.
 
     Matrices and embeddings: normal(0, std). Norm weights: 1. Biases: 0. Any other module that owns parameters must
@@ -143,7 +145,7 @@ def initialize(model: nn.Module, seed: int, std: float, place: Callable[[Owned, 
     Raises: TypeError if a module owns parameters and does not define `init_parameter`.
     """
     for owned in list(owned_parameters(model)):
-        place(owned, _drawn(owned, generator_for(seed, owned.name), std))
+        place(owned, _initial_values(owned, generator_for(seed, owned.name), std))
     for buffer in model.buffers():
         buffer.zero_()
 
@@ -159,8 +161,8 @@ def seed_for(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _drawn(owned: Owned, generator: torch.Generator, std: float) -> Tensor:
-    module, name = owned.owner, owned.own_name
+def _initial_values(owned: OwnedParameter, generator: torch.Generator, std: float) -> Tensor:
+    module, name = owned.owner, owned.name_in_owner
     tensor = torch.zeros(owned.parameter.shape, dtype=torch.float32, device="cpu")
     init_parameter = getattr(module, "init_parameter", None)
     if init_parameter is not None:

@@ -129,11 +129,11 @@ def fused(operator: str, tensors: Iterable[Tensor], unsupported: str | None = No
     device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
     if choice in ("torch", "naive") or (choice == "auto" and device != "cuda"):
         return False
-    lack = missing(device)
-    if lack is not None and choice == "auto":
-        _say_once("the operators over depth run", lack)
+    reason_missing = missing(device)
+    if reason_missing is not None and choice == "auto":
+        _say_once("the operators over depth run", reason_missing)
         return False
-    reason = lack or unsupported
+    reason = reason_missing or unsupported
     if reason is None and (dtypes := {x.dtype for x in tensors if x.dtype not in FUSED_TYPES}):
         reason = f"{', '.join(map(str, dtypes))} is not fp32, fp16 or bf16"
     if reason is not None and choice == "triton":
@@ -174,13 +174,13 @@ def operator(
 
 def _tensors(arguments: Iterable[object]) -> list[Tensor]:
     """Return the tensors among the arguments, and in their tuples and lists."""
-    found = []
+    tensors = []
     for x in arguments:
         if isinstance(x, Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, tuple | list):
-            found.extend(_tensors(x))
-    return found
+            tensors.extend(_tensors(x))
+    return tensors
 
 
 @cache

@@ -135,10 +135,10 @@ class Reads(torch.autograd.Function):
         if grad is None:
             grad = source_grads[0].new_zeros(len(parameters[0]), *sources[0].shape, dtype=ctx.dtype)
         inputs = [grad, *present(*grads[1:])], outputs, parameters, sources, start, ctx.eps, source_grads, added
-        found = iter(ctx.kernels.backward(BackwardInputs(*inputs)))
-        of_parameters = list(islice(found, len(parameters)))
+        results = iter(ctx.kernels.backward(BackwardInputs(*inputs)))
+        of_parameters = list(islice(results, len(parameters)))
         of_sources = [None] * len(sources) if num_tokens else source_grads
-        return None, None, None, None, *of_parameters, *of_sources, *found, *[None] * num_tokens
+        return None, None, None, None, *of_parameters, *of_sources, *results, *[None] * num_tokens
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:

@@ -187,9 +187,9 @@ def compiles(config: Config, device: torch.device) -> bool:
     # what is stored in a compiled sublayer is not decided operator by operator
     if device.type != "cuda" or config.deepspeed.stage == 3 or config.training.activation_checkpointing == SELECTIVE:
         return False
-    if lack := missing(device.type):
-        log.warning("training.compile=auto: the sublayers are not compiled: %s", lack)
-    return lack is None
+    if reason := missing(device.type):
+        log.warning("training.compile=auto: the sublayers are not compiled: %s", reason)
+    return reason is None
 
 
 def check_same_run(config: Config) -> None:

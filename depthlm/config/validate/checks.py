@@ -184,23 +184,25 @@ def _check_checkpoints(config: Config) -> list[str]:
 
 
 def _check_evaluation(config: Config) -> list[str]:
-    asked, every = config.evaluation, config.training.checkpoint_every
-    given = [name for name in ("tasks", "sets") if getattr(asked, name)]
-    if asked.every is None:
+    evaluation, every = config.evaluation, config.training.checkpoint_every
+    given = [name for name in ("tasks", "sets") if getattr(evaluation, name)]
+    if evaluation.every is None:
         return [f"evaluation.{name}: no step is evaluated; give evaluation.every={every}" for name in given[:1]]
     errors = []
-    if asked.every % every:
+    if evaluation.every % every:
         errors.append(
-            f"evaluation.every={asked.every}: only checkpoints are evaluated, and training.checkpoint_every={every}; "
-            f"allowed: multiples of {every}"
+            f"evaluation.every={evaluation.every}: only checkpoints are evaluated, and "
+            f"training.checkpoint_every={every}; allowed: multiples of {every}"
         )
     if not given:
-        errors.append(f"evaluation.every={asked.every}: nothing to evaluate; give evaluation.tasks or evaluation.sets")
+        errors.append(
+            f"evaluation.every={evaluation.every}: nothing to evaluate; give evaluation.tasks or evaluation.sets"
+        )
     for name in ("shots", "limit"):
-        if getattr(asked, name) is not None and not asked.tasks:
+        if getattr(evaluation, name) is not None and not evaluation.tasks:
             errors.append(f"evaluation.{name}: has an effect only with evaluation.tasks; give tasks, or leave it out")
-    if min(asked.shots or [0]) < 0:
-        errors.append(f"evaluation.shots={asked.shots}: must be at least 0")
+    if min(evaluation.shots or [0]) < 0:
+        errors.append(f"evaluation.shots={evaluation.shots}: must be at least 0")
     return errors
 
 
@@ -317,15 +319,15 @@ def _check_device(config: Config) -> list[str]:
         )
     from depthlm.ops.backend import launch_lacks, missing
 
-    if config.kernels == "triton" and (lack := missing(device)):
-        errors.append(f"kernels=triton: {lack}; allowed here: kernels=auto or torch")
+    if config.kernels == "triton" and (reason := missing(device)):
+        errors.append(f"kernels=triton: {reason}; allowed here: kernels=auto or torch")
     if config.training.compile is True and device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         errors.append(
             "training.compile=true: torch.compile on a CPU needs a C++ compiler; install g++ or clang++, "
             "or leave it out"
         )
-    if config.training.compile is True and device == "cuda" and (lack := launch_lacks()):
-        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {lack}")
+    if config.training.compile is True and device == "cuda" and (reason := launch_lacks()):
+        errors.append(f"training.compile=true: torch.compile on a GPU uses Triton; {reason}")
     return errors
 
 
@@ -338,8 +340,8 @@ def _check_files(config: Config) -> list[str]:
         key = "data" if source is data else f"data.{'validation' if name in data.validation else 'sources'}.{name}"
         if not (source.source or source.path or source.hub or name == "stdlib"):
             errors.append(f"{key}.source: {name} needs text; give {key}.source=<a folder, or a file>")
-        gone = source.source is not None and not Path(source.source).exists()
-        if gone and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
+        is_missing = source.source is not None and not Path(source.source).exists()
+        if is_missing and not (tokenizer_exists(config) and Manifest.exists(token_folder(name, source, data))):
             errors.append(f"{key}.source={source.source}: no such folder or file")
     if not tokenizer_exists(config):
         errors.append(

@@ -52,10 +52,10 @@ def explain_overrides(overrides: Sequence[str], config_dir: str | Path | None, c
                 groups.append(text)
             else:
                 # the options that users add most
-                own = name.startswith(("model", "optimizer")) and config_dir is None
+                often_added = name.startswith(("model", "optimizer")) and config_dir is None
                 errors.append(
                     f"{text}: no such {name}; allowed: {listed(options)}{nearest(str(override.value()), options)}"
-                    + ("; for your own, give --config-dir" if own else "")
+                    + ("; for your own, give --config-dir" if often_added else "")
                 )
         else:
             values[text] = override

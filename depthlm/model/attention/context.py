@@ -39,9 +39,9 @@ class DocumentMask:
     def bounds(self) -> Bounds:
         """The bounds of the documents, without cached tokens. The host waits for the GPU to know their number."""
         b, t = self.begin_bt.shape
-        begins = self.starts_bt
+        starts_bt = self.starts_bt
         # meta tensors have no values, and the number of documents hardly affects the memory that is counted with them
-        first = begins[:, 0] if self.begin_bt.is_meta else begins.flatten().nonzero()[:, 0]
+        first = starts_bt[:, 0] if self.begin_bt.is_meta else starts_bt.flatten().nonzero()[:, 0]
         return Bounds(torch.cat((first.int(), first.new_full((1,), b * t, dtype=torch.int32))), t)
 
 

@@ -79,7 +79,9 @@ class DeltaAttention(nn.Module):
         starts_bt = None if past.documents is None else past.documents.starts_bt
         *tails, state = past.state() or (None,) * 4
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        outputs = [one(x, tail, starts_bt) for one, x, tail in zip(convolutions, inputs, tails, strict=True)]
+        outputs = [
+            convolution(x, tail, starts_bt) for convolution, x, tail in zip(convolutions, inputs, tails, strict=True)
+        ]
         q, k, v = (self.heads(x) for x, _ in outputs)
         o_bthe, state = delta_attention(l2_norm(q), l2_norm(k), v, g, beta, state, starts_bt)
         past.set_state((*(tail for _, tail in outputs), state))

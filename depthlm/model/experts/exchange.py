@@ -21,7 +21,7 @@ class Spread(NamedTuple):
     rank: int
     ranks: int
 
-    def own(self, whole_eod: Tensor) -> Tensor:
+    def share_of(self, whole_eod: Tensor) -> Tensor:
         """Return the part of a stacked tensor of all experts that belongs to this rank."""
         return whole_eod.chunk(self.ranks)[self.rank]
 

@@ -42,7 +42,7 @@ class Experts(nn.Module):
 
     def keep(self, name: str, whole_eod: Tensor, spread: Spread) -> None:
         """Replace a weight by this rank's part of the whole one, and mark it with `spread`."""
-        parameter = nn.Parameter(spread.own(whole_eod).clone(), getattr(self, name).requires_grad)
+        parameter = nn.Parameter(spread.share_of(whole_eod).clone(), getattr(self, name).requires_grad)
         parameter.spread = self.spread = spread  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
 

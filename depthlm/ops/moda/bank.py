@@ -55,15 +55,15 @@ class GradientSums:
 
     def take(self, index: int, last: bool) -> Pair | None:
         """Return the sums k_bkte and v_bkte of an entry, or None if nothing has read it. last: whether to free all."""
-        found = None
+        newest = None
         if self.task == current_pass() and index in self.written:
             assert self.sums_n2btke is not None
             key, value = self.sums_n2btke[index].transpose(2, 3)
-            found = key, value
+            newest = key, value
         if last:
             self.sums_n2btke = None
             self.written = set()
-        return found
+        return newest
 
 
 class Bank:
@@ -79,7 +79,7 @@ class Bank:
         if self.entries_n2btke is None:
             b, k, t, e = k_bkte.shape
             self.entries_n2btke = k_bkte.new_empty(self.capacity, 2, b, t, k, e)
-        # .data has a version counter of its own: for autograd, the entries that other attentions saved do not change
+        # .data has its own version counter: for autograd, the entries that other attentions saved do not change
         key, value = self.entries_n2btke[index].data.transpose(2, 3)
         torch._foreach_copy_([key, value], [k_bkte, v_bkte])
         return key, value
@@ -100,9 +100,9 @@ class Append(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         sums = ctx.sums.take(ctx.index, ctx.last)
         # gradients of the copies, which the attention of this layer uses
-        own = [(total, grad) for total, grad in zip(sums or (), grads, strict=False) if grad is not None]
-        if own:
-            torch._foreach_add_([total for total, _ in own], [grad for _, grad in own])
+        pairs = [(total, grad) for total, grad in zip(sums or (), grads, strict=False) if grad is not None]
+        if pairs:
+            torch._foreach_add_([total for total, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(sums or grads[:2]), None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from depthlm.config import Config
 from depthlm.model import Decoder, initialize
 from depthlm.model.experts import Experts, Spread, spread_of
-from depthlm.model.parameters import Owned, owned_parameters, part_of
+from depthlm.model.parameters import OwnedParameter, owned_parameters, part_of
 from depthlm.runs.checkpoints import STATE, WEIGHTS
 from depthlm.training.engine.sharding import configure_deepspeed
 
@@ -41,12 +41,12 @@ def draw_spread(config: Config, model: Decoder, device: torch.device) -> None:
     group = groups._get_expert_parallel_group(group_name(config.deepspeed.experts))
     spread = Spread(group, torch.distributed.get_rank(group), config.deepspeed.experts)
 
-    def place(owned: Owned, weight: Tensor) -> None:
+    def place(owned: OwnedParameter, weight: Tensor) -> None:
         if isinstance(owned.owner, Experts):
-            owned.owner.keep(owned.own_name, weight.to(device), spread)
+            owned.owner.keep(owned.name_in_owner, weight.to(device), spread)
         else:
             parameter = nn.Parameter(weight.to(device), owned.parameter.requires_grad)
-            owned.owner.register_parameter(owned.own_name, parameter)
+            owned.owner.register_parameter(owned.name_in_owner, parameter)
 
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from depthlm.config import Config
 from depthlm.machine import environment
 from depthlm.model import Decoder, initialize
-from depthlm.model.parameters import Owned, fp32_parameters
+from depthlm.model.parameters import OwnedParameter, fp32_parameters
 from depthlm.training.engine.settings import deepspeed_settings
 from depthlm.training.plan import Plan
 
@@ -42,11 +42,11 @@ def draw_shards(config: Config, plan: Plan, model: Decoder) -> None:
     sharding = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_settings(config, plan, model))
     in_fp32 = fp32_parameters(model)
 
-    def place(owned: Owned, weight: Tensor) -> None:
+    def place(owned: OwnedParameter, weight: Tensor) -> None:
         dtype = torch.float32 if owned.name in in_fp32 else sharding.dtype
         full = weight.to(sharding.local_device, dtype)
         parameter = nn.Parameter(full, owned.parameter.requires_grad)
-        owned.owner.register_parameter(owned.own_name, parameter)
+        owned.owner.register_parameter(owned.name_in_owner, parameter)
         sharding._convert_to_zero_parameters([parameter])
 
     for module in model.modules():
