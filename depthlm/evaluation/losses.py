@@ -16,7 +16,7 @@ from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus
 from depthlm.data.manifest import Split
 from depthlm.files import read_json, replace_text
 from depthlm.model import Decoder
-from depthlm.runs.validation_losses import ValidationLosses, finite
+from depthlm.runs.records import ValidationLosses, finite
 
 
 class TotalLoss(NamedTuple):

@@ -32,7 +32,7 @@ from depthlm.evaluation.harness import (
 )
 from depthlm.evaluation.losses import TotalLoss, ValidationSet, add_results, folder_sets, local_loss
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.validation_losses import finite, perplexity
+from depthlm.runs.records import finite, perplexity
 
 log = logging.getLogger("depthlm")
 

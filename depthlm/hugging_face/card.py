@@ -23,8 +23,7 @@ from depthlm.model import Decoder
 from depthlm.model.attention import attention_class
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
-from depthlm.runs.records import RunRecord, read_run, training_loss
-from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
+from depthlm.runs.records import RunRecord, ValidationLosses, finite, perplexity, read_run, training_loss
 from depthlm.streams import printable
 
 CARD, CURVE = "README.md", "loss.png"

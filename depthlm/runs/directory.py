@@ -25,8 +25,7 @@ from depthlm.files import make_folder, read_json, read_text, read_yaml, replace_
 from depthlm.machine import environment
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.checkpoints import has_checkpoint
-from depthlm.runs.records import is_locked
-from depthlm.runs.validation_losses import finite
+from depthlm.runs.records import finite, is_locked
 
 log = logging.getLogger("depthlm")
 LOCK_SECONDS, SHARED_SECONDS = 10.0, 60.0

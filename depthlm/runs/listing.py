@@ -17,8 +17,7 @@ from depthlm.config.errors import nearest
 from depthlm.counts import SCALES, parse_count
 from depthlm.errors import UserError
 from depthlm.run_directory import REMOVING, RunDirectory
-from depthlm.runs.records import STATES, RunRecord, read_run, recorded_settings
-from depthlm.runs.validation_losses import finite
+from depthlm.runs.records import STATES, RunRecord, finite, read_run, recorded_settings
 
 # folders whose config.yaml files do not belong to runs: code snapshots, and the files of W&B
 IGNORED = {".slurm", "wandb"}

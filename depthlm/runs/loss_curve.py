@@ -4,8 +4,7 @@ from pathlib import Path
 
 from depthlm.files import read_yaml
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import read_metrics, training_loss
-from depthlm.runs.validation_losses import ValidationLosses, finite, loss_key
+from depthlm.runs.records import ValidationLosses, finite, loss_key, read_metrics, training_loss
 
 
 def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | None = None) -> Path:

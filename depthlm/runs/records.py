@@ -1,7 +1,8 @@
-"""Read the record of a run, complete or not, from its directory."""
+"""The record of a run: its state, its rows of metrics.jsonl, its results, and the losses of a validation."""
 
 import fcntl
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any, BinaryIO
 from depthlm.config.keys import flatten
 from depthlm.files import open_regular, read_json, read_yaml
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
 
 # bytes
 LONGEST_ROW = 2**24
@@ -68,6 +68,38 @@ class RunRecord:
             return None
         mean = ValidationLosses.of_row(min(near, key=lambda row: abs(row["step"] - wanted_step))).mean
         return perplexity(mean) if quantity == "perplexity" else mean
+
+
+@dataclass(frozen=True)
+class ValidationLosses:
+    """The mean loss of each validation set by its name, in nats per token; None if it is not finite.
+
+    In a row, a set has the keys `validation/<set>/loss` and `validation/<set>/perplexity`.
+    """
+
+    by_set: dict[str, float | None]
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> "ValidationLosses":
+        """Read the losses of a row; it may have none. A value that is not a finite number counts as None."""
+        names = (key.removeprefix("validation/").removesuffix("/loss") for key in row if _is_loss(key))
+        return cls({name: finite(row[loss_key(name)]) for name in names})
+
+    def __bool__(self) -> bool:
+        return bool(self.by_set)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over all sets; None if there is no set, or if one of them has no finite loss."""
+        finite = [loss for loss in self.by_set.values() if loss is not None]
+        return sum(finite) / len(finite) if finite and len(finite) == len(self.by_set) else None
+
+    def row(self) -> dict[str, float | None]:
+        """Return the keys and values for a row."""
+        values: dict[str, float | None] = {}
+        for name, loss in self.by_set.items():
+            values |= {loss_key(name): loss, f"validation/{name}/perplexity": perplexity(loss)}
+        return values
 
 
 def read_run(directory: str | Path) -> RunRecord:
@@ -149,3 +181,23 @@ def is_locked(lock: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def loss_key(name: str) -> str:
+    """Return the key of a validation set's loss in a row."""
+    return f"validation/{name}/loss"
+
+
+def perplexity(loss: float | None) -> float | None:
+    """Return exp of a loss in nats per token; None if the loss is None or the result would overflow."""
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def finite(value: Any) -> float | None:
+    """Return a value as JSON can represent it: None if it is not a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _is_loss(key: str) -> bool:
+    return len(key) > len(loss_key("")) and key.startswith("validation/") and key.endswith("/loss")

@@ -10,8 +10,8 @@ import torch
 from depthlm.config.schema import Training
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.manifest import Progress
+from depthlm.runs.records import finite
 from depthlm.runs.trackers import Trackers
-from depthlm.runs.validation_losses import finite
 from depthlm.training.checkpoint.restoring import lost_state, rewind_to
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine

@@ -18,8 +18,8 @@ from depthlm.model.parameters import seed_for
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.directory import Claim, DirectoryLostError
 from depthlm.runs.manifest import Progress
+from depthlm.runs.records import ValidationLosses, finite
 from depthlm.runs.trackers import Trackers, start_trackers
-from depthlm.runs.validation_losses import ValidationLosses, finite
 from depthlm.training.checkpoint.saving import Saver
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.describe import summary_of, write_results

@@ -14,7 +14,7 @@ from depthlm.distributed.watchdog import Activity
 from depthlm.evaluation import generate, total_loss
 from depthlm.model import Connection, Decoder, Observer
 from depthlm.model.connection import State
-from depthlm.runs.validation_losses import ValidationLosses, finite
+from depthlm.runs.records import ValidationLosses, finite
 from depthlm.training.engine import Engine, autocast
 from depthlm.training.plan import Plan
 

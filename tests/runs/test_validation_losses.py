@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthlm.runs.validation_losses import ValidationLosses, finite, perplexity
+from depthlm.runs.records import ValidationLosses, finite, perplexity
 
 LOSSES = st.none() | st.floats(min_value=0, max_value=100)
 

@@ -15,7 +15,7 @@ from depthlm.config import Config, ConfigError
 from depthlm.distributed.launchers import ranks
 from depthlm.model import Decoder
 from depthlm.model.experts import Experts, Spread
-from depthlm.model.experts.router import expert_ends
+from depthlm.model.experts.experts import expert_ends
 from depthlm.model.parameters import part_of
 from depthlm.runs.records import read_metrics
 from depthlm.training import train

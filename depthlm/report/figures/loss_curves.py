@@ -12,8 +12,7 @@ from depthlm.counts import count_text
 from depthlm.report.figures.style import Mechanism, Style, grid, mechanism_of, save, short, style_of, subplots
 from depthlm.report.rows import Row, setting_title
 from depthlm.report.sweep import Sweep
-from depthlm.runs.records import COMPLETE, RunRecord, training_loss
-from depthlm.runs.validation_losses import finite
+from depthlm.runs.records import COMPLETE, RunRecord, finite, training_loss
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose
 # losses may exceed the y axis, so that differences at the end can be seen.

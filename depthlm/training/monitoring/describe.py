@@ -20,7 +20,7 @@ from depthlm.model.parameters import fp32_parameters
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.loss_curve import plot_loss
 from depthlm.runs.manifest import Progress
-from depthlm.runs.validation_losses import ValidationLosses, loss_key, perplexity
+from depthlm.runs.records import ValidationLosses, loss_key, perplexity
 from depthlm.training.monitoring.display import number_text, show_table
 from depthlm.training.plan import Plan
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from depthlm.console import stdout_console
 from depthlm.counts import count_text
-from depthlm.runs.validation_losses import ValidationLosses, perplexity
+from depthlm.runs.records import ValidationLosses, perplexity
 from depthlm.streams import printable, report_dropped_output
 
 log = logging.getLogger("depthlm")

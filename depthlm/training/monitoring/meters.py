@@ -10,7 +10,7 @@ from torch import Tensor
 
 from depthlm.model import Decoder, Observer, SublayerSpec
 from depthlm.model.experts import Routing, balance
-from depthlm.runs.validation_losses import finite
+from depthlm.runs.records import finite
 from depthlm.training.engine import Engine
 from depthlm.training.monitoring.metrics import MetricsFile
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthlm.model.experts import experts as module
-from depthlm.model.experts.experts import Experts
-from depthlm.model.experts.router import expert_ends
+from depthlm.model.experts.experts import Experts, expert_ends
 
 
 def literal(experts: Experts, x_rd: Tensor, experts_rk: Tensor, weights_rk: Tensor) -> Tensor:

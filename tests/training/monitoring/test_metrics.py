@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.runs.records import read_metrics
-from depthlm.runs.validation_losses import ValidationLosses
+from depthlm.runs.records import ValidationLosses, read_metrics
 from depthlm.training.monitoring.metrics import MetricsFile, Stopwatch, peak_flops
 
 
