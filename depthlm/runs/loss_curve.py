@@ -16,12 +16,14 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | 
     from matplotlib.figure import Figure
 
     rows = list(read_metrics(RunDirectory(directory).metrics, {"step", "loss", "tokens"}))
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
+    # a layout draws everything twice, and only a legend beside the axes needs one
+    legend_outside = len(names) > 5
+    figure = Figure(figsize=(7, 4.2), layout="constrained" if legend_outside else None)
     axes = figure.subplots()
     seen = [row for row in rows if row["tokens"] is not None]
     losses = [(row["tokens"] / 1e6, loss) for row in seen if (loss := training_loss(row)) is not None]
     axes.plot([x for x, _ in losses], [loss for _, loss in losses], label="training", lw=1.5)
-    names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
     # the usual ten colours, one of which is the training loss, would repeat
     colours = matplotlib.colormaps["tab20" if len(names) > 9 else "tab10"]
     for number, name in enumerate(names, 1):
@@ -41,7 +43,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | 
     )
     axes.grid(alpha=0.25)
     axes.margins(x=0.11)
-    if len(names) > 5:
+    if legend_outside:
         axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     else:
         axes.legend(frameon=False)
