@@ -1,8 +1,8 @@
 """Access to Hydra's compose API over conf/: its groups, what they compose to, and values as overrides spell them."""
 
 import argparse
-import copy
 import functools
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ def compose_raw(overrides: Sequence[str], config_dir: str | Path | None) -> Dict
         raw = hydra.compose("config", [*opened, f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"])
     else:
         groups = [override for override in parsed if _is_composed(override)]
-        raw = copy.deepcopy(_composed_groups(tuple(str(override.input_line) for override in groups)))
+        raw = pickle.loads(_composed_groups(tuple(str(override.input_line) for override in groups)))
         ConfigLoaderImpl._apply_overrides_to_config([override for override in parsed if override not in groups], raw)
     keep_text(raw, parsed)
     return raw
@@ -97,8 +97,9 @@ def _groups() -> set[str]:
 
 
 @functools.cache
-def _composed_groups(overrides: tuple[str, ...]) -> DictConfig:
-    return hydra.compose("config", list(overrides))
+def _composed_groups(overrides: tuple[str, ...]) -> bytes:
+    # a copy takes half the time of a deep copy
+    return pickle.dumps(hydra.compose("config", list(overrides)))
 
 
 def available_groups(config_dir: str | Path | None) -> dict[str, list[str]]:

@@ -227,10 +227,10 @@ def split_list(text: str) -> list[str]:
 
 def _unknown(name: str, value: Any) -> str | None:
     known = keys()
-    if inside := [key for key in known if key.startswith(f"{name}.")]:
-        return f"{name}={override_text(value)}: a group of keys; set one of {listed(inside)}"
     if name in known or any(name.startswith(f"{key}.") for key in known):
         return None
+    if inside := [key for key in known if key.startswith(f"{name}.")]:
+        return f"{name}={override_text(value)}: a group of keys; set one of {listed(inside)}"
     return f"{name}={override_text(value)}: no such key{nearest(name, known)}"
 
 

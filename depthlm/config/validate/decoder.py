@@ -7,7 +7,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from hydra.utils import get_class
 
 from depthlm.config.errors import listed, nearest
 from depthlm.config.schema import Config, Model
@@ -26,21 +29,18 @@ EXTRAS = {"pytorch_optimizer": "optimizers"}
 
 def factories(model: Model) -> "tuple[ConnectionFactory, AttentionFactory]":
     """Return the factories of connections and attentions. A `_target_` nested in their settings is not instantiated."""
-    import hydra
-
+    connection, attention = (dict(settings) for settings in (model.connection, model.attention))
     return (
-        hydra.utils.instantiate(model.connection, _partial_=True, _recursive_=False),
-        hydra.utils.instantiate(model.attention, _partial_=True, _recursive_=False),
+        partial(get_class(connection.pop("_target_")), **connection),
+        partial(get_class(attention.pop("_target_")), **attention),
     )
 
 
 def reads_across_layers(model: Model) -> bool:
     """Return whether the attention may read keys and values of other layers."""
-    import hydra
-
     from depthlm.model.attention.self_attention import SelfAttention
 
-    attention: Any = hydra.utils.get_class(model.attention["_target_"])
+    attention: Any = get_class(model.attention["_target_"])
     return attention.attend is not SelfAttention.attend
 
 
