@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # as depthlm.data does when it is imported, which a forked command does not repeat
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# most runs are short, so waiting for a disk would take a large share of their time
+MEMORY_DISK, NEEDED_BYTES = Path("/dev/shm"), 6 * 2**30
+if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > NEEDED_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 torch.set_num_threads(1)
 # the default looks for garbage so often that it takes a tenth of the time
 gc.set_threshold(20_000, 20, 20)
