@@ -97,7 +97,7 @@ def test_moda_without_flash_attention_applies_the_mask(build: Any, monkeypatch: 
     assert_same(masked(model)(packed()), expected)
 
 
-@pytest.mark.parametrize("preset", quick_first(OVER_THE_SEQUENCE, ["moda"]))
+@pytest.mark.parametrize("preset", quick_first(OVER_THE_SEQUENCE, []))
 def test_compiled_decoder_applies_the_mask(build: Any, preset: str) -> None:
     torch.compiler.reset()
     model = build(f"model={preset}", "size.num_layers=2").double()

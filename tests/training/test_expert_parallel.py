@@ -68,7 +68,7 @@ def assert_close(one: Path, other: Path, precision: str = "fp32") -> None:
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [
-        ("zero0", "fp32"),
+        pytest.param("zero0", "fp32", marks=pytest.mark.slow),
         pytest.param("zero0", "bf16", marks=pytest.mark.slow),
         pytest.param("zero1", "fp32", marks=pytest.mark.slow),
         pytest.param("zero1", "bf16", marks=pytest.mark.slow),

@@ -122,7 +122,7 @@ def by_hand(directory: Path, step: int) -> None:
 @pytest.mark.parametrize(
     ("stage", "precision"),
     [("zero3", "bf16"), pytest.param("zero1", "bf16", marks=pytest.mark.slow),
-     *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in ("zero0", "zero2", "zero3_offload"))],
+     *(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in ("zero2", "zero3_offload"))],
 )  # fmt: skip
 def test_a_rewound_run_equals_one_resumed_from_the_checkpoint(
     small_run: Callable[..., list[str]], tmp_path: Path, stage: str, precision: str
@@ -360,15 +360,17 @@ def test_a_bad_batch_on_one_rank_is_bad_on_both(
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "policy"),
     [
-        ["deepspeed=zero0"],
-        *(pytest.param([f"deepspeed=zero{stage}"], marks=pytest.mark.slow) for stage in (1, 2, 3)),
-        pytest.param(["deepspeed=zero1", "precision=bf16"], marks=pytest.mark.slow),
+        (["deepspeed=zero0"], "rewind"),
+        pytest.param(["deepspeed=zero0"], "skip", marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero1"], "skip", marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero1", "precision=bf16"], "rewind", marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero2"], "rewind", marks=pytest.mark.slow),
+        pytest.param(["deepspeed=zero3"], "skip", marks=pytest.mark.slow),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_gradient_that_is_bad_on_one_rank_after_the_reduction_is_bad_on_both(
     two_ranks: TwoRanks, small_run: Callable[..., list[str]], tmp_path: Path, kind: list[str], policy: str
 ) -> None:

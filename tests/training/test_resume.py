@@ -29,7 +29,7 @@ from .run_files import assert_same, curve, states, weights
     "kind",
     [
         ["precision=bf16", "deepspeed=zero3", "model=dca"],
-        ["precision=fp32", "optimizer=muon", "backbone=qwen3_moe"],
+        pytest.param(["precision=fp32", "optimizer=muon", "backbone=qwen3_moe"], marks=pytest.mark.slow),
         pytest.param(["precision=fp32"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16", "deepspeed=zero1"], marks=pytest.mark.slow),

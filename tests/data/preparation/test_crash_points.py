@@ -53,7 +53,9 @@ def test_a_crash_while_text_is_prepared_costs_only_time(
     assert count > 300
 
 
-@pytest.mark.parametrize("unsynced", ["*/tokens.partial/*.bin", "*/tokens.partial/.manifest.json.tmp"])
+@pytest.mark.parametrize(
+    "unsynced", ["*/tokens.partial/*.bin", pytest.param("*/tokens.partial/.manifest.json.tmp", marks=pytest.mark.slow)]
+)
 def test_a_missing_fsync_is_noticed(
     local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: str
 ) -> None:

@@ -131,6 +131,7 @@ def change_number(path: Path) -> None:
     path.write_text(text.replace('"size": ', '"size": 1', 1))
 
 
+QUICK_DAMAGES = ("a length", "the digest", "truncated", "lost", "a summary cut")
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "an id": lambda path: flip(path, -40),
     "a length": lambda path: flip(path, 1),
@@ -149,7 +150,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [name if name in QUICK_DAMAGES else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES]
+)
 def test_a_damaged_file_of_a_part_is_encoded_again_which_is_printed(
     local: Local, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:

@@ -20,7 +20,8 @@ def overrides(small_run: Callable[..., list[str]], tmp_path: Path) -> Callable[.
     return lambda *more: small_run(*SMALL, f"output_dir={tmp_path}/root/run", *more)
 
 
-@pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_a_crash_loses_nothing_that_was_saved(
     overrides: Callable[..., list[str]], tmp_path: Path, asynchronous: str
 ) -> None:

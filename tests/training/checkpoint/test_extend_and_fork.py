@@ -88,7 +88,7 @@ def test_zero_1_on_two_ranks_resumes_as_zero_2_on_one(
     torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "undisturbed"), rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_run_resumes_on_fewer_ranks(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, optimizer: str
 ) -> None:
