@@ -99,6 +99,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         raise UserError(
             "--config-name and --config-path: the configuration is conf/config.yaml; add to it by --config-dir"
         )
+    modes = {"--run": parsed.run, "-m": parsed.multirun, "--cfg": parsed.cfg, "--info": parsed.info}
+    if len(given := [flag for flag, value in modes.items() if value]) > 1:
+        raise UserError(f"{' and '.join(given)}: give only one of them")
     if parsed.resolve and not parsed.cfg:
         raise UserError("--resolve: only valid with --cfg job")
     if parsed.info and run_of(parsed.overrides) is not None:

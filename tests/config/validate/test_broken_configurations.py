@@ -265,6 +265,8 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ["-m", "seed=1,2", "size=micro,tiny", "output_dir=x/${seed}"],
         ["--config-name=foo"],
         ["--resolve"],
+        ["-m", "seed=1,2", "--cfg", "job"],
+        ["--info", "--run"],
         ["--config-dir=/nowhere"],
         ["hydra.run.dir=x"],
         ["hydra.job.chdir=true"],
