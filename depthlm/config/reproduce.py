@@ -1,4 +1,4 @@
-"""The command lines of a configuration: the overrides that compose it, and the command that prepares its data."""
+"""A configuration for its readers: the protocol in words, the overrides that compose it, the command for its data."""
 
 import shlex
 from dataclasses import asdict
@@ -14,10 +14,11 @@ from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at
 from depthlm.config.keys import flatten
 from depthlm.config.resolve import LENGTHS
 from depthlm.config.saved import compare
-from depthlm.config.schema import Config
-from depthlm.counts import parse_count
+from depthlm.config.schema import Config, run_steps
+from depthlm.counts import count_text, parse_count
 from depthlm.errors import UserError
 from depthlm.locations import CONF, command
+from depthlm.optimizers.build import arguments
 
 # groups whose option has the name in the configuration; the keys of the others are given one by one
 GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
@@ -110,3 +111,31 @@ def _same(value: Any, default: Any) -> bool:
     if isinstance(default, str) and isinstance(value, int):
         return parse_count(default) == value
     return value == default
+
+
+def protocol_texts(config: Config) -> dict[str, str]:
+    """Return the protocol by name: size, data, length, batch, optimizer, schedule, precision, budget."""
+    training, optimizer, schedule = config.training, config.optimizer, config.schedule
+    steps = run_steps(config)
+    batch = training.batch_size * training.sequence_length
+    if schedule.warmup_steps is not None:
+        warmup = f"{schedule.warmup_steps:,} steps of warm-up"
+    else:
+        warmup = f"{100 * (schedule.warmup_ratio or 0):.3g}% of the steps as warm-up"
+    used, betas = arguments(optimizer), " and ".join(f"{beta:g}" for beta in optimizer.betas)
+    floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
+    return {
+        "size": config.size.name,
+        "backbone": config.backbone.name,
+        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}",
+        "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
+        "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
+        "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
+        "optimizer": optimizer.name
+        + (f", betas {betas}" if "betas" in used else "")
+        + f", weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
+        "peak learning rate": f"{optimizer.lr:.4g}",
+        "schedule": f"{schedule.name}, {warmup}{floor}",
+        "precision": config.precision.name,
+        "budget": config.budget.name,
+    }

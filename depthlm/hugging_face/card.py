@@ -13,8 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from depthlm.accounting import count_parameters
 from depthlm.config import Config
 from depthlm.config.hydra_context import comment, mechanism_option
-from depthlm.config.protocol import protocol_texts
-from depthlm.config.reproduce import train_overrides
+from depthlm.config.reproduce import protocol_texts, train_overrides
 from depthlm.config.validate.explain import option_file
 from depthlm.counts import count_text
 from depthlm.errors import UserError

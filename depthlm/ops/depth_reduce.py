@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.ops.call import call
+from depthlm.ops.autograd import call
 from depthlm.ops.dtypes import EXACT, upcast
 
 

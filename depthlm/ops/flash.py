@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import call
 from depthlm.ops.backend import gpu_capability
-from depthlm.ops.call import call
 
 aten: Any = torch.ops.aten
 

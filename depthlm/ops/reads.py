@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.autograd import NO_PASS, attached, current_pass, last_input_nodes
+from depthlm.ops.autograd import NO_PASS, attached, call, current_pass, last_input_nodes, present
 from depthlm.ops.backend import expect
-from depthlm.ops.call import call, present
 from depthlm.ops.dtypes import common_dtype
 
 # the most reads of a launch

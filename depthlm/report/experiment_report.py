@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from depthlm.config.keys import flatten, in_protocol
-from depthlm.config.protocol import protocol_texts
+from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
 from depthlm.report.comparison import against_table, comparison_tables, has_intervals
 from depthlm.report.figures.bars import draw_bars

@@ -16,7 +16,7 @@ from depthlm.model.parameters import fp32_parameters, optimizer_groups
 from depthlm.training import train
 from depthlm.training.engine import build_engine, writable
 from depthlm.training.engine.partitions import partitions
-from depthlm.training.engine.settings import deepspeed_settings
+from depthlm.training.engine.sharding import deepspeed_settings
 from depthlm.training.plan import make_plan
 from depthlm.training.step import train_step
 

@@ -14,8 +14,7 @@ from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 from depthlm.model import optimizer_groups
 from depthlm.training.engine import build_engine
-from depthlm.training.engine.settings import deepspeed_settings
-from depthlm.training.engine.sharding import PLAIN_LINEAR
+from depthlm.training.engine.sharding import PLAIN_LINEAR, deepspeed_settings
 from depthlm.training.plan import learning_rate, make_plan
 from depthlm.training.step import train_step
 

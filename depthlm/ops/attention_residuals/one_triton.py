@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.call import operator_name
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels
 from depthlm.ops.reads_triton import (
     COUNTS,

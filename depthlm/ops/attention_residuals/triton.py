@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.attention_residuals.one_triton import KERNELS as KERNELS_OF_ONE
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
-from depthlm.ops.call import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     ADDRESSES,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.call import call, operator_name, parts, present
+from depthlm.ops.autograd import call, operator_name, parts, present
 from depthlm.ops.cross_entropy.naive import cross_entropy as naive
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.functions import linear

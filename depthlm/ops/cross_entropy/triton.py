@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import interpreted
-from depthlm.ops.call import operator_name
 from depthlm.ops.cross_entropy.chunked import Rows
 from depthlm.ops.triton_common import constants, load_fp32, store_as, tl, triton
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthlm.ops.call import call, chunks, present
+from depthlm.ops.autograd import call, chunks, present
 from depthlm.ops.dtypes import common_dtype, exact_dtype, no_autocast
 
 

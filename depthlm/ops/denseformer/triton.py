@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
-from depthlm.ops.call import operator_name
 from depthlm.ops.reads import BACKWARD, FORWARD, BackwardInputs, Kernels, read
 from depthlm.ops.reads_triton import (
     COUNTS,

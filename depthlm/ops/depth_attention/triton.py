@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
-from depthlm.ops.call import operator_name
 from depthlm.ops.dtypes import common_dtype
 from depthlm.ops.triton_common import (
     check_heads,

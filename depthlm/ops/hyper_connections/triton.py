@@ -10,7 +10,7 @@ k columns of the projection of a stream, n + 2, or c, if padded to the 16 that `
 import torch
 from torch import Tensor
 
-from depthlm.ops.call import operator_name
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.dtypes import compute_dtype
 from depthlm.ops.hyper_connections.cpu import Dynamic, Static
 from depthlm.ops.hyper_connections.cpu import hyper_post_pre as static_post_pre

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.call import call
+from depthlm.ops.autograd import call
 from depthlm.ops.dtypes import exact_dtype, no_autocast, upcast
 from depthlm.ops.kimi_delta.naive import zero_state
 

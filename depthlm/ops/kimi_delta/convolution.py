@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.call import call
+from depthlm.ops.autograd import call
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.functions import rms_norm
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthlm.ops.call import call
+from depthlm.ops.autograd import call
 from depthlm.ops.dtypes import compute_dtype, no_autocast, upcast
 from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams
 

@@ -11,7 +11,7 @@ m = n (n + 2), r columns of H_res, g columns of H_pre and H_post (gates), k iter
 import torch
 from torch import Tensor
 
-from depthlm.ops.call import operator_name
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.dtypes import compute_dtype, no_autocast
 from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.triton_streams import (

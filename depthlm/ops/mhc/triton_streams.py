@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import call, operator_name
 from depthlm.ops.backend import expect
-from depthlm.ops.call import call, operator_name
 from depthlm.ops.dtypes import common_dtype
 from depthlm.ops.mhc.cpu import Pending
 from depthlm.ops.mhc.rebuilding import mark_write, save_streams, saved_streams, written

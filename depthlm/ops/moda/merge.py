@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import call, parts
 from depthlm.ops.backend import chosen, operator, using
-from depthlm.ops.call import call, parts
 from depthlm.ops.depth_attention.naive import MAX_HEAD_SIZE
 from depthlm.ops.dtypes import exact_dtype, no_autocast
 from depthlm.ops.flash import Bounds, gpu_flash

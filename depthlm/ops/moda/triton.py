@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthlm.ops.autograd import operator_name
 from depthlm.ops.backend import expect
-from depthlm.ops.call import operator_name
 from depthlm.ops.triton_common import (
     check_heads,
     constants,

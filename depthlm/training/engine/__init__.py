@@ -3,8 +3,7 @@
 from depthlm.training.engine.deepspeed import build_engine
 from depthlm.training.engine.experts import draw_spread
 from depthlm.training.engine.interface import Engine
-from depthlm.training.engine.settings import autocast
-from depthlm.training.engine.sharding import draw_shards, undo_sharding, writable
+from depthlm.training.engine.sharding import autocast, draw_shards, undo_sharding, writable
 
 __all__ = [
     "Engine",

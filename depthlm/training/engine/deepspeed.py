@@ -27,8 +27,13 @@ from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, 
 from depthlm.training.engine.partitions import nonfinite
 from depthlm.training.engine.reduction import Reducer, agree_on_bf16_norm, guard_step
 from depthlm.training.engine.repartition import load_repartitioned
-from depthlm.training.engine.settings import deepspeed_settings, half_dtype
-from depthlm.training.engine.sharding import configure_deepspeed, prepare_sharding, undo_sharding
+from depthlm.training.engine.sharding import (
+    configure_deepspeed,
+    deepspeed_settings,
+    half_dtype,
+    prepare_sharding,
+    undo_sharding,
+)
 from depthlm.training.plan import Plan
 
 # what our parameter groups have besides the arguments of the class, and what DeepSpeed's groups of experts have
