@@ -67,11 +67,7 @@ OTHERS = {
 # mechanisms that the other cases have
 COVERED = {"vanilla", "dca", "depth_attention", "mhc", "moda"}
 CASES = {name: [f"model={name}"] for name in PRESETS if name not in COVERED} | NATIVE | OTHERS
-CASES |= {
-    f"{name}, kimi": [f"model={name}", "backbone=kimi_linear", "size.num_layers=3"]
-    for name in PRESETS
-    if name not in ("vanilla", "depth_attention")
-}
+CASES |= {f"{name}, kimi": [f"model={name}", "backbone=kimi_linear", "size.num_layers=3"] for name in ("mhc", "moda")}
 OWN, EDITED = "of a reader", "of a reader, edited since"
 # in the default suite: a native type, a connection, an attention, and a mechanism of a reader
 DEFAULT = {"vanilla, olmo2", "dca, documents", "moda, loops", "depth_attention, kimi, documents", OWN, EDITED}
