@@ -18,7 +18,6 @@ from depthlm.config.schema import Config, run_steps
 from depthlm.counts import count_text, parse_count
 from depthlm.errors import UserError
 from depthlm.locations import CONF, command
-from depthlm.optimizers.build import arguments
 
 # groups whose option has the name in the configuration; the keys of the others are given one by one
 GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precision")
@@ -115,6 +114,9 @@ def _same(value: Any, default: Any) -> bool:
 
 def protocol_texts(config: Config) -> dict[str, str]:
     """Return the protocol by name: size, data, length, batch, optimizer, schedule, precision, budget."""
+    # it imports torch
+    from depthlm.optimizers.build import arguments
+
     training, optimizer, schedule = config.training, config.optimizer, config.schedule
     steps = run_steps(config)
     batch = training.batch_size * training.sequence_length
