@@ -47,7 +47,7 @@ def _next_connection(listener: socket.socket, address: Path) -> socket.socket:
             servers[os.pidfd_open(pid)] = pid
         if not servers:
             if open_to_all:
-                address.unlink()
+                address.unlink(missing_ok=True)
                 open_to_all = False
             # somebody may have connected before the address was gone
             if not select.select([listener], [], [], 0)[0]:
