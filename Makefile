@@ -35,6 +35,7 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest --noconftest tests/test_structure.py
 
 format: .venv/.installed-dev
 	$(BIN)/ruff format .
