@@ -6,7 +6,6 @@ The text is the source of Python's standard library in bytes, so nothing is down
 removed at the end.
 """
 
-import json
 import math
 import shutil
 import signal
@@ -18,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.disturbances.runs import is_saving, newest_step
 from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, table
 from depthlm.locations import REPOSITORY
+from depthlm.runs.records import read_run
 
 RUN = ["data=stdlib", "data.tokenizer=bytes", "tracker=none", "training.sample=null", "training.log_every=1"]
 TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
@@ -42,11 +41,7 @@ def command(scratch: Path, name: str, overrides: list[str]) -> list[str]:
 def finish(scratch: Path, name: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Train a run to its end, or resume it, and return its rows of metrics."""
     subprocess.run(command(scratch, name, overrides), cwd=REPOSITORY, check=True)
-    return rows(scratch / name)
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_run(scratch / name).rows
 
 
 def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
@@ -99,21 +94,17 @@ def resume(scratch: Path, tiny: bool) -> dict[str, Any]:
     process = subprocess.Popen(command(scratch, "killed", run), cwd=REPOSITORY)
     newest = killed / "checkpoints" / "latest"
     # with a complete checkpoint, and while the next one is being written
-    while process.poll() is None and (newest_step(killed) < 2 * every or not newest.exists()):
+    while process.poll() is None and not (newest.exists() and any(newest.parent.glob(".saving-*"))):
         time.sleep(0.002)
-    deadline = time.monotonic() + 2
-    while process.poll() is None and not is_saving(killed) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    saving, step = is_saving(killed), newest_step(killed)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended with exit status {process.returncode} before it was killed")
+    step = read_run(killed).step
     latest = newest.read_text().strip()
     resumed = finish(scratch, "killed", run)
     differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, undisturbed, strict=True)]
     return {
         "killed_at_step": step,
-        "killed_while_saving": saving,
         "resumed_from": latest,
         "largest_loss_difference": max(differences),
         "bitwise_equal": all(a["loss"] == b["loss"] for a, b in zip(resumed, undisturbed, strict=True)),
@@ -130,7 +121,7 @@ def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
         shape = [*TINY, "budget.flops=1e9"]
     run = [*shape, "budget=gpu_hour", "model=depth_attention", "training.checkpoint_every=1000000"]
     curve = finish(scratch, "gpu_hour", run)
-    summary = json.loads((scratch / "gpu_hour" / "summary.json").read_text())
+    summary = read_run(scratch / "gpu_hour").summary
     kept = ("steps", "tokens", "validation_loss", "tokens_per_second", "mfu", "wall_seconds", "peak_memory_gib")
     first, last = curve[0]["loss"], curve[-1]["loss"]
     return {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
