@@ -11,13 +11,14 @@ comparisons of two contenders are medians over rounds.
 """
 
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
 
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import Step, measure, ratio, release, spread
+from benchmarks.shared.interleaved import Step, measure, measure_lines, ratio, spread
 from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
@@ -64,7 +65,7 @@ def jobs_of_table(name: str, divisor: int) -> list[Job]:
 
 
 def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
-    """Return one line of the results, without seconds if the contenders differ."""
+    """Return the results of a job, without seconds if the contenders differ."""
     device = environment.device_type()
     case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
     steps = {backend: step(case.run, case.inputs, backend) for backend in backends}
@@ -81,15 +82,12 @@ def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
     del outputs
     tokens = job.shape.batch * job.shape.length
     line: dict[str, Any] = {
-        "operator": job.operator,
-        "setting": job.setting,
         "shape": job.shape._asdict(),
         "tokens": tokens,
         "bytes": case.values * tokens * TYPE.itemsize,
         "difference": different,
-        "paper_added_to_flash": job.paper,
     }
-    if line["difference"] is not None and not line["difference"] <= TOLERANCE:
+    if different is not None and not different <= TOLERANCE:
         return line
     return line | times(case, steps, rounds, line["bytes"])
 
@@ -178,7 +176,7 @@ def main() -> int:
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
     parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
     parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
+    reporting.add_table(parser, TABLES)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="--table: N times smaller, on any device")
     arguments = reporting.arguments_of(parser, markdown)
     if arguments.table and not CUDA and arguments.divide == 1:
@@ -193,19 +191,16 @@ def main() -> int:
         jobs = jobs_of_table(arguments.table, arguments.divide)
     else:
         jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
-    results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
+    results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE}
     output = arguments.output or reporting.result_path(arguments.table or "kernels")
-    for job in track(jobs, "timing", transient=True):
-        try:
-            line = time_job(job, backends, arguments.rounds)
-        except Exception as error:
-            # the other operators may succeed
-            line = {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper,
-                    "error": reporting.error_text(error)}  # fmt: skip
-            print(f"error: {line['operator']}, {line['setting']}: {line['error']}", file=sys.stderr)
-        results["lines"].append(line)
-        release()
-        reporting.write_json(output, results)
+    named = (
+        (
+            {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper},
+            partial(time_job, job, backends, arguments.rounds),
+        )
+        for job in track(jobs, "timing", transient=True)
+    )
+    measure_lines(named, results, output)
     reporting.publish(output, results, markdown)
     return int(any("seconds" not in line for line in results["lines"]))
 

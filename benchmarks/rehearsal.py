@@ -54,60 +54,6 @@ def prepare() -> None:
     device.install()
 
 
-def rehearse_preset(
-    overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool
-) -> dict[str, Any]:
-    """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
-    from benchmarks.fake_gpu.step import rehearse
-    from depthlm.config import compose_anywhere
-
-    config = compose_anywhere(overrides, None)
-    rehearsal = rehearse(config, micro_batch_size, precision, compiled)
-    line = {
-        "preset": config.model.name,
-        "size": config.size.name,
-        "micro_batch_size": micro_batch_size,
-        "sequence_length": config.training.sequence_length,
-        "precision": precision,
-        "compiled": compiled,
-        "activation_checkpointing": config.training.activation_checkpointing,
-        **rehearsal.record(),
-        # the estimate is that of a step without compilation
-        **({} if compiled else estimate(config, micro_batch_size, precision)),
-    }
-    if code:
-        line["machine_code"] = [
-            {
-                "kernel": version.kernel,
-                "arguments": version.arguments,
-                "launches": grids.total(),
-                "grids": [list(grid) for grid in grids],
-                **version.inspect(),
-            }
-            for version, grids in sorted(rehearsal.triton.items(), key=lambda item: item[0].kernel)
-        ]
-    return line
-
-
-def estimate(config: Any, micro_batch_size: int, precision: str) -> dict[str, float]:
-    """Return what `depthlm summary` assumes for the same micro-batch."""
-    import torch
-
-    from benchmarks.fake_gpu.step import ADAMW, GIB
-    from depthlm.accounting.tracing import trace
-    from depthlm.build import build_model
-
-    model = build_model(config, "meta")
-    if precision == "bf16":
-        model.to(torch.bfloat16)
-    model.checkpoint_activations(config.training.activation_checkpointing)
-    model.end_of_text = 0 if config.data.document_mask else None
-    autocast = torch.bfloat16 if precision == "autocast" else None
-    traced = trace(model, "cuda", micro_batch_size, config.training.sequence_length, autocast)
-    states = sum(x.numel() * (x.itemsize + ADAMW[precision]) for x in model.parameters())
-    return {"estimated_saved_gib": traced.saved / GIB, "estimated_peak_gib": (traced.peak + states) / GIB}
-
-
 def markdown(results: Results) -> str:
     """Return a table of the steps, and one of the kernels with the largest values of all of their versions."""
     largest: dict[str, dict[str, Any]] = {}
@@ -140,7 +86,6 @@ def main() -> int:
         default="autocast",
         help="autocast: fp32 weights, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above (default: %(default)s)",
     )
-    parser.add_argument("--kernels", choices=("triton", "torch"), default="triton")
     parser.add_argument("--compile", action="store_true", help="count launches with training.compile=true")
     parser.add_argument("--code", action="store_true", help="compile the Triton kernels for sm_90")
     arguments = arguments_of(parser, markdown)
@@ -151,13 +96,15 @@ def main() -> int:
 
     from rich.progress import track
 
+    from benchmarks.fake_gpu.step import rehearse
+
     jobs = [(preset, size) for size in arguments.size.split(",") for preset in arguments.presets.split(",")]
     lines, errors = [], []
     for preset, size in track(jobs, "rehearsing", transient=True):
-        overrides = [f"model={preset}", f"size={size}", f"kernels={arguments.kernels}", *arguments.overrides]
+        overrides = [f"model={preset}", f"size={size}", "kernels=triton", *arguments.overrides]
         settings = arguments.micro_batch, arguments.precision, arguments.compile, arguments.code
         try:
-            lines.append(rehearse_preset(overrides, *settings))
+            lines.append(rehearse(overrides, *settings))
         except Exception as error:
             # the other presets may succeed
             errors.append(f"{' '.join(overrides)}: {error_text(error)}")

@@ -9,6 +9,7 @@ PyTorch in the same dtype.
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import depthlm
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import release
+from benchmarks.shared.interleaved import measure_lines
 from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
 from depthlm.config import compose_anywhere, mechanisms
 from depthlm.machine import environment
@@ -86,7 +87,7 @@ def markdown(results: reporting.Results) -> str:
     """Return a table of the operators and one of the presets. Errors are relative to a tensor's largest value."""
     operators, presets = [], []
     for line in results["lines"]:
-        outcome = "passed" if line["passed"] else line.get("error", "failed").replace("|", "\\|")
+        outcome = "passed" if line.get("passed") else line.get("error", "failed").replace("|", "\\|")
         if line["kind"] == "operator":
             errors = line.get("errors", {})
             cells = [reporting.number(errors.get(backend), ".1e") for backend in ("triton", "torch")]
@@ -111,26 +112,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="training steps of each preset")
     arguments = reporting.arguments_of(parser, markdown)
     shape = TINY if arguments.tiny else shape_of("1.5b", 1, arguments.tokens)
-    types = [getattr(torch, name) for name in arguments.types]
-    jobs = [("operator", name, dtype) for dtype in types for name in arguments.operators]
-    jobs += [("preset", name, dtype) for dtype in types for name in arguments.presets]
-    results: reporting.Results = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
-    for kind, name, dtype in jobs:
-        line: dict[str, Any] = {"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}
-        try:
-            if kind == "operator":
-                line |= check_operator(name, shape, dtype)
-            else:
-                line |= check_preset(name, dtype, arguments.tokens, arguments.steps)
-        except Exception as error:
-            # the others may pass
-            line |= {"passed": False, "error": reporting.error_text(error)}
-        print(line, flush=True)
-        results["lines"].append(line)
-        reporting.write_json(arguments.output, results)
-        release()
+    jobs: list[Any] = []
+    for dtype in (getattr(torch, name) for name in arguments.types):
+        kind = {"dtype": str(dtype).removeprefix("torch.")}
+        for name in arguments.operators:
+            check = partial(check_operator, name, shape, dtype)
+            jobs.append(({"kind": "operator", "name": name, **kind}, check))
+        for name in arguments.presets:
+            check = partial(check_preset, name, dtype, arguments.tokens, arguments.steps)
+            jobs.append(({"kind": "preset", "name": name, **kind}, check))
+    results: reporting.Results = {"shape": shape._asdict(), "steps": arguments.steps}
+    measure_lines(jobs, results, arguments.output)
     reporting.publish(arguments.output, results, markdown)
-    return int(not all(line["passed"] for line in results["lines"]))
+    return int(not all(line.get("passed") for line in results["lines"]))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """The device: its name, driver and libraries, whether Triton can run, and its speed of copies and of matrix products.
 
 python benchmarks/first_hour/machine.py --output device.json [--megabytes 1024] [--width 8192]
-python benchmarks/first_hour/machine.py --name       # only the name of the device
 """
 
 import subprocess
-import sys
 from typing import Any
 
 import torch
@@ -83,21 +81,13 @@ def markdown(results: Results) -> str:
     return table(("", ""), lines)
 
 
-def main() -> int:
+def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--name", action="store_true", help="print the name of the GPU, or fail if torch cannot use it")
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--width", type=int, default=8192)
     arguments = arguments_of(parser, markdown)
-    if arguments.name:
-        if error := environment.device_error("cuda"):
-            print(error, file=sys.stderr)
-            return 2
-        print(environment.device_name("cuda"))
-        return 0
     publish(arguments.output, describe(arguments.megabytes, arguments.width), markdown)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,15 +9,14 @@ streams, d hidden size, h query heads, k key/value heads, e head size.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.shared import reporting
 from depthlm.config import compose_anywhere
 from depthlm.model.read_ahead import READS
 from depthlm.ops.attention_residuals.naive import depth_attend
@@ -31,7 +30,7 @@ from depthlm.ops.mhc.naive import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
 
-TABLES = Path(__file__).parents[1] / "tables" / "kernels"
+TABLES = reporting.TABLES / "kernels"
 EPS = 1e-6
 # number of streams of hyper-connections and mHC, and Sinkhorn iterations of mHC
 STREAMS, ITERATIONS = 4, 20
@@ -130,7 +129,7 @@ def shape_of(size: str, batch: int, length: int) -> Shape:
 
 def read_table(name: str) -> list[tuple[dict[str, Any], Shape]]:
     """Read a paper's settings of MoDA: each row with its shape."""
-    table: Any = OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"))
+    table = reporting.read_table(TABLES, name)
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     return [(row, _shape_of_row(row, table["batch_size"], table["head_size"])) for row in rows]
 
