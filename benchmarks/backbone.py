@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import depthlm
-from benchmarks.shared.decoders import transformers_decoder
+from benchmarks.shared.decoders import plain_step, random_tokens, transformers_decoder
 from benchmarks.shared.interleaved import Step, measure, ratio, spread
 from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.config import Config
@@ -54,8 +54,7 @@ MIXERS = {
 
 def training_step(name: str, config: Config, precision: str, device: torch.device) -> tuple[Step, float]:
     """Return a training step with experts and its first loss."""
-    shape = (config.training.batch_size, config.training.sequence_length + 1)
-    tokens = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = random_tokens(config, config.training.batch_size).to(device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model: Any = depthlm.build_model(config, device)
     looped: Callable[[], AbstractContextManager] = nullcontext
@@ -64,7 +63,6 @@ def training_step(name: str, config: Config, precision: str, device: torch.devic
     if name in THEIRS:
         model = transformers_decoder(model)
         model.set_experts_implementation(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def loss() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"), looped():
@@ -72,15 +70,8 @@ def training_step(name: str, config: Config, precision: str, device: torch.devic
                 return model(inputs, targets).nll / targets.numel()
             return F.cross_entropy(model(inputs).logits.flatten(0, 1).float(), targets.flatten())
 
-    def step() -> None:
-        loss().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    first = float(loss().detach())
-    step()
-    return step, first
+    step = plain_step(model, loss, learning_rate=1e-3)
+    return step, step()
 
 
 def measure_experts(rounds: int, steps: int) -> Results:

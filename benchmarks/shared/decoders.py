@@ -5,6 +5,7 @@ repository has, so it is installed without them.
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +43,29 @@ def training_of(config: Config, device: torch.device) -> Training:
     model.checkpoint_activations(config.training.activation_checkpointing)
     if compiles(config, device):
         compile_sublayers(model)
-    shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
-    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    batch = random_tokens(config, plan.accumulation, plan.micro_batch_size).to(device)
     return Training(build_engine(config, plan, model), plan, batch)
+
+
+def random_tokens(config: Config, *batch: int) -> Tensor:
+    """Return tokens of shape [*batch, T + 1]."""
+    shape = (*batch, config.training.sequence_length + 1)
+    return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def plain_step(model: nn.Module, loss: Callable[[], Tensor], learning_rate: float) -> Callable[[], float]:
+    """Return a training step in a plain loop: fused AdamW, clipped gradients, the loss read in every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
+
+    def step() -> float:
+        before = loss()
+        before.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return before.item()
+
+    return step
 
 
 def has_litgpt() -> bool:
