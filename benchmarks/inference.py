@@ -3,7 +3,7 @@
     python benchmarks/inference.py [key=value ...] [--presets mhc dca] [--batch 1] [--prompt 128] [--new 64]
     python benchmarks/inference.py --table depth_attention_3b        # a paper's rows, shape and numbers
 
-Greedy decoding in eager mode with initial weights, in turns with vanilla (`shared/presets.py`). The shape is size=tiny
+Greedy decoding in eager mode with initial weights, in turns with vanilla, as in mechanisms.py. The shape is size=tiny
 in fp32 (bf16 on a GPU); overrides change it. Vanilla also takes turns with transformers' own `generate` on the same
 weights, and the output says whether both generate the same tokens.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import depthlm
-from benchmarks.shared import interleaved, presets, reporting
+from benchmarks import mechanisms as presets
+from benchmarks.shared import interleaved, reporting
 from benchmarks.shared.decoders import transformers_decoder
 from depthlm.config import compose_anywhere, mechanisms
 from depthlm.evaluation import generate

@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import Step, measure, measure_lines, ratio, spread
+from benchmarks.shared.interleaved import Step, copying, measure, measure_lines, ratio, spread
 from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
@@ -96,7 +96,7 @@ def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[s
     """Return the seconds of every contender, and derived results. moved: bytes of the floor."""
     first, *others = steps
     flash = {} if case.flash is None else {"flash": step(case.flash, case.inputs[:3], first)}
-    contenders = {**steps, AGAIN: steps[first], **flash, "copy": copying()}
+    contenders = {**steps, AGAIN: steps[first], **flash, "copy": copying(COPIED)}
     seconds = measure(contenders, rounds, steps_per_turn(steps[first]), settle=1)
     speed = 2 * COPIED / min(seconds["copy"])
     floor = moved / speed + (min(seconds["flash"]) if flash else 0.0)
@@ -116,13 +116,6 @@ def steps_per_turn(turn: Step) -> int:
     turn()
     seconds = measure({"": turn}, rounds=1, steps=1, warmup=0)[""][0]
     return max(1, min(STEPS, round(ENOUGH / seconds)))
-
-
-def copying() -> Step:
-    """Return a step that copies a tensor too large for a GPU's cache."""
-    source = torch.ones(COPIED, dtype=torch.uint8, device=environment.device_type())
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "times as fast",

@@ -37,7 +37,7 @@ INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._
 
 
 def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool) -> dict[str, Any]:
-    """Return what one micro-batch of a configuration requires. Call `device.install` first.
+    """Return what one micro-batch of a configuration requires. Call `prepare` first.
 
     precision: autocast: fp32 weights under bf16 autocast, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above.
     compiled: whether torch.compile compiles the sublayers; the estimate is that of a step without it.

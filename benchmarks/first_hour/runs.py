@@ -1,6 +1,6 @@
-"""Runs of train.py (fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour) and of the tests.
+"""The device, and runs: tests, fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour.
 
-    python benchmarks/first_hour/runs.py tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
+    python benchmarks/first_hour/runs.py device|tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
 
 The text is the source of Python's standard library in bytes, so nothing is downloaded. The folder must not exist; it is
 removed at the end.
@@ -17,8 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, table
+import torch
+
+from benchmarks.shared.interleaved import copying, measure
+from benchmarks.shared.reporting import Results, arguments_of, error_text, headed, parser_of, publish, table
 from depthlm.locations import REPOSITORY
+from depthlm.machine import environment
+from depthlm.machine.gpu import driver_version
+from depthlm.machine.memory import available_memory
+from depthlm.ops.backend import missing
 from depthlm.runs.records import read_run
 
 RUN = ["data=stdlib", "data.tokenizer=bytes", "tracker=none", "training.sample=null", "training.log_every=1"]
@@ -27,6 +34,7 @@ TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training
 # the tests that use a GPU where there is one
 TESTS = ["tests/ops", "tests/model/test_ops.py",
          "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"]  # fmt: skip
+SETTINGS = "name,driver_version,pstate,clocks.max.sm,power.limit,memory.total,memory.used,mig.mode.current"
 # the largest relative difference of a loss of a resumed run from that of an undisturbed one
 DIFFERENCE = 0.01
 # 80 seconds at the rate that conf/budget/gpu_hour.yaml assumes; the start and the last checkpoint take the rest
@@ -42,6 +50,31 @@ def finish(scratch: Path, name: str, overrides: list[str]) -> list[dict[str, Any
     """Train a run to its end, or resume it, and return its rows of metrics."""
     subprocess.run(command(scratch, name, overrides), cwd=REPOSITORY, check=True)
     return read_run(scratch / name).rows
+
+
+def device(scratch: Path, tiny: bool) -> dict[str, Any]:
+    """Return the settings of the device, whether Triton can run, and its speed of copies and of matrix products."""
+    kind, width = environment.device_type(), 64 if tiny else 8192
+    a, b = (torch.randn(width, width, device=kind, dtype=torch.bfloat16) for _ in range(2))
+    copied = 2**20 if tiny else 2**30
+    seconds = measure({"copy": copying(copied), "product": lambda: a @ b}, rounds=5, steps=10)
+    try:
+        command = ["nvidia-smi", f"--query-gpu={SETTINGS}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        settings = (done.stdout + done.stderr).strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        settings = error_text(error)
+    return {
+        "memory_gib": available_memory(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), 1) / 2**30,
+        "driver": driver_version(),
+        "nvidia_smi": settings,
+        "cuda": torch.version.cuda,
+        "fast_precision": environment.fast_precision(kind),
+        "triton_missing": missing(kind),
+        "copied_gb_per_second": 2 * copied / min(seconds["copy"]) / 1e9,
+        "bf16_tflops": 2 * width**3 / min(seconds["product"]) / 1e12,
+        "passed": True,
+    }
 
 
 def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
@@ -128,7 +161,7 @@ def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
-    "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
+    "device": device, "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
 }  # fmt: skip
 
 

@@ -50,6 +50,13 @@ def spread(seconds: dict[str, list[float]], name: str, twin: str) -> float:
     return max(abs(b / a - 1) for a, b in zip(seconds[name], seconds[twin], strict=True))
 
 
+def copying(size: int) -> Step:
+    """Return a step that copies a tensor of this many bytes."""
+    source = torch.ones(size, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def gpu_bytes() -> int:
     """Begin a new record of the GPU's peak memory, and return the bytes in use; 0 without a GPU."""
     if not torch.cuda.is_available():

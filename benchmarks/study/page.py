@@ -9,15 +9,19 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from benchmarks.study.archive import RESULTS, lines_of, row_of, study_sweeps, values_of
-from benchmarks.study.differences import (
+from benchmarks.study.archive import (
+    RESULTS,
     Difference,
     corrected,
     gaps_to_vanilla,
+    lines_of,
     minus,
     paired_difference,
     rate_changes,
     relative_differences,
+    row_of,
+    study_sweeps,
+    values_of,
 )
 from benchmarks.study.pictures import draw_all
 from depthlm.accounting.parameters import count_parameters
