@@ -5,9 +5,10 @@
     python benchmarks/mechanisms.py --size 1.5b training.batch_size=4    # a large model on a GPU
 
 All take the training step of train.py (DeepSpeed, ZeRO 0) on the same batch, from the same seed. Only one preset and
-one vanilla decoder are in memory at once. Vanilla has two turns in each round: a preset is compared with their mean, and
-their ratio shows the noise of the machine. The shape is D 512, 24 layers, T 512, batch 4, 8 heads, 4 key/value heads,
-vocabulary 4 096, bf16 if the device is fast at it; --size takes one of conf/size instead, and overrides change it.
+one vanilla decoder are in memory at once. Vanilla has two turns in each round: a preset is compared with their mean,
+and their ratio shows the noise of the machine. The shape is D 512, 24 layers, T 512, batch 4, 8 heads, 4 key/value
+heads, vocabulary 4 096, bf16 if the device is fast at it; --size takes one of conf/size instead, and overrides change
+it.
 """
 
 import statistics

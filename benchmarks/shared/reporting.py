@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 Results = dict[str, Any]
 Markdown = Callable[[Results], str]
 FOLDER, TABLES = (Path(__file__).parents[1] / name for name in ("results", "tables"))
@@ -35,6 +33,8 @@ def add_table(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def read_table(folder: Path, name: str) -> dict[str, Any]:
+    import yaml
+
     return yaml.safe_load((folder / f"{name}.yaml").read_text())
 
 
