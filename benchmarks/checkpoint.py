@@ -28,6 +28,7 @@ from depthlm.training import train
 from depthlm.training.checkpoint.saving import Saver
 
 FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
+# seconds until the system has reclaimed freed memory: writing is faster just after a large file is removed
 SETTLE = 8.0
 
 
@@ -42,11 +43,6 @@ def written_by_dd(size: int, folder: Path) -> float:
     return seconds
 
 
-def settle() -> None:
-    """Wait until the system has reclaimed freed memory, since writing is faster just after a large file is removed."""
-    time.sleep(SETTLE)
-
-
 def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return the seconds of saving and of dd in every round, and the cost of asynchronous saving to training."""
     trained = training_of(config, start_distributed(ranks()))
@@ -56,11 +52,11 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
     saves, copies = [], []
     for number in range(1, rounds + 2):
         before = saver.seconds
-        settle()
+        time.sleep(SETTLE)
         saver.save({"step": number}, last=False)
         checkpoint = folder / "checkpoints" / f"step-{number:08d}"
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-        settle()
+        time.sleep(SETTLE)
         copied = written_by_dd(size, folder)
         if number > 1:  # the first save creates the folders and allocates memory
             saves.append(saver.seconds - before)

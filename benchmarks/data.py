@@ -10,7 +10,6 @@ training step of train.py.
 
 import gc
 import json
-import os
 import statistics
 import sysconfig
 import tempfile
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 
@@ -122,11 +122,6 @@ def sparse_tokens(folder: Path, count: int) -> TokenFiles:
     return TokenFiles(folder, shards, "uint16")
 
 
-def resident_mib() -> float:
-    """Return this process's resident memory, including mapped files, in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: int, workers: int) -> dict[str, Any]:
     """Measure the tokens per second of the loader, and the growth of memory while it reads."""
     batches = Batches({"sparse": tokens}, sequence_length=sequence_length, batch_size=batch_size, seed=0)
@@ -134,14 +129,16 @@ def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: in
     for _ in range(4):
         next(feed)
     gc.collect()
-    before, started = resident_mib(), time.perf_counter()
+    # memory that is in use, including that of mapped files
+    memory = psutil.Process().memory_info
+    before, started = memory().rss, time.perf_counter()
     for _ in range(steps):
         next(feed)
-    seconds, grown = time.perf_counter() - started, resident_mib() - before
+    seconds, resident = time.perf_counter() - started, memory().rss
     return {
         "corpus_tokens": len(tokens), "sequence_length": sequence_length, "batch_size": batch_size, "workers": workers,
-        "tokens_per_second": steps * batch_size * sequence_length / seconds, "memory_growth_mib": grown,
-        "resident_mib": resident_mib(),
+        "tokens_per_second": steps * batch_size * sequence_length / seconds,
+        "memory_growth_mib": (resident - before) / 2**20, "resident_mib": resident / 2**20,
     }  # fmt: skip
 
 
@@ -170,6 +167,7 @@ def markdown(results: Results) -> str:
     return "\n\n".join([*texts, headed(results, table(header, rows), note)])
 
 
+# the columns of the loader, and their formats
 READING = {"tokens_per_second": ",.0f", "times_training": ",.0f", "memory_growth_mib": ".1f"}
 
 
