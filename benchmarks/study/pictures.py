@@ -9,7 +9,7 @@ from benchmarks.study.archive import Difference, gaps_to_vanilla, paired_differe
 from depthlm.config.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.style import grid, mechanism_of, save, subplots
+from depthlm.report.figures.style import grid, legend_below, mechanism_of, save, subplots
 from depthlm.report.rows import Row, measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
@@ -133,8 +133,7 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
         size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
         panel.set_title(f"{sweep.experiment.title}\n{size}, {sweep.stamp()}", fontsize="medium")
         grid(panel)
-    handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
+    legend_below(figure, axes.flat)
     bars = "error bars: 95% intervals of differences paired by seed, without a correction"
     save(figure, path, f"below 0: better than vanilla; {bars}; scales differ")
 

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.experiment import Column
-from depthlm.report.figures.style import Style, grid, log_ticks, mechanism_of, save, short, style_of, subplots
+from depthlm.report.figures.style import (
+    Style,
+    grid,
+    legend_below,
+    log_ticks,
+    mechanism_of,
+    save,
+    short,
+    style_of,
+    subplots,
+)
 from depthlm.report.rows import Row, as_number, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Sweep, title_of
 
@@ -64,7 +74,10 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
         panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
-    _legend(figure, axes[0], [*ours, *papers])
+    names = list(dict.fromkeys(line.name for line in [*ours, *papers]))
+    # matplotlib fills a legend column by column, so ours is above the paper's
+    labels = [line.label for line in sorted([*ours, *papers], key=lambda line: (names.index(line.name), line.hollow))]
+    legend_below(figure, axes[0], min(COLUMNS, len(names)), labels)
     save(figure, path, sweep.stamp(beside_paper=bool(papers)))
     return _notes(sweep, ours, papers)
 
@@ -195,23 +208,6 @@ def _shifts(lines: Sequence[Line], positions: Sequence[float], logarithmic: bool
     gap = min((right - left for left, right in itertools.pairwise(places)), default=0.0)
     # all of them within a third of the gap
     return [gap / 3 * ((ours.index(line) + 0.5) / len(ours) - 0.5) if line in ours else 0.0 for line in lines]
-
-
-def _legend(figure: Any, panels: Sequence[Any], lines: Sequence[Line]) -> None:
-    """Draw one legend for all panels, below them, in as many columns as fit."""
-    handles: dict[str, Any] = {}
-    for panel in panels:
-        handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    names = list(dict.fromkeys(line.name for line in lines))
-    # matplotlib fills a legend column by column, so ours is above the paper's
-    labels = [line.label for line in sorted(lines, key=lambda line: (names.index(line.name), line.hollow))]
-    for columns in range(min(COLUMNS, len(names)), 0, -1):
-        legend = figure.legend(
-            [handles[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns
-        )
-        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-            return
-        legend.remove()
 
 
 def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
