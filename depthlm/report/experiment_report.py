@@ -8,9 +8,8 @@ from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.protocol import protocol_texts
 from depthlm.config.schema import Config
 from depthlm.report.comparison import against_table, comparison_tables, has_intervals
-from depthlm.report.figures.bars import draw_bars
+from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
-from depthlm.report.figures.lines import draw_lines
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.rows import Row, number, paper
