@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from depthlm.config.experiment import Column
 from depthlm.report.rows import FACTS, measured, paper
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
-from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
+from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
 # the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
 SIDE_BY_SIDE, WIDEST = 3, 10
@@ -114,8 +114,8 @@ def _differences(sweep: Sweep, name: str) -> list[Cell]:
     return shown
 
 
-def against_table(sweep: Sweep) -> Table | None:
-    """Return the first column's differences from the baseline's row, ours and the paper's; None for a single row.
+def differences_from_baseline(sweep: Sweep) -> list[str]:
+    """Return a table of the first column's differences from the baseline's row, in Markdown; empty for a single row.
 
     Our differences have 95% intervals, with the deviation between seeds pooled over the rows of a series.
     """
@@ -123,7 +123,7 @@ def against_table(sweep: Sweep) -> Table | None:
     differences = sweep.differences()
     references = {entry.reference.label for entry in differences if entry.reference is not None}
     if not references:
-        return None
+        return []
     against, printed = len(references) > 1, sweep.is_printed(name)
     rows = []
     for entry in differences:
@@ -135,13 +135,14 @@ def against_table(sweep: Sweep) -> Table | None:
             texts.append(signed_text(entry.paper, column.digits))
         rows.append(cells(texts))
     head = ["", *(["against"] if against else []), "ours", *(["paper"] if printed else [])]
-    return Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}")
-
-
-def has_intervals(sweep: Sweep) -> bool:
-    """Return whether a difference in `against_table` has an interval."""
-    measured_differences = [entry.ours for entry in sweep.differences() if entry.ours is not None]
-    return sweep.first[1].metric not in FACTS and any(number.interval is not None for number in measured_differences)
+    table = markdown(Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}"))
+    if column.metric in FACTS or all(entry.ours is None or entry.ours.interval is None for entry in differences):
+        return [table]
+    return [
+        table,
+        "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the same seed; "
+        "their variance is pooled over the rows of a series.",
+    ]
 
 
 def _difference_text(entry: Difference, column: Column) -> str:
