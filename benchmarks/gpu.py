@@ -131,12 +131,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(timeout=GRACE)
 
 
-def record(rung: Rung, folder: Path, outcome: dict[str, Any]) -> None:
-    """Write the outcome of a rung to its JSON, beside the results that it has written."""
-    file = folder / f"{rung.name}.json"
-    replace_text(file, json.dumps({"rung": outcome, **read_json(file)}, indent=1) + "\n")
-
-
 def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) -> tuple[list[str], str | None]:
     """Run the rungs in turn. Return the names of those that failed, and that of the first one that was not finished.
 
@@ -155,7 +149,9 @@ def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) 
             outcome = run_rung(rung, folder, rehearse, limit)
         except Stopped:
             return failed, rung.name
-        record(rung, folder, outcome)
+        file = folder / f"{rung.name}.json"
+        # beside the results that the rung has written
+        replace_text(file, json.dumps({"rung": outcome, **read_json(file)}, indent=1) + "\n")
         duration = f" in {outcome['seconds']:.0f} s" if "seconds" in outcome else ""
         print(f"    {outcome['status']}{duration}", flush=True)
         if outcome["status"] == "interrupted":

@@ -135,7 +135,15 @@ def litgpt_decoder(config: Config, weights: Weights) -> nn.Module:
         "head.": "lm_head.",
         "layers.": "transformer.h.",
     }
-    renamed = rename(weights, names)
+    renamed = {}
+    for name, tensor in weights.items():
+        for ours, theirs in names.items():
+            # a part of a name, or its beginning
+            if ours.startswith("."):
+                name = name.replace(ours, theirs)
+            elif name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+        renamed[name] = tensor
     for layer in range(size.num_layers):
         # one matrix: the rows of all query heads, then those of all keys, then those of all values
         attention = f"transformer.h.{layer}.attn."
@@ -143,16 +151,3 @@ def litgpt_decoder(config: Config, weights: Weights) -> nn.Module:
         renamed[f"{attention}qkv.weight"] = cat(separate)
     model.load_state_dict(renamed)
     return model
-
-
-def rename(weights: Weights, names: dict[str, str]) -> Weights:
-    """Return the weights under the names of a peer. A name that begins with a dot may be anywhere in ours."""
-    result = {}
-    for name, tensor in weights.items():
-        for ours, theirs in names.items():
-            if ours.startswith("."):
-                name = name.replace(ours, theirs)
-            elif name.startswith(ours):
-                name = theirs + name.removeprefix(ours)
-        result[name] = tensor
-    return result

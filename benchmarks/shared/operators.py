@@ -179,14 +179,6 @@ def residual_reads(shape: Shape, make: Make, block: int) -> Case:
     return Case(lambda: depth_attend(query, sources, EPS), [query, *sources], reads_values(READS, n, shape.d))
 
 
-def attend_block(shape: Shape, make: Make) -> Case:
-    return residual_reads(shape, make, -(-2 * shape.layers // 8))
-
-
-def attend_full(shape: Shape, make: Make) -> Case:
-    return residual_reads(shape, make, 1)
-
-
 def dense_reads(shape: Shape, make: Make) -> Case:
     """The phase of denseformer that begins with the average after the middle layer."""
     n = shape.layers // 2 // READS * READS + 2
@@ -255,8 +247,9 @@ def causal_flash(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
 
 CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "depth_value_mix": value_mix,
-    "depth_attend_block": attend_block,
-    "depth_attend_full": attend_full,
+    # of an eighth of the sublayers, and of single outputs
+    "depth_attend_block": lambda shape, make: residual_reads(shape, make, -(-2 * shape.layers // 8)),
+    "depth_attend_full": lambda shape, make: residual_reads(shape, make, 1),
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,
     "mhc_post_pre": manifold_post_pre,

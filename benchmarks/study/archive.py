@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -86,15 +87,11 @@ def binned(rows: Sequence[dict[str, Any]]) -> list[list[float]]:
 
 def study_sweeps() -> dict[str, Sweep]:
     """Return the sweep of each experiment of the study, with its committed runs."""
-    return {experiment: study_sweep(experiment) for experiment in EXPERIMENTS}
-
-
-def study_sweep(experiment: str) -> Sweep:
-    """Return the sweep of an experiment of the study, with its committed runs."""
-    lines, times = lines_of(experiment), training_times()
-    return read_sweep(
-        [f"experiment=depthlm/{experiment}"], read=lambda directory: _record(lines, times, Path(directory))
-    )
+    times = training_times()
+    return {
+        experiment: read_sweep([f"experiment=depthlm/{experiment}"], read=partial(_record, lines_of(experiment), times))
+        for experiment in EXPERIMENTS
+    }
 
 
 def training_times() -> dict[tuple[int, int, str], float]:
@@ -109,12 +106,13 @@ def training_times() -> dict[tuple[int, int, str], float]:
     return times
 
 
-def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], directory: Path) -> RunRecord:
+def _record(lines: dict[str, Any], times: dict[tuple[int, int, str], float], name: str) -> RunRecord:
+    directory = Path(name)
     line = lines.get(directory.name)
     if line is None:
         return RunRecord(directory, WAITING, [], {}, {}, None)
     losses = enumerate(line.get("losses", []), 1)
-    rows = [{"step": number, "tokens": tokens, "loss": loss} for number, (tokens, loss) in losses]
+    rows = [{"step": number, "tokens": tokens, "loss": loss, "mean_loss": loss} for number, (tokens, loss) in losses]
     settings, summary = line["settings"], line["summary"]
     trained = settings["size.hidden_size"], settings["size.num_layers"], settings["model.name"]
     if trained in times:

@@ -1,6 +1,6 @@
 """The five pictures of docs/results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from depthlm.config.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.style import grid, legend_below, mechanism_of, save, subplots
-from depthlm.report.rows import Row, measured, over_seeds
+from depthlm.report.rows import measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
@@ -40,11 +40,6 @@ def draw_all(sweeps: Mapping[str, Sweep], views: Mapping[str, Column], folder: P
     _draw_sensitivity(sweeps, folder / "sensitivity.png")
 
 
-def best_of(rows: Sequence[Row], column: Column) -> float | None:
-    """Return the lowest number of some rows, or None if none has one."""
-    return min((number.mean for row in rows if (number := measured(row, column)) is not None), default=None)
-
-
 def _draw_start(sweep: Sweep, path: Path) -> None:
     """Draw vanilla's loss over the embedding's initial deviation, a line per that of the matrices, a panel per size."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -55,8 +50,8 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
             points = []
             for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in drawn_rows):
                 tried = [row for row in drawn_rows if row.settings["size.embedding_init_std"] == start]
-                if (loss := best_of(tried, sweep.first[1])) is not None:
-                    points.append((float(start), loss))
+                if numbers := [number.mean for row in tried if (number := measured(row, sweep.first[1]))]:
+                    points.append((float(start), min(numbers)))
             if points:
                 groups.setdefault(size, {})[std] = sorted(points)
     # a panel needs more than one initialization of the embedding
