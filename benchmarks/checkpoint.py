@@ -1,6 +1,6 @@
 """The cost of saving and resuming.
 
-    python benchmarks/checkpoint.py [--size 360m] [--rounds 3] [--steps 12]
+    python benchmarks/checkpoint.py [--rounds 3] [--steps 12]
 
 Saving as in train.py (ZeRO 0, fp32) is compared with `dd conv=fdatasync` of as many bytes as the checkpoint has, in
 turn in every round, and with asynchronous saving during training. Resuming at step 1 000 000 is compared with resuming
@@ -27,6 +27,7 @@ from depthlm.runs.manifest import sealed
 from depthlm.training import train
 from depthlm.training.checkpoint.saving import Saver
 
+SIZE = "360m"
 FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
 # seconds until the system has reclaimed freed memory: writing is faster just after a large file is removed
 SETTLE = 8.0
@@ -140,16 +141,15 @@ def markdown(results: Results) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=3)
-    parser.add_argument("--size", default="360m")
     parser.add_argument("--steps", type=int, default=12, help="minimum steps to train while a checkpoint is written")
     arguments = arguments_of(parser, markdown)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         config = depthlm.compose(
-            [f"size={arguments.size}", "data.tokenizer=bytes", "precision=fp32", "training.sequence_length=128",
+            [f"size={SIZE}", "data.tokenizer=bytes", "precision=fp32", "training.sequence_length=128",
              "training.batch_size=1", f"output_dir={folder}/run"]
         )  # fmt: skip
         results: Results = {
-            "size": arguments.size,
+            "size": SIZE,
             "saving": saving(config, arguments.rounds, arguments.steps, Path(folder)),
             "resuming": resuming(max(5, arguments.rounds), Path(folder)),
         }

@@ -1,6 +1,6 @@
 """Preparation against the bare tokenizer, and the loader against training, in one run.
 
-    python benchmarks/data.py [--megabytes 24] [--vocabulary 50304] [--rounds 5] [--output results/...json]
+    python benchmarks/data.py [--rounds 5] [--output results/...json]
 
 Preparation is `prepare` from a file to complete token files (decompression, JSON, encoding, digests, writing). The bare
 rate is `encode_batch` of the `tokenizers` library on all cores, on the same texts in memory, in the same rounds. The
@@ -32,6 +32,7 @@ from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 
+TEXT_BYTES, VOCABULARY = 24 * 10**6, 50_304
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
 # characters per call of the bare library, which is slower with fewer
@@ -40,16 +41,16 @@ BARE_BATCH = 2**21
 SENTENCE = 130
 
 
-def texts(megabytes: float) -> list[str]:
-    """Return this many megabytes of the standard library, repeated if needed, each document with another first line."""
+def texts() -> list[str]:
+    """Return documents of the standard library, repeated if needed, each with another first line."""
     source = Data(name="stdlib", source=sysconfig.get_paths()["stdlib"], suffixes=[".py"])
     repeated: list[str] = []
     size = 0
-    while size < megabytes * 1e6:
+    while size < TEXT_BYTES:
         for _, text in documents(text_files("stdlib", source).train, "text"):
             repeated.append(f"{len(repeated)}\n{text}")
             size += len(text.encode())
-            if size >= megabytes * 1e6:
+            if size >= TEXT_BYTES:
                 break
     return repeated
 
@@ -173,15 +174,13 @@ READING = {"tokens_per_second": ",.0f", "times_training": ",.0f", "memory_growth
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--megabytes", type=float, default=24.0)
-    parser.add_argument("--vocabulary", type=int, default=50_304)
     arguments = arguments_of(parser, markdown)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        full_texts = texts(arguments.megabytes)
+        full_texts = texts()
         sentences = [text[i : i + SENTENCE] for text in full_texts for i in range(0, len(text), SENTENCE)]
         with parallel_tokenizers():
-            tokenizer = train_bpe(full_texts[: len(full_texts) // 3], arguments.vocabulary)
+            tokenizer = train_bpe(full_texts[: len(full_texts) // 3], VOCABULARY)
         prepared = {
             name: preparation(folder / name, corpus, tokenizer, arguments.rounds)
             for name, corpus in {"documents": full_texts, "sentences": sentences}.items()

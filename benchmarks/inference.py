@@ -1,6 +1,6 @@
 """The overhead of each mechanism in inference: prefill, decoding, peak memory and cache, every preset against vanilla.
 
-    python benchmarks/inference.py [key=value ...] [--presets mhc dca] [--batch 1] [--prompt 128] [--new 64]
+    python benchmarks/inference.py [key=value ...] [--presets mhc dca] [--prompt 128] [--new 64]
     python benchmarks/inference.py --table depth_attention_3b        # a paper's rows, shape and numbers
 
 Greedy decoding in eager mode with initial weights, in turns with vanilla, as in mechanisms.py. The shape is size=tiny
@@ -113,14 +113,12 @@ def markdown(results: reporting.Results) -> str:
 
 def main() -> int:
     parser = presets.preset_parser(__doc__, TABLES)
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=64, help="new tokens after the prompt")
     args = reporting.arguments_of(parser, markdown)
     paper: Any = {} if args.table is None else reporting.read_table(TABLES, args.table)
-    if paper:
-        args.batch, args.prompt, args.new = paper["batch_size"], paper["prompt"], paper["new"]
-    task = Task([*paper.get("overrides", ["size=tiny"]), *args.overrides], args.batch, args.prompt, args.new)
+    lengths = [paper.get(name, default) for name, default in (("prompt", args.prompt), ("new", args.new))]
+    task = Task([*paper.get("overrides", ["size=tiny"]), *args.overrides], paper.get("batch_size", 1), *lengths)
     published = paper.get("seconds", {})
     cache_bytes: dict[str, int] = {}
 

@@ -1,6 +1,6 @@
 """Every depth operator, forward and backward: Triton kernels, PyTorch, and the floor of its memory traffic.
 
-    python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--operators mhc_post_pre] [--rounds 8]
+    python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--rounds 8]
     python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
 
 In bf16 on a GPU. On a CPU, PyTorch's operators (`cpu.py`) are compared with their definitions (`naive.py`), in fp32 and
@@ -25,6 +25,8 @@ from depthlm.ops.backend import missing
 
 CUDA = torch.cuda.is_available()
 TYPE = torch.bfloat16 if CUDA else torch.float32
+# sequences
+BATCH = 4 if CUDA else 1
 # most steps per turn: the launches of one step overlap with the kernels of the previous step
 STEPS = 10 if CUDA else 1
 # a turn whose steps take this many seconds needs no more of them
@@ -43,11 +45,6 @@ class Job(NamedTuple):
     setting: str
     shape: Shape
     paper: float | None = None
-
-
-def jobs_of(sizes: list[str], lengths: list[int], batch: int, operators: list[str]) -> list[Job]:
-    shapes = {f"{size}, T {length}": shape_of(size, batch, length) for size in sizes for length in lengths}
-    return [Job(name, setting, shape) for setting, shape in shapes.items() for name in operators]
 
 
 def jobs_of_table(name: str, divisor: int) -> list[Job]:
@@ -167,8 +164,6 @@ def main() -> int:
     parser = reporting.parser_of(__doc__, rounds=8, threads=environment.cores())
     parser.add_argument("--size", nargs="+", default=["1.5b", "3b"] if CUDA else ["1.5b"], help="of conf/size")
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
-    parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
-    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
     reporting.add_table(parser, TABLES)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="--table: N times smaller, on any device")
     arguments = reporting.arguments_of(parser, markdown)
@@ -183,7 +178,10 @@ def main() -> int:
     if arguments.table:
         jobs = jobs_of_table(arguments.table, arguments.divide)
     else:
-        jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
+        shapes = [(size, length) for size in arguments.size for length in arguments.length]
+        jobs = [
+            Job(name, f"{size}, T {length}", shape_of(size, BATCH, length)) for size, length in shapes for name in CASES
+        ]
     results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE}
     output = arguments.output or reporting.result_path(arguments.table or "kernels")
     named = (

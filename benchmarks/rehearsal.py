@@ -28,6 +28,8 @@ from benchmarks.shared.reporting import Results, arguments_of, error_text, parse
 
 PRESETS = ("vanilla", "depth_attention", "moda", "attention_residuals", "attention_residuals_full", "dca",
            "denseformer", "mhc", "hyper_connections")  # fmt: skip
+# sequences
+MICRO_BATCH = 8
 SOURCE = Path(__file__).parent / "fake_gpu" / "device.cpp"
 # what PyTorch and Inductor ask of an H100
 PROPERTIES = SimpleNamespace(
@@ -167,7 +169,6 @@ def main() -> int:
     # separated by commas: with spaces, overrides would be taken for further values
     parser.add_argument("--presets", default=",".join(PRESETS), help="separated by commas (default: %(default)s)")
     parser.add_argument("--size", default="1.5b", help="sizes, separated by commas (default: %(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences (default: %(default)s)")
     parser.add_argument(
         "--precision",
         choices=("autocast", "bf16"),
@@ -190,7 +191,7 @@ def main() -> int:
     lines, errors = [], []
     for preset, size in track(jobs, "rehearsing", transient=True):
         overrides = [f"model={preset}", f"size={size}", "kernels=triton", *arguments.overrides]
-        settings = arguments.micro_batch, arguments.precision, arguments.compile, arguments.code
+        settings = MICRO_BATCH, arguments.precision, arguments.compile, arguments.code
         try:
             lines.append(rehearse(overrides, *settings))
         except Exception as error:

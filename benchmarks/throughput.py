@@ -1,6 +1,6 @@
 """Training speed against `transformers` and litgpt in a plain PyTorch loop, with the same weights, batch and AdamW.
 
-    python benchmarks/throughput.py [--rounds 8] [--steps 2] [--output benchmarks/results/throughput-<machine>.json]
+    python benchmarks/throughput.py [--rounds 8] [--output benchmarks/results/throughput-<machine>.json]
 
 Contenders: `depthlm` is what train.py runs (DeepSpeed, ZeRO 0); `plain` is our model in a plain loop; `zero1` is ZeRO
 1; `transformers` and `litgpt` are the peers, and litgpt may be missing; `products` are only the matrix products and the
@@ -174,7 +174,7 @@ def markdown(results: Results) -> str:
     return headed(results, table(header, lines), *peers)
 
 
-def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of the contenders of a mode. Exits where they compute another loss."""
     built = {name: contender(name, mode, device) for name in kinds}
     losses: dict[str, Any] = {name: step() for name, step in built.items() if name != "products"}
@@ -182,20 +182,17 @@ def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int,
         # ZeRO 1 rounds its weights to bf16 at the start; all others compute the same function
         if abs(loss - losses["transformers"]) > 2e-3:
             raise SystemExit(f"{mode}: not the same model: the losses are {losses}")
-    return measure(built, rounds, steps)
+    return measure(built, rounds, steps=2)
 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=8, threads=environment.cores())
-    parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
     arguments = arguments_of(parser, markdown)
     device = start_distributed(ranks())
     if not has_litgpt():
         print(INSTALL_LITGPT)
     pairs = measurable_pairs()
-    seconds = {
-        mode: measure_mode(mode, kinds_of(mode, pairs), device, arguments.rounds, arguments.steps) for mode in MODES
-    }
+    seconds = {mode: measure_mode(mode, kinds_of(mode, pairs), device, arguments.rounds) for mode in MODES}
     peers = [name for name in ("transformers", "litgpt") if any(name in pair for pair in pairs)]
     versions = {name: importlib.metadata.version(name) for name in peers}
     publish(arguments.output or result_path("throughput"), {"peers": versions, **results_of(pairs, seconds)}, markdown)

@@ -1,6 +1,6 @@
 """Whether the Triton kernels are correct on this device.
 
-    python benchmarks/first_hour/correctness.py --output kernels.json [--tokens 256] [--types bfloat16 float32]
+    python benchmarks/first_hour/correctness.py --output kernels.json [--tiny]
 
 Each operator of `shared/operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the
 same values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
@@ -104,24 +104,26 @@ def markdown(results: reporting.Results) -> str:
 
 def main() -> int:
     parser = reporting.parser_of(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a test on a CPU")
-    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
-    parser.add_argument("--types", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each comparison")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each preset")
+    parser.add_argument("--tiny", action="store_true", help="a few tiny cases, for a test on a CPU")
     arguments = reporting.arguments_of(parser, markdown)
-    shape = TINY if arguments.tiny else shape_of("1.5b", 1, arguments.tokens)
-    jobs: list[Any] = []
-    for dtype in (getattr(torch, name) for name in arguments.types):
-        kind = {"dtype": str(dtype).removeprefix("torch.")}
-        for name in arguments.operators:
-            check = partial(check_operator, name, shape, dtype)
-            jobs.append(({"kind": "operator", "name": name, **kind}, check))
-        for name in arguments.presets:
-            check = partial(check_preset, name, dtype, arguments.tokens, arguments.steps)
-            jobs.append(({"kind": "preset", "name": name, **kind}, check))
-    results: reporting.Results = {"shape": shape._asdict(), "steps": arguments.steps}
+    shape, types, tokens, steps = shape_of("1.5b", 1, 256), [torch.bfloat16, torch.float32], 256, 20
+    operators, presets = list(CASES), [name for name in mechanisms() if name != "vanilla"]
+    if arguments.tiny:
+        shape, types, tokens, steps = TINY, [torch.float32], 4, 2
+        operators, presets = ["depth_value_mix", "merged_attention"], ["moda"]
+    checks = [
+        ("operator", name, dtype, partial(check_operator, name, shape, dtype)) for dtype in types for name in operators
+    ]
+    checks += [
+        ("preset", name, dtype, partial(check_preset, name, dtype, tokens, steps))
+        for dtype in types
+        for name in presets
+    ]
+    jobs = [
+        ({"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}, check)
+        for kind, name, dtype, check in checks
+    ]
+    results: reporting.Results = {"shape": shape._asdict(), "steps": steps}
     measure_lines(jobs, results, arguments.output)
     reporting.publish(arguments.output, results, markdown)
     return int(not all(line.get("passed") for line in results["lines"]))
