@@ -33,8 +33,8 @@ class Training(NamedTuple):
     batch: Tensor
 
     def step(self) -> float:
-        """Train on the batch. A GPU computes a step while the host continues, so wait for the loss."""
-        return train_step(self.engine, self.batch, self.plan, 0.0).item()
+        """Train on the batch. Wait for the loss per token, since a GPU computes a step while the host continues."""
+        return train_step(self.engine, self.batch, self.plan, 0.0).item() / self.plan.tokens_per_step
 
 
 def training_of(config: Config, device: torch.device) -> Training:
