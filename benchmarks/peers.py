@@ -57,12 +57,9 @@ def static(peers: list[str]) -> list[Line]:
                 }
             for name, traffic in measured.items():
                 kernels = [{"kernel": x.kernel, "launches": n, **x.inspect()} for x, n in traffic.kernels.items()]
-                counts = {
-                    "launches": traffic.launches,
-                    "moved_gb": traffic.moved / 1e9,
-                    "saved_mb": traffic.saved / 1e6,
-                }
-                lines.append({"operator": operator, "size": size, "by": name, **counts, "kernels": kernels})
+                moved, saved = traffic.moved / 1e9, traffic.saved / 1e6
+                line = {"launches": traffic.launches, "moved_gb": moved, "saved_mb": saved, "kernels": kernels}
+                lines.append({"operator": operator, "size": size, "by": name, **line})
     return lines
 
 
@@ -97,10 +94,10 @@ def compare(peers: list[str], check: bool, interpreted: bool) -> list[Line]:
                 seconds = measure(steps, rounds=5, steps=1, warmup=1)
                 compared = {
                     name: {
-                        "milliseconds": 1e3 * statistics.median(times),
+                        "milliseconds": 1e3 * statistics.median(x),
                         "ours_is_faster_by": ratio(seconds, "ours", name),
                     }
-                    for name, times in seconds.items()
+                    for name, x in seconds.items()
                 }
             lines += [{"operator": operator, "size": size, "by": name, **line} for name, line in compared.items()]
     return lines

@@ -8,6 +8,7 @@ steps with both, and their losses are compared. A difference is allowed up to a 
 PyTorch in the same dtype.
 """
 
+import itertools
 import sys
 from functools import partial
 from typing import Any
@@ -111,18 +112,15 @@ def main() -> int:
     if arguments.tiny:
         shape, types, tokens, steps = TINY, [torch.float32], 4, 2
         operators, presets = ["depth_value_mix", "merged_attention"], ["moda"]
-    checks = [
-        ("operator", name, dtype, partial(check_operator, name, shape, dtype)) for dtype in types for name in operators
-    ]
-    checks += [
-        ("preset", name, dtype, partial(check_preset, name, dtype, tokens, steps))
-        for dtype in types
-        for name in presets
-    ]
-    jobs = [
+    checks: dict[tuple[str, str, torch.dtype], Any] = {}
+    for dtype, name in itertools.product(types, operators):
+        checks["operator", name, dtype] = partial(check_operator, name, shape, dtype)
+    for dtype, name in itertools.product(types, presets):
+        checks["preset", name, dtype] = partial(check_preset, name, dtype, tokens, steps)
+    jobs = (
         ({"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}, check)
-        for kind, name, dtype, check in checks
-    ]
+        for (kind, name, dtype), check in checks.items()
+    )
     results: reporting.Results = {"shape": shape._asdict(), "steps": steps}
     measure_lines(jobs, results, arguments.output)
     reporting.publish(arguments.output, results, markdown)
