@@ -1,7 +1,7 @@
 """The parts of the backbone: a step with a mixture of experts against transformers', and mixers against attention.
 
-    python benchmarks/backbone.py experts [--rounds 8] [--steps 2] [--threads 1]
-    python benchmarks/backbone.py mixers [--rounds 8] [--batch 2] [--threads 1]
+    python benchmarks/backbone.py experts [--rounds 8] [--threads 1]
+    python benchmarks/backbone.py mixers [--rounds 8] [--threads 1]
 
 experts: the peer is transformers' Qwen3Moe with the same weights, batch and AdamW, in its implementations of experts
 `eager` and `grouped_mm` (`batched_mm` copies the weights of an expert for each of its tokens, and takes some 30 times
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import depthlm
-from benchmarks.shared.decoders import transformers_decoder
+from benchmarks.shared.decoders import plain_step, random_tokens, transformers_decoder
 from benchmarks.shared.interleaved import Step, measure, ratio, spread
 from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.config import Config
@@ -40,7 +40,7 @@ OURS = ("grouped", "grouped again", "looped")
 THEIRS = ("eager", "grouped_mm")
 # the allowed relative difference of losses
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
-WIDTH, LENGTH = 512, 1024
+BATCH, WIDTH, LENGTH = 2, 512, 1024
 # mixer, heads, whether there are documents
 MIXERS = {
     "attention": ("attention", 4, False),
@@ -54,8 +54,7 @@ MIXERS = {
 
 def training_step(name: str, config: Config, precision: str, device: torch.device) -> tuple[Step, float]:
     """Return a training step with experts and its first loss."""
-    shape = (config.training.batch_size, config.training.sequence_length + 1)
-    tokens = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = random_tokens(config, config.training.batch_size).to(device)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     model: Any = depthlm.build_model(config, device)
     looped: Callable[[], AbstractContextManager] = nullcontext
@@ -64,7 +63,6 @@ def training_step(name: str, config: Config, precision: str, device: torch.devic
     if name in THEIRS:
         model = transformers_decoder(model)
         model.set_experts_implementation(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
     def loss() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"), looped():
@@ -72,18 +70,11 @@ def training_step(name: str, config: Config, precision: str, device: torch.devic
                 return model(inputs, targets).nll / targets.numel()
             return F.cross_entropy(model(inputs).logits.flatten(0, 1).float(), targets.flatten())
 
-    def step() -> None:
-        loss().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    first = float(loss().detach())
-    step()
-    return step, first
+    step = plain_step(model, loss, learning_rate=1e-3)
+    return step, step()
 
 
-def measure_experts(rounds: int, steps: int) -> Results:
+def measure_experts(rounds: int) -> Results:
     """Return the times of all contenders by precision. Exits where their losses differ."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, results = depthlm.compose(SHAPE), {}
@@ -92,17 +83,17 @@ def measure_experts(rounds: int, steps: int) -> Results:
         losses = {name: loss for name, (_, loss) in built.items()}
         if any(abs(loss - losses["looped"]) > tolerance * loss for loss in losses.values()):
             raise SystemExit(f"{precision}: the losses differ: {losses}")
-        seconds = measure({name: step for name, (step, _) in built.items()}, rounds, steps)
+        seconds = measure({name: step for name, (step, _) in built.items()}, rounds, steps=2)
         results[precision] = {
             "loss": losses["looped"],
             "times_as_fast_as": {name: ratio(seconds, "grouped", name) for name in ("looped", *THEIRS)},
             "noise": spread(seconds, "grouped", "grouped again"),
             "seconds": seconds,
         }
-    return {"shape": SHAPE, "rounds": rounds, "steps": steps, **results}
+    return {"shape": SHAPE, "rounds": rounds, **results}
 
 
-def mixer_step(mixer: str, heads: int, documents: bool, batch: int) -> Step:
+def mixer_step(mixer: str, heads: int, documents: bool) -> Step:
     """Return a forward and backward pass of a sublayer."""
     shape = [f"size.hidden_size={WIDTH}", f"size.num_heads={heads}", f"size.num_kv_heads={heads}",
              f"size.head_size={WIDTH // heads}", "size.num_layers=1"]  # fmt: skip
@@ -110,10 +101,10 @@ def mixer_step(mixer: str, heads: int, documents: bool, batch: int) -> Step:
     config = depthlm.compose(["size=micro", f"backbone.mixers=[{mixer}]", f"backbone.position={position}", *shape])
     sublayer = depthlm.build_model(config).layers[0].attention
     rope = rope_tables(torch.arange(LENGTH), WIDTH // heads, 1e4) if position == "rope" else None
-    ends_bt = torch.zeros(batch, LENGTH, dtype=torch.bool)
+    ends_bt = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     ends_bt[:, [333, 700]] = True
     past = AttentionContext(find_documents(ends_bt).mask if documents else None)
-    x, gradient = torch.randn(2, batch, LENGTH, WIDTH)
+    x, gradient = torch.randn(2, BATCH, LENGTH, WIDTH)
     x.requires_grad_()
 
     def step() -> None:
@@ -123,10 +114,10 @@ def mixer_step(mixer: str, heads: int, documents: bool, batch: int) -> Step:
     return step
 
 
-def measure_mixers(rounds: int, batch: int) -> Results:
-    seconds = measure({name: mixer_step(*settings, batch) for name, settings in MIXERS.items()}, rounds, steps=1)
+def measure_mixers(rounds: int) -> Results:
+    seconds = measure({name: mixer_step(*settings) for name, settings in MIXERS.items()}, rounds, steps=1)
     return {
-        "width": WIDTH, "length": LENGTH, "batch": batch, "rounds": rounds,
+        "width": WIDTH, "length": LENGTH, "batch": BATCH, "rounds": rounds,
         "times_of_attention": {name: ratio(seconds, "attention", name) for name in MIXERS if name != "attention"},
         "noise": spread(seconds, "attention", "attention again"),
         "seconds": seconds,
@@ -150,13 +141,8 @@ def markdown(results: Results) -> str:
 def main() -> None:
     parser = parser_of(__doc__, rounds=8, threads=1)
     parser.add_argument("part", choices=("experts", "mixers"), nargs="?", default="experts")
-    parser.add_argument("--steps", type=int, default=2, help="of a turn, for experts")
-    parser.add_argument("--batch", type=int, default=2, help="sequences, for mixers")
     arguments = arguments_of(parser, markdown)
-    if arguments.part == "experts":
-        results = measure_experts(arguments.rounds, arguments.steps)
-    else:
-        results = measure_mixers(arguments.rounds, arguments.batch)
+    results = (measure_experts if arguments.part == "experts" else measure_mixers)(arguments.rounds)
     publish(arguments.output or result_path(arguments.part), results, markdown)
 
 

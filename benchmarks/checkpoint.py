@@ -1,6 +1,6 @@
 """The cost of saving and resuming.
 
-    python benchmarks/checkpoint.py [--size 360m] [--rounds 3] [--steps 12]
+    python benchmarks/checkpoint.py [--rounds 3] [--steps 12]
 
 Saving as in train.py (ZeRO 0, fp32) is compared with `dd conv=fdatasync` of as many bytes as the checkpoint has, in
 turn in every round, and with asynchronous saving during training. Resuming at step 1 000 000 is compared with resuming
@@ -27,7 +27,9 @@ from depthlm.runs.manifest import sealed
 from depthlm.training import train
 from depthlm.training.checkpoint.saving import Saver
 
+SIZE = "360m"
 FIRST, LATER, ROW_EVERY = 10, 1_000_000, 10
+# seconds until the system has reclaimed freed memory: writing is faster just after a large file is removed
 SETTLE = 8.0
 
 
@@ -42,11 +44,6 @@ def written_by_dd(size: int, folder: Path) -> float:
     return seconds
 
 
-def settle() -> None:
-    """Wait until the system has reclaimed freed memory, since writing is faster just after a large file is removed."""
-    time.sleep(SETTLE)
-
-
 def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Return the seconds of saving and of dd in every round, and the cost of asynchronous saving to training."""
     trained = training_of(config, start_distributed(ranks()))
@@ -56,11 +53,11 @@ def saving(config: Config, rounds: int, steps: int, folder: Path) -> dict[str, A
     saves, copies = [], []
     for number in range(1, rounds + 2):
         before = saver.seconds
-        settle()
+        time.sleep(SETTLE)
         saver.save({"step": number}, last=False)
         checkpoint = folder / "checkpoints" / f"step-{number:08d}"
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-        settle()
+        time.sleep(SETTLE)
         copied = written_by_dd(size, folder)
         if number > 1:  # the first save creates the folders and allocates memory
             saves.append(saver.seconds - before)
@@ -144,16 +141,15 @@ def markdown(results: Results) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=3)
-    parser.add_argument("--size", default="360m")
     parser.add_argument("--steps", type=int, default=12, help="minimum steps to train while a checkpoint is written")
     arguments = arguments_of(parser, markdown)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         config = depthlm.compose(
-            [f"size={arguments.size}", "data.tokenizer=bytes", "precision=fp32", "training.sequence_length=128",
+            [f"size={SIZE}", "data.tokenizer=bytes", "precision=fp32", "training.sequence_length=128",
              "training.batch_size=1", f"output_dir={folder}/run"]
         )  # fmt: skip
         results: Results = {
-            "size": arguments.size,
+            "size": SIZE,
             "saving": saving(config, arguments.rounds, arguments.steps, Path(folder)),
             "resuming": resuming(max(5, arguments.rounds), Path(folder)),
         }

@@ -1,6 +1,6 @@
 """Preparation against the bare tokenizer, and the loader against training, in one run.
 
-    python benchmarks/data.py [--megabytes 24] [--vocabulary 50304] [--rounds 5] [--output results/...json]
+    python benchmarks/data.py [--rounds 5] [--output results/...json]
 
 Preparation is `prepare` from a file to complete token files (decompression, JSON, encoding, digests, writing). The bare
 rate is `encode_batch` of the `tokenizers` library on all cores, on the same texts in memory, in the same rounds. The
@@ -10,7 +10,6 @@ training step of train.py.
 
 import gc
 import json
-import os
 import statistics
 import sysconfig
 import tempfile
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 
@@ -32,6 +32,7 @@ from depthlm.data.tokenizers import parallel_tokenizers
 from depthlm.distributed.launchers import ranks
 from depthlm.distributed.process_group import start_distributed
 
+TEXT_BYTES, VOCABULARY = 24 * 10**6, 50_304
 SPARSE_TOKENS = 2 * 10**9
 SHARD_TOKENS = 128 * 10**6
 # characters per call of the bare library, which is slower with fewer
@@ -40,16 +41,16 @@ BARE_BATCH = 2**21
 SENTENCE = 130
 
 
-def texts(megabytes: float) -> list[str]:
-    """Return this many megabytes of the standard library, repeated if needed, each document with another first line."""
+def texts() -> list[str]:
+    """Return documents of the standard library, repeated if needed, each with another first line."""
     source = Data(name="stdlib", source=sysconfig.get_paths()["stdlib"], suffixes=[".py"])
     repeated: list[str] = []
     size = 0
-    while size < megabytes * 1e6:
+    while size < TEXT_BYTES:
         for _, text in documents(text_files("stdlib", source).train, "text"):
             repeated.append(f"{len(repeated)}\n{text}")
             size += len(text.encode())
-            if size >= megabytes * 1e6:
+            if size >= TEXT_BYTES:
                 break
     return repeated
 
@@ -122,11 +123,6 @@ def sparse_tokens(folder: Path, count: int) -> TokenFiles:
     return TokenFiles(folder, shards, "uint16")
 
 
-def resident_mib() -> float:
-    """Return this process's resident memory, including mapped files, in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: int, workers: int) -> dict[str, Any]:
     """Measure the tokens per second of the loader, and the growth of memory while it reads."""
     batches = Batches({"sparse": tokens}, sequence_length=sequence_length, batch_size=batch_size, seed=0)
@@ -134,14 +130,16 @@ def reading(tokens: TokenFiles, sequence_length: int, batch_size: int, steps: in
     for _ in range(4):
         next(feed)
     gc.collect()
-    before, started = resident_mib(), time.perf_counter()
+    # memory that is in use, including that of mapped files
+    memory = psutil.Process().memory_info
+    before, started = memory().rss, time.perf_counter()
     for _ in range(steps):
         next(feed)
-    seconds, grown = time.perf_counter() - started, resident_mib() - before
+    seconds, resident = time.perf_counter() - started, memory().rss
     return {
         "corpus_tokens": len(tokens), "sequence_length": sequence_length, "batch_size": batch_size, "workers": workers,
-        "tokens_per_second": steps * batch_size * sequence_length / seconds, "memory_growth_mib": grown,
-        "resident_mib": resident_mib(),
+        "tokens_per_second": steps * batch_size * sequence_length / seconds,
+        "memory_growth_mib": (resident - before) / 2**20, "resident_mib": resident / 2**20,
     }  # fmt: skip
 
 
@@ -170,20 +168,19 @@ def markdown(results: Results) -> str:
     return "\n\n".join([*texts, headed(results, table(header, rows), note)])
 
 
+# the columns of the loader, and their formats
 READING = {"tokens_per_second": ",.0f", "times_training": ",.0f", "memory_growth_mib": ".1f"}
 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--megabytes", type=float, default=24.0)
-    parser.add_argument("--vocabulary", type=int, default=50_304)
     arguments = arguments_of(parser, markdown)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        full_texts = texts(arguments.megabytes)
+        full_texts = texts()
         sentences = [text[i : i + SENTENCE] for text in full_texts for i in range(0, len(text), SENTENCE)]
         with parallel_tokenizers():
-            tokenizer = train_bpe(full_texts[: len(full_texts) // 3], arguments.vocabulary)
+            tokenizer = train_bpe(full_texts[: len(full_texts) // 3], VOCABULARY)
         prepared = {
             name: preparation(folder / name, corpus, tokenizer, arguments.rounds)
             for name, corpus in {"documents": full_texts, "sentences": sentences}.items()

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,11 +27,20 @@ from typing import Any
 
 import yaml
 
+# depthlm need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shared import reporting
+from depthlm.files import read_json, replace_text
+
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
 MINUTES = 25.0
 # seconds that a process has to end after SIGTERM, before it is killed
 GRACE = 5.0
+# the tables of README.md that a GPU measures
+MARKED = re.compile(r"(<!-- gpu -->\n).*?(<!-- end -->)", re.DOTALL)
+NOTHING = "Nothing has been measured on a GPU yet."
 # lines of a rung's output that its JSON keeps if it failed
 TAIL = 30
 
@@ -53,8 +63,6 @@ class Rung:
 
     def lacks(self) -> str | None:
         """Return why the rung cannot run, or None."""
-        if not (BENCHMARKS / self.script).is_file():
-            return f"benchmarks/{self.script} does not exist"
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
         return f"packages that are not installed: {', '.join(missing)}" if missing else None
 
@@ -121,30 +129,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE)
-            if number == signal.SIGTERM and not alive(process.pid):
-                return
-
-
-def alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def record(rung: Rung, folder: Path, outcome: dict[str, Any]) -> None:
-    """Write the outcome of a rung to its JSON, beside the results that it has written."""
-    file = folder / f"{rung.name}.json"
-    try:
-        results = json.loads(file.read_text())
-    except (OSError, ValueError):
-        results = {}
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rung": outcome, **results}, indent=1) + "\n")
-    temporary.replace(file)
 
 
 def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) -> tuple[list[str], str | None]:
@@ -165,7 +149,9 @@ def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) 
             outcome = run_rung(rung, folder, rehearse, limit)
         except Stopped:
             return failed, rung.name
-        record(rung, folder, outcome)
+        file = folder / f"{rung.name}.json"
+        # beside the results that the rung has written
+        replace_text(file, json.dumps({"rung": outcome, **read_json(file)}, indent=1) + "\n")
         duration = f" in {outcome['seconds']:.0f} s" if "seconds" in outcome else ""
         print(f"    {outcome['status']}{duration}", flush=True)
         if outcome["status"] == "interrupted":
@@ -182,17 +168,58 @@ def climb(rungs: Sequence[Rung], folder: Path, deadline: float, rehearse: bool) 
 def device_name(parser: argparse.ArgumentParser) -> str:
     """Return the name of this machine's GPU, for a file name; ends the command if torch cannot use one."""
     # this process itself must not start CUDA, which takes memory of the GPU
-    command = [sys.executable, str(BENCHMARKS / "first_hour" / "machine.py"), "--name"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(rehearse=False), capture_output=True, text=True)
+    command = [sys.executable, "-c", "import torch; torch.ones(1).cuda(); print(torch.cuda.get_device_name())"]
+    done = subprocess.run(command, env=environment(rehearse=False), capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["torch does not start"])[-1]
         parser.error(f"{reason}; without a GPU, give --rehearse")
     return done.stdout.strip().splitlines()[-1].replace(" ", "-").lower()
 
 
-def fill_tables(readme: Path, results: Path) -> int:
-    command = [sys.executable, str(BENCHMARKS / "first_hour" / "tables.py"), str(readme), str(results)]
-    return subprocess.run(command, cwd=REPOSITORY, env=environment(rehearse=True)).returncode
+def fill(text: str, devices: dict[str, dict[str, Any]]) -> tuple[str, list[str]]:
+    """Return the text with its tables, and the errors. devices: by name of the folder, the results of each rung."""
+    parts, errors = [], []
+    for measured in devices.values():
+        parts.append(outcomes(measured))
+        for rung in RUNGS:
+            results = measured.get(rung.name, {})
+            # a rung that failed at once has no results, and the table of outcomes says why
+            if "machine" not in results:
+                continue
+            module = f"benchmarks.{rung.script.removesuffix('.py').replace('/', '.')}"
+            try:
+                shown = importlib.import_module(module).markdown(results)
+            except Exception as error:
+                # a table that cannot be made must not cost the others
+                errors.append(f"the table of {rung.name}: {type(error).__name__}: {error}")
+            else:
+                parts.append(f"`{rung.name}`, {rung.question}.\n\n{shown}")
+    content = "\n\n".join(part for part in parts if part) or NOTHING
+    return MARKED.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text), errors
+
+
+def outcomes(measured: dict[str, Any]) -> str:
+    """Return a table of the rungs of a device that have run."""
+    ran = {name: results["rung"] for name, results in measured.items() if "rung" in results}
+    if not ran:
+        return ""
+    device = next((x["machine"]["device"] for x in measured.values() if "machine" in x), "no rung had a result")
+    order = [rung.name for rung in RUNGS if rung.name in ran]
+    lines = ((name, ran[name]["status"], reporting.number(ran[name].get("seconds"), ",.0f")) for name in order)
+    return f"{device}:\n\n{reporting.table(('rung', 'status', 'seconds'), lines)}"
+
+
+def write_tables(readme: Path, results: Path) -> int:
+    """Write the tables of all devices into the README, and return an exit status. A broken file counts as missing."""
+    devices: dict[str, dict[str, Any]] = {}
+    for folder in sorted(results.glob("gpu-*")):
+        read = {rung.name: read_json(folder / f"{rung.name}.json") for rung in RUNGS}
+        devices[folder.name] = {name: measured for name, measured in read.items() if measured}
+    text, errors = fill(readme.read_text(), devices)
+    replace_text(readme, text)
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return int(bool(errors))
 
 
 def stop(number: int, frame: object) -> None:
@@ -202,7 +229,9 @@ def stop(number: int, frame: object) -> None:
     raise Stopped
 
 
-def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def main() -> int:
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [rung.name for rung in RUNGS]
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="start no rung that takes longer (default: %(default)g)"
@@ -217,22 +246,14 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.minutes > 0:
         parser.error(f"--minutes {arguments.minutes:g}: must be above 0")
-    return arguments
-
-
-def main() -> int:
-    started = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments = arguments_of(parser)
     if arguments.list:
         for rung in RUNGS:
             print(f"{rung.name:<12}{rung.minutes:>4g} min  {rung.question}")
         return 0
-    readme = BENCHMARKS / "README.md"
+    readme, results = BENCHMARKS / "README.md", BENCHMARKS / "results"
     if arguments.tables:
-        return fill_tables(readme, BENCHMARKS / "results")
+        return write_tables(readme, results)
     name = "gpu-rehearsal" if arguments.rehearse else f"gpu-{device_name(parser)}"
-    results = BENCHMARKS / "results"
     if arguments.output or arguments.rehearse:
         # the README and the results of the repository are those of real devices
         results = (arguments.output or Path(tempfile.mkdtemp(prefix="depthlm-rehearsal-"))).resolve()
@@ -240,14 +261,13 @@ def main() -> int:
         readme = Path(shutil.copy(readme, results / "README.md"))
     folder = results / name
     folder.mkdir(parents=True, exist_ok=True)
-    names = [rung.name for rung in RUNGS]
-    chosen = RUNGS[names.index(arguments.first or names[0]) :]
+    chosen = RUNGS[names.index(arguments.first) if arguments.first else 0 :]
     if arguments.only:
         chosen = tuple(rung for rung in RUNGS if rung.name in arguments.only)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     failed, unfinished = climb(chosen, folder, started + 60 * arguments.minutes, arguments.rehearse)
-    filled = fill_tables(readme, results)
+    filled = write_tables(readme, results)
     print(f"results: {folder}")
     if unfinished:
         print(f'to continue: make gpu ARGS="--from {unfinished}"')

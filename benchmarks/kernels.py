@@ -1,6 +1,6 @@
 """Every depth operator, forward and backward: Triton kernels, PyTorch, and the floor of its memory traffic.
 
-    python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--operators mhc_post_pre] [--rounds 8]
+    python benchmarks/kernels.py [--size 1.5b 3b] [--length 2048 4096] [--rounds 8]
     python benchmarks/kernels.py --table moda_efficiency     # the settings of MoDA's table, against flash attention
 
 In bf16 on a GPU. On a CPU, PyTorch's operators (`cpu.py`) are compared with their definitions (`naive.py`), in fp32 and
@@ -11,19 +11,22 @@ comparisons of two contenders are medians over rounds.
 """
 
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
 
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import Step, measure, ratio, release, spread
+from benchmarks.shared.interleaved import Step, copying, measure, measure_lines, ratio, spread
 from benchmarks.shared.operators import CASES, TABLES, Case, Make, Shape, difference, read_table, shape_of, step
 from depthlm.machine import environment
 from depthlm.ops.backend import missing
 
 CUDA = torch.cuda.is_available()
 TYPE = torch.bfloat16 if CUDA else torch.float32
+# sequences
+BATCH = 4 if CUDA else 1
 # most steps per turn: the launches of one step overlap with the kernels of the previous step
 STEPS = 10 if CUDA else 1
 # a turn whose steps take this many seconds needs no more of them
@@ -44,11 +47,6 @@ class Job(NamedTuple):
     paper: float | None = None
 
 
-def jobs_of(sizes: list[str], lengths: list[int], batch: int, operators: list[str]) -> list[Job]:
-    shapes = {f"{size}, T {length}": shape_of(size, batch, length) for size in sizes for length in lengths}
-    return [Job(name, setting, shape) for setting, shape in shapes.items() for name in operators]
-
-
 def jobs_of_table(name: str, divisor: int) -> list[Job]:
     """Return the settings of a table. divisor: of the lengths, entries and heads, for a test on a CPU."""
     jobs = []
@@ -64,7 +62,7 @@ def jobs_of_table(name: str, divisor: int) -> list[Job]:
 
 
 def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
-    """Return one line of the results, without seconds if the contenders differ."""
+    """Return the results of a job, without seconds if the contenders differ."""
     device = environment.device_type()
     case = CASES[job.operator](job.shape, Make(torch.Generator(device).manual_seed(0), TYPE))
     steps = {backend: step(case.run, case.inputs, backend) for backend in backends}
@@ -81,15 +79,12 @@ def time_job(job: Job, backends: list[str], rounds: int) -> dict[str, Any]:
     del outputs
     tokens = job.shape.batch * job.shape.length
     line: dict[str, Any] = {
-        "operator": job.operator,
-        "setting": job.setting,
         "shape": job.shape._asdict(),
         "tokens": tokens,
         "bytes": case.values * tokens * TYPE.itemsize,
         "difference": different,
-        "paper_added_to_flash": job.paper,
     }
-    if line["difference"] is not None and not line["difference"] <= TOLERANCE:
+    if different is not None and not different <= TOLERANCE:
         return line
     return line | times(case, steps, rounds, line["bytes"])
 
@@ -98,7 +93,7 @@ def times(case: Case, steps: dict[str, Step], rounds: int, moved: int) -> dict[s
     """Return the seconds of every contender, and derived results. moved: bytes of the floor."""
     first, *others = steps
     flash = {} if case.flash is None else {"flash": step(case.flash, case.inputs[:3], first)}
-    contenders = {**steps, AGAIN: steps[first], **flash, "copy": copying()}
+    contenders = {**steps, AGAIN: steps[first], **flash, "copy": copying(COPIED)}
     seconds = measure(contenders, rounds, steps_per_turn(steps[first]), settle=1)
     speed = 2 * COPIED / min(seconds["copy"])
     floor = moved / speed + (min(seconds["flash"]) if flash else 0.0)
@@ -118,13 +113,6 @@ def steps_per_turn(turn: Step) -> int:
     turn()
     seconds = measure({"": turn}, rounds=1, steps=1, warmup=0)[""][0]
     return max(1, min(STEPS, round(ENOUGH / seconds)))
-
-
-def copying() -> Step:
-    """Return a step that copies a tensor too large for a GPU's cache."""
-    source = torch.ones(COPIED, dtype=torch.uint8, device=environment.device_type())
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 COLUMNS = ("operator", "setting", "MB", "floor ms", "definition ms", "PyTorch ms", "Triton ms", "times as fast",
@@ -176,9 +164,7 @@ def main() -> int:
     parser = reporting.parser_of(__doc__, rounds=8, threads=environment.cores())
     parser.add_argument("--size", nargs="+", default=["1.5b", "3b"] if CUDA else ["1.5b"], help="of conf/size")
     parser.add_argument("--length", nargs="+", type=int, default=[2048, 4096] if CUDA else [512], help="tokens, T")
-    parser.add_argument("--batch", type=int, default=4 if CUDA else 1, help="sequences")
-    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--table", choices=sorted(path.stem for path in TABLES.glob("*.yaml")), help="a paper's table")
+    reporting.add_table(parser, TABLES)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="--table: N times smaller, on any device")
     arguments = reporting.arguments_of(parser, markdown)
     if arguments.table and not CUDA and arguments.divide == 1:
@@ -192,20 +178,20 @@ def main() -> int:
     if arguments.table:
         jobs = jobs_of_table(arguments.table, arguments.divide)
     else:
-        jobs = jobs_of(arguments.size, arguments.length, arguments.batch, arguments.operators)
-    results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE, "lines": []}
+        shapes = [(size, length) for size in arguments.size for length in arguments.length]
+        jobs = [
+            Job(name, f"{size}, T {length}", shape_of(size, BATCH, length)) for size, length in shapes for name in CASES
+        ]
+    results: reporting.Results = {"timed": backends, "type": str(TYPE), "tolerance": TOLERANCE}
     output = arguments.output or reporting.result_path(arguments.table or "kernels")
-    for job in track(jobs, "timing", transient=True):
-        try:
-            line = time_job(job, backends, arguments.rounds)
-        except Exception as error:
-            # the other operators may succeed
-            line = {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper,
-                    "error": reporting.error_text(error)}  # fmt: skip
-            print(f"error: {line['operator']}, {line['setting']}: {line['error']}", file=sys.stderr)
-        results["lines"].append(line)
-        release()
-        reporting.write_json(output, results)
+    named = (
+        (
+            {"operator": job.operator, "setting": job.setting, "paper_added_to_flash": job.paper},
+            partial(time_job, job, backends, arguments.rounds),
+        )
+        for job in track(jobs, "timing", transient=True)
+    )
+    measure_lines(named, results, output)
     reporting.publish(output, results, markdown)
     return int(any("seconds" not in line for line in results["lines"]))
 

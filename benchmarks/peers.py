@@ -13,7 +13,7 @@ import importlib.util
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -30,7 +30,6 @@ PEERS = {"liger": ("liger_kernel", "liger-kernel"), "fla": ("fla", "fla-core")}
 TOLERANCE = 1e-4
 
 Line = dict[str, Any]
-Steps = dict[str, Callable[[], list[Any]]]
 
 
 def static(peers: list[str]) -> list[Line]:
@@ -42,6 +41,7 @@ def static(peers: list[str]) -> list[Line]:
 
     from benchmarks.fake_gpu.step import measure_traffic
     from benchmarks.shared.peer_operators import OPERATORS
+    from depthlm.ops.backend import using
 
     def make(*shape: int, scale: float = 1.0, dtype: Any = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
@@ -49,7 +49,7 @@ def static(peers: list[str]) -> list[Line]:
     lines = []
     for operator, case_of in OPERATORS.items():
         for size, width in SIZES.items():
-            with FakeTensorMode(allow_non_fake_inputs=True), without_addresses(peers):
+            with FakeTensorMode(allow_non_fake_inputs=True), using("triton"), without_addresses(peers):
                 # new tensors for each, which have no gradients yet
                 cases = {name: case_of(make, *SHAPE, width) for name in ("ours", *peers)}
                 measured = {
@@ -57,77 +57,50 @@ def static(peers: list[str]) -> list[Line]:
                 }
             for name, traffic in measured.items():
                 kernels = [{"kernel": x.kernel, "launches": n, **x.inspect()} for x, n in traffic.kernels.items()]
-                counts = {
-                    "launches": traffic.launches,
-                    "moved_gb": traffic.moved / 1e9,
-                    "saved_mb": traffic.saved / 1e6,
-                }
-                lines.append({"operator": operator, "size": size, "by": name, **counts, "kernels": kernels})
+                moved, saved = traffic.moved / 1e9, traffic.saved / 1e6
+                line = {"launches": traffic.launches, "moved_gb": moved, "saved_mb": saved, "kernels": kernels}
+                lines.append({"operator": operator, "size": size, "by": name, **line})
     return lines
 
 
-def compare(peers: list[str], compared: Callable[[Steps], dict[str, Line]], interpreted: bool) -> list[Line]:
-    """Return what `compared` returns for each operator and size."""
+def compare(peers: list[str], check: bool, interpreted: bool) -> list[Line]:
+    """Return the differences of the peers' tensors from ours, or the times, for each operator and size."""
     if interpreted:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     # Triton reads these variables when it is imported
     import torch
 
+    from benchmarks.shared.interleaved import measure, ratio
+    from benchmarks.shared.operators import Make, difference, step
     from benchmarks.shared.peer_operators import OPERATORS
 
-    device, default = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
-    generator = torch.Generator(device).manual_seed(0)
-
-    def make(*shape: int, scale: float = 1.0, dtype: Any = default) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype).requires_grad_()
-
+    device, dtype = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
+    make = Make(torch.Generator(device).manual_seed(0), dtype).normal
     lines: list[Line] = []
     shape, sizes = (TINY_SHAPE, TINY_SIZES) if interpreted else (SHAPE, SIZES)
     for operator, case_of in OPERATORS.items():
         for size, width in sizes.items():
             case = case_of(make, *shape, width)
             runs = case.runs | (case.interpreted if interpreted else {})
-            runs = {name: runs[name] for name in ("ours", *peers) if name in runs}
-            steps = {name: step(run, case.inputs) for name, run in runs.items()}
-            for name, line in compared(steps).items():
-                lines.append({"operator": operator, "size": size, "by": name, **line})
+            steps = {name: step(runs[name], case.inputs, "triton") for name in ("ours", *peers) if name in runs}
+            if check:
+                results = {name: turn() for name, turn in steps.items()}
+                ours = results.pop("ours")
+                compared: Any = {
+                    name: {"difference": (largest := difference(theirs, ours)), "passed": largest < TOLERANCE}
+                    for name, theirs in results.items()
+                }
+            else:
+                seconds = measure(steps, rounds=5, steps=1, warmup=1)
+                compared = {
+                    name: {
+                        "milliseconds": 1e3 * statistics.median(x),
+                        "ours_is_faster_by": ratio(seconds, "ours", name),
+                    }
+                    for name, x in seconds.items()
+                }
+            lines += [{"operator": operator, "size": size, "by": name, **line} for name, line in compared.items()]
     return lines
-
-
-def step(run: Callable[[], Any], inputs: list[Any]) -> Callable[[], list[Any]]:
-    """Return a function that returns the outputs and all gradients."""
-    import torch
-
-    def call() -> list[Any]:
-        outputs = run()
-        along = [torch.arange(y.numel(), device=y.device).sin().view_as(y).to(y.dtype) for y in outputs]
-        return [*outputs, *torch.autograd.grad(outputs, inputs, along)]
-
-    return call
-
-
-def differences(steps: Steps) -> dict[str, Line]:
-    """Return the largest difference of each peer's tensors from ours, relative to the largest value of a tensor."""
-    results = {name: run() for name, run in steps.items()}
-    ours = results.pop("ours")
-    worst = {
-        name: max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(theirs, ours, strict=True))
-        for name, theirs in results.items()
-    }
-    return {name: {"difference": value, "passed": value < TOLERANCE} for name, value in worst.items()}
-
-
-def times(steps: Steps) -> dict[str, Line]:
-    from benchmarks.shared.interleaved import measure, ratio
-
-    seconds = measure(steps, rounds=5, steps=1, warmup=1)
-    return {
-        name: {
-            "milliseconds": 1e3 * statistics.median(seconds[name]),
-            "ours_is_faster_by": ratio(seconds, "ours", name),
-        }
-        for name in steps
-    }
 
 
 @contextmanager
@@ -180,8 +153,7 @@ def main() -> int:
             "neither liger-kernel nor fla-core is installed: pip install --no-deps liger-kernel fla-core einops"
         )
     if arguments.check or arguments.time:
-        compared = differences if arguments.check else times
-        lines = compare(peers, compared, interpreted=arguments.check or arguments.tiny)
+        lines = compare(peers, arguments.check, interpreted=arguments.check or arguments.tiny)
     else:
         lines = static(peers)
     output = arguments.output or result_path("peers")

@@ -9,18 +9,48 @@ and what a rehearsal cannot show.
 """
 
 import atexit
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.fake_gpu import device
 from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, result_path, table, write_json
 
 PRESETS = ("vanilla", "depth_attention", "moda", "attention_residuals", "attention_residuals_full", "dca",
            "denseformer", "mhc", "hyper_connections")  # fmt: skip
+# sequences
+MICRO_BATCH = 8
+SOURCE = Path(__file__).parent / "fake_gpu" / "device.cpp"
+# what PyTorch and Inductor ask of an H100
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    gcnArchName="",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 * 2**20,
+)
+# registrations end with their library object
+_libraries: list[Any] = []
+# the columns of the tables, by key
 STEP = {
     "preset": "preset",
     "size": "size",
@@ -46,66 +76,72 @@ CODE = {
 
 
 def prepare() -> None:
-    """Install the fake GPU, and let Triton compile into a temporary folder, so that every compilation is timed."""
+    """Let PyTorch and Triton behave as on a machine with one H100. Call this once, before they are imported.
+
+    Triton compiles into a temporary folder. Raises: RuntimeError for PyTorch's CUDA build, or if device.cpp does not
+    compile.
+    """
     warnings.filterwarnings("ignore")
     os.environ |= {"DS_ACCELERATOR": "cpu", "TRITON_CACHE_DIR": tempfile.mkdtemp(prefix="depthlm-triton-")}
     os.environ.pop("TRITON_INTERPRET", None)
     atexit.register(shutil.rmtree, os.environ["TRITON_CACHE_DIR"], ignore_errors=True)
-    device.install()
-
-
-def rehearse_preset(
-    overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool
-) -> dict[str, Any]:
-    """Return the results of a configuration; with `code` also those of each version of its Triton kernels."""
-    from benchmarks.fake_gpu.step import rehearse
-    from depthlm.config import compose_anywhere
-
-    config = compose_anywhere(overrides, None)
-    rehearsal = rehearse(config, micro_batch_size, precision, compiled)
-    line = {
-        "preset": config.model.name,
-        "size": config.size.name,
-        "micro_batch_size": micro_batch_size,
-        "sequence_length": config.training.sequence_length,
-        "precision": precision,
-        "compiled": compiled,
-        "activation_checkpointing": config.training.activation_checkpointing,
-        **rehearsal.record(),
-        # the estimate is that of a step without compilation
-        **({} if compiled else estimate(config, micro_batch_size, precision)),
-    }
-    if code:
-        line["machine_code"] = [
-            {
-                "kernel": version.kernel,
-                "arguments": version.arguments,
-                "launches": grids.total(),
-                "grids": [list(grid) for grid in grids],
-                **version.inspect(),
-            }
-            for version, grids in sorted(rehearsal.triton.items(), key=lambda item: item[0].kernel)
-        ]
-    return line
-
-
-def estimate(config: Any, micro_batch_size: int, precision: str) -> dict[str, float]:
-    """Return what `depthlm summary` assumes for the same micro-batch."""
+    _load_backend()
     import torch
 
-    from benchmarks.fake_gpu.step import ADAMW, GIB
-    from depthlm.accounting.tracing import trace
-    from depthlm.build import build_model
+    if torch.version.cuda is not None:
+        raise RuntimeError(f"the rehearsal needs PyTorch's CPU build, and this is {torch.__version__}")
+    answers: dict[str, Any] = {
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
+        "current_device": 0,
+        "device": nullcontext(),
+        "device_of": nullcontext(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    # PyTorch only checks whether these kernels exist; without them, it decomposes the operators
+    library = torch.library.Library("aten", "IMPL", "CUDA")
+    for operator in ("_fused_rms_norm", "silu_backward"):
+        library.impl(operator, lambda *_: None)
+    _libraries.append(library)
 
-    model = build_model(config, "meta")
-    if precision == "bf16":
-        model.to(torch.bfloat16)
-    model.checkpoint_activations(config.training.activation_checkpointing)
-    model.end_of_text = 0 if config.data.document_mask else None
-    autocast = torch.bfloat16 if precision == "autocast" else None
-    traced = trace(model, "cuda", micro_batch_size, config.training.sequence_length, autocast)
-    states = sum(x.numel() * (x.itemsize + ADAMW[precision]) for x in model.parameters())
-    return {"estimated_saved_gib": traced.saved / GIB, "estimated_peak_gib": (traced.peak + states) / GIB}
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda *_: 0,
+            get_active_torch_device=lambda: torch.device("cuda", 0),
+        )
+    )
+
+
+def _load_backend() -> None:
+    """Load device.cpp, which has to happen before torch initializes. The first call compiles it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the rehearsal needs torch")
+    torch, version = Path(spec.origin).parent, importlib.metadata.version("torch")
+    digest = hashlib.sha256(f"{version} {torch} {SOURCE.read_text()}".encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"depthlm-fake-gpu-{os.getuid()}" / f"device-{digest}.so"
+    if not library.exists():
+        compiler = next(filter(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")), None)
+        if compiler is None:
+            raise RuntimeError("the rehearsal needs a C++ compiler; set CXX, or install g++")
+        library.parent.mkdir(mode=0o700, exist_ok=True)
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        folders = [f"-I{torch}/include", f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+        options = ["-O1", "-std=c++20", "-shared", "-fPIC", *folders, "-o", unfinished, SOURCE, "-lc10", "-ltorch_cpu"]
+        done = subprocess.run([compiler, *options], capture_output=True, text=True)
+        if done.returncode:
+            error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
+            raise RuntimeError(f"{SOURCE.name} does not compile against torch {version}: {error}")
+        unfinished.rename(library)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def markdown(results: Results) -> str:
@@ -133,14 +169,12 @@ def main() -> int:
     # separated by commas: with spaces, overrides would be taken for further values
     parser.add_argument("--presets", default=",".join(PRESETS), help="separated by commas (default: %(default)s)")
     parser.add_argument("--size", default="1.5b", help="sizes, separated by commas (default: %(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences (default: %(default)s)")
     parser.add_argument(
         "--precision",
         choices=("autocast", "bf16"),
         default="autocast",
         help="autocast: fp32 weights, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above (default: %(default)s)",
     )
-    parser.add_argument("--kernels", choices=("triton", "torch"), default="triton")
     parser.add_argument("--compile", action="store_true", help="count launches with training.compile=true")
     parser.add_argument("--code", action="store_true", help="compile the Triton kernels for sm_90")
     arguments = arguments_of(parser, markdown)
@@ -151,13 +185,15 @@ def main() -> int:
 
     from rich.progress import track
 
+    from benchmarks.fake_gpu.step import rehearse
+
     jobs = [(preset, size) for size in arguments.size.split(",") for preset in arguments.presets.split(",")]
     lines, errors = [], []
     for preset, size in track(jobs, "rehearsing", transient=True):
-        overrides = [f"model={preset}", f"size={size}", f"kernels={arguments.kernels}", *arguments.overrides]
-        settings = arguments.micro_batch, arguments.precision, arguments.compile, arguments.code
+        overrides = [f"model={preset}", f"size={size}", "kernels=triton", *arguments.overrides]
+        settings = MICRO_BATCH, arguments.precision, arguments.compile, arguments.code
         try:
-            lines.append(rehearse_preset(overrides, *settings))
+            lines.append(rehearse(overrides, *settings))
         except Exception as error:
             # the other presets may succeed
             errors.append(f"{' '.join(overrides)}: {error_text(error)}")

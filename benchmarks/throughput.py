@@ -1,6 +1,6 @@
 """Training speed against `transformers` and litgpt in a plain PyTorch loop, with the same weights, batch and AdamW.
 
-    python benchmarks/throughput.py [--rounds 8] [--steps 2] [--output benchmarks/results/throughput-<machine>.json]
+    python benchmarks/throughput.py [--rounds 8] [--output benchmarks/results/throughput-<machine>.json]
 
 Contenders: `depthlm` is what train.py runs (DeepSpeed, ZeRO 0); `plain` is our model in a plain loop; `zero1` is ZeRO
 1; `transformers` and `litgpt` are the peers, and litgpt may be missing; `products` are only the matrix products and the
@@ -10,14 +10,22 @@ the noise of the machine.
 
 import importlib.metadata
 import statistics
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import depthlm
-from benchmarks.shared.decoders import INSTALL_LITGPT, has_litgpt, litgpt_decoder, training_of, transformers_decoder
+from benchmarks.shared.decoders import (
+    INSTALL_LITGPT,
+    has_litgpt,
+    litgpt_decoder,
+    plain_step,
+    random_tokens,
+    training_of,
+    transformers_decoder,
+)
 from benchmarks.shared.interleaved import Step, measure, ratio, spread
 from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.config import Config
@@ -73,26 +81,17 @@ def configuration(name: str, mode: str) -> Config:
     return depthlm.compose([*SHAPE, *settings, f"deepspeed=zero{1 if name == 'zero1' else 0}"])
 
 
-def make_batch(config: Config) -> torch.Tensor:
-    """Return tokens of shape [1, batch, T + 1]."""
-    shape = (1, config.training.batch_size, config.training.sequence_length + 1)
-    return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-
-
-def contender(name: str, mode: str, device: torch.device) -> tuple[Step, Callable[[], float] | None]:
-    """Return (one training step, a function that returns the loss on the batch before any step, if it has one)."""
+def contender(name: str, mode: str, device: torch.device) -> Step:
+    """Return a training step, which returns the loss before it, but for `products`."""
     config = configuration(name, mode)
     if name == "products":
-        return products(config, torch.bfloat16 if MODES[mode][0] == "bf16" else torch.float32, device), None
-    batch = make_batch(config).to(device)
-    compiled = MODES[mode][1]
+        return products(config, torch.bfloat16 if MODES[mode][0] == "bf16" else torch.float32, device)
     if name in ("depthlm", "zero1"):
-        trained = training_of(config, device)
-        inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
-        first = float(trained.engine(inputs, targets).nll.detach()) / targets.numel()
-        return trained.step, lambda: first
+        return training_of(config, device).step
+    batch = random_tokens(config, config.training.batch_size).to(device)
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    compiled = MODES[mode][1]
     ours = depthlm.build_model(config, device)
-    tokens = config.training.batch_size * config.training.sequence_length
     if name == "plain":
         model: nn.Module = ours
         if compiled:
@@ -101,25 +100,15 @@ def contender(name: str, mode: str, device: torch.device) -> tuple[Step, Callabl
         model = litgpt_decoder(config, ours.state_dict()).to(device) if name == "litgpt" else transformers_decoder(ours)
         if compiled:
             model = torch.compile(model)  # type: ignore[assignment]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
 
-    def forward() -> torch.Tensor:
-        inputs, targets = batch[0, :, :-1], batch[0, :, 1:]
+    def loss() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=MODES[mode][0] == "bf16"):
             if name == "plain":
-                return model(inputs, targets).nll / tokens
+                return model(inputs, targets).nll / targets.numel()
             logits = model(inputs) if name == "litgpt" else model(input_ids=inputs, use_cache=False).logits
             return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def step() -> None:
-        loss = forward()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-
-    return step, lambda: forward().item()
+    return plain_step(model, loss, config.optimizer.lr)
 
 
 def products(config: Config, dtype: torch.dtype, device: torch.device) -> Step:
@@ -185,28 +174,25 @@ def markdown(results: Results) -> str:
     return headed(results, table(header, lines), *peers)
 
 
-def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int, steps: int) -> dict[str, list[float]]:
+def measure_mode(mode: str, kinds: list[str], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of the contenders of a mode. Exits where they compute another loss."""
     built = {name: contender(name, mode, device) for name in kinds}
-    losses = {name: loss() for name, (_, loss) in built.items() if loss}
+    losses: dict[str, Any] = {name: step() for name, step in built.items() if name != "products"}
     for loss in losses.values():
         # ZeRO 1 rounds its weights to bf16 at the start; all others compute the same function
         if abs(loss - losses["transformers"]) > 2e-3:
             raise SystemExit(f"{mode}: not the same model: the losses are {losses}")
-    return measure({name: step for name, (step, _) in built.items()}, rounds, steps)
+    return measure(built, rounds, steps=2)
 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=8, threads=environment.cores())
-    parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
     arguments = arguments_of(parser, markdown)
     device = start_distributed(ranks())
     if not has_litgpt():
         print(INSTALL_LITGPT)
     pairs = measurable_pairs()
-    seconds = {
-        mode: measure_mode(mode, kinds_of(mode, pairs), device, arguments.rounds, arguments.steps) for mode in MODES
-    }
+    seconds = {mode: measure_mode(mode, kinds_of(mode, pairs), device, arguments.rounds) for mode in MODES}
     peers = [name for name in ("transformers", "litgpt") if any(name in pair for pair in pairs)]
     versions = {name: importlib.metadata.version(name) for name in peers}
     publish(arguments.output or result_path("throughput"), {"peers": versions, **results_of(pairs, seconds)}, markdown)

@@ -28,7 +28,7 @@ class PointsSweeper(Sweeper):
         """Launch every point in order and print the state of each. Exits with code 1 if a point failed."""
         # imported late: Hydra imports every plugin, even to print help
         from depthlm.runs.records import COMPLETE, FAILED, WAITING, read_run
-        from depthlm.sweeps.table import print_points
+        from depthlm.sweeps.points import print_points
 
         assert self.launcher is not None
         points = sweep_points(arguments, self.config_dir)

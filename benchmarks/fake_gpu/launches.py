@@ -8,11 +8,10 @@ compiled. The graphs themselves run on fake tensors, so that memory is counted a
 import re
 import subprocess
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -32,14 +31,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 # of a multiprocessor of an H100: registers, warps, blocks, bytes of shared memory; of these, reserved per block
 REGISTERS, WARPS, BLOCKS, SHARED, RESERVED = 65536, 64, 32, 233472, 1024
 
-# calls in the generated code that launch a kernel, by kind: fused by Inductor, of a library, of a registered operator
-GENERATED = {
-    "fused": re.compile(r"^\s+\w+\.run\(", re.M),
-    "library": re.compile(r"^\s+(?:\w+ = )?extern_kernels\.\w+\(", re.M),
-    "operator": re.compile(r"^\s+(?:\w+ = )?torch\.ops\.aten\.\w+\.\w+\(", re.M),
-}
-
-Grid = tuple[int, ...]
+# calls in the generated code that launch a kernel: fused by Inductor, of a library, of a registered operator
+GENERATED = re.compile(r"^\s+(?:\w+\.run|(?:\w+ = )?extern_kernels\.\w+|(?:\w+ = )?torch\.ops\.aten\.\w+\.\w+)\(", re.M)
 
 
 class Specialization:
@@ -51,9 +44,7 @@ class Specialization:
 
     def inspect(self) -> dict[str, Any]:
         """Compile this version; return its use of registers, stack and memory, and its instructions."""
-        started = time.perf_counter()
         compiled = _compile(self.function, *self.compile_arguments)
-        seconds = time.perf_counter() - started
         # otherwise a later launch would find the compiled kernel and not be recorded
         self.function.device_caches.clear()
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -80,15 +71,14 @@ class Specialization:
             "load_bits": _widths(instructions, "LDG", "LDGSTS"),
             "store_bits": _widths(instructions, "STG"),
             "instructions": len(instructions),
-            "seconds": seconds,
         }
 
 
 _run, _compile = JITFunction.run, JITFunction._do_compile
 
 
-def record_launches(launched: Callable[[Specialization, Grid], None]) -> None:
-    """From now on call `launched` instead of launching a kernel."""
+def record_launches(launched: Callable[[Specialization, dict[str, Any]], None]) -> None:
+    """From now on call `launched` with the version of a kernel and its arguments by name instead of launching it."""
     known: dict[tuple[int, Any], Specialization] = {}
 
     def recorded(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -99,9 +89,7 @@ def record_launches(launched: Callable[[Specialization, Grid], None]) -> None:
         version.arguments = version.arguments or " ".join(
             [*(f"{key}={_shown(value)}" for key, value in kwargs.items()), *map(_shown, args)]
         )
-        if callable(grid):
-            grid = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs)
-        launched(version, tuple(grid))
+        launched(version, dict(zip(self.arg_names, args, strict=False)) | kwargs)
 
     def compile_later(self: JITFunction, key: Any, *rest: Any) -> Specialization:
         return known.setdefault((id(self), key), Specialization(self, (key, *rest)))
@@ -144,13 +132,8 @@ def _widths(instructions: list[str], *names: str) -> dict[int, int]:
     return dict(sorted(Counter(int((width or ["32"])[0]) for width in widths).items(), reverse=True))
 
 
-class Counting(Protocol):
-    def region(self, launches: Counter[str], run: Callable[[], Any]) -> Any:
-        """Count the launches of a region, and run it."""
-
-
-def backend(counting: Counting) -> Any:
-    """Return a backend of torch.compile whose regions report their launches to `counting`."""
+def backend(region: Callable[[int, Callable[[], Any]], Any]) -> Any:
+    """Return a backend of torch.compile that calls `region` with the launches of a region and what runs it."""
     torch.version.cuda = "13.0"  # type: ignore[attr-defined]
     config.compile_threads = 1
     scheduler.has_triton = lambda *_: True
@@ -159,7 +142,7 @@ def backend(counting: Counting) -> Any:
         # a backward pass may be lowered while its launches are counted
         with _disable_current_modes():
             launches = generated(graph, inputs)
-        return lambda *arguments: counting.region(launches, lambda: graph(*arguments))
+        return lambda *arguments: region(launches, lambda: graph(*arguments))
 
     return aot_autograd(
         fw_compiler=compiler,
@@ -169,8 +152,8 @@ def backend(counting: Counting) -> Any:
     )
 
 
-def generated(graph: torch.fx.GraphModule, inputs: Any) -> Counter[str]:
-    """Return how many kernels of each kind Inductor's code for a graph launches."""
+def generated(graph: torch.fx.GraphModule, inputs: Any) -> int:
+    """Return how many kernels Inductor's code for a graph launches."""
     fake_mode = detect_fake_mode(inputs)
     compile_fx.view_to_reshape(graph)
     with V.set_fake_mode(fake_mode):
@@ -181,5 +164,4 @@ def generated(graph: torch.fx.GraphModule, inputs: Any) -> Counter[str]:
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
             code, _ = lowering.codegen()
-    text = getattr(code, "value", code)
-    return Counter({kind: len(pattern.findall(text)) for kind, pattern in GENERATED.items()})
+    return len(GENERATED.findall(getattr(code, "value", code)))

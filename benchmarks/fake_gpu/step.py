@@ -2,12 +2,11 @@
 
 import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -15,12 +14,12 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
-from triton.runtime.jit import JITFunction
 
 from benchmarks.fake_gpu import launches
-from benchmarks.fake_gpu.launches import Grid, Specialization
+from benchmarks.fake_gpu.launches import Specialization
+from depthlm.accounting.tracing import trace
 from depthlm.build import build_model
-from depthlm.config import Config
+from depthlm.config import Config, compose_anywhere
 from depthlm.model import Decoder, compile_sublayers
 from depthlm.model.attention.context import DocumentMask
 from depthlm.ops.flash import Bounds
@@ -37,67 +36,20 @@ PACKAGE = Path(__file__).parents[2] / "depthlm"
 INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._ops", "torch.utils._python_dispatch")
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What one micro-batch requires.
-
-    launches: by pass and kind: forward_pytorch, forward_triton, forward_compiled, and those of the backward pass.
-    gradient_sums: launches in which autograd adds the gradients of a tensor that was used repeatedly.
-    synchronizations: how often the host waits for a number or a copy, by operator and line.
-    saved: bytes that are kept for the backward pass, without weights, with their 16-bit copies.
-    peak: the most bytes alive at once, with weights, gradients and AdamW's states.
-    moved: bytes of the inputs and outputs of PyTorch's launches outside compiled regions.
-    operators: launches of PyTorch's operators by name. triton: the grids of each version of a kernel.
-    """
-
-    parameters: int
-    without_gradient: int
-    launches: Counter[str]
-    gradient_sums: int
-    synchronizations: Counter[str]
-    saved: int
-    peak: int
-    moved: int
-    operators: Counter[str]
-    triton: dict[Specialization, Counter[Grid]]
-
-    def record(self) -> dict[str, Any]:
-        """Return everything but the grids, for JSON."""
-        kernels: dict[str, dict[str, int]] = defaultdict(lambda: {"launches": 0, "compilations": 0})
-        for version, grids in self.triton.items():
-            kernels[version.kernel]["launches"] += grids.total()
-            kernels[version.kernel]["compilations"] += 1
-        return {
-            "parameters": self.parameters,
-            "parameters_without_gradient": self.without_gradient,
-            "launches": self.launches.total(),
-            **{f"launches_{kind}": count for kind, count in self.launches.items()},
-            "gradient_sums": self.gradient_sums,
-            "host_synchronizations": self.synchronizations,
-            "saved_gib": self.saved / GIB,
-            "peak_gib": self.peak / GIB,
-            "moved_gb": self.moved / 1e9,
-            "compilations": len(self.triton),
-            "triton": kernels,
-            "operators": dict(self.operators.most_common()),
-        }
-
-
-def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bool) -> Rehearsal:
-    """Trace one micro-batch. Call `device.install` first.
+def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool) -> dict[str, Any]:
+    """Return what one micro-batch of a configuration requires. Call `prepare` first.
 
     precision: autocast: fp32 weights under bf16 autocast, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above.
-    compiled: whether torch.compile compiles the sublayers.
+    compiled: whether torch.compile compiles the sublayers; the estimate is that of a step without it.
+    code: whether to compile each version of the Triton kernels and to inspect its machine code.
     Raises: RuntimeError where the host needs a shape that depends on values.
     """
-    model, counter = build_model(config, "meta"), LaunchCounter()
+    config = compose_anywhere(overrides, None)
+    model, counter = model_of(config), LaunchCounter()
     launches.record_launches(counter.launched)
     dtype = torch.float32 if precision == "autocast" else torch.bfloat16
     with FakeTensorMode(allow_non_fake_inputs=True):
         model._apply(lambda x: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="cuda"))
-        if config.training.activation_checkpointing:
-            model.checkpoint_activations()
-        model.end_of_text = 0 if config.data.document_mask else None
         weights = {counter.hold(x) for x in (*model.parameters(), *model.buffers())}
         if compiled:
             compile_regions(model, counter)
@@ -113,18 +65,53 @@ def rehearse(config: Config, micro_batch_size: int, precision: str, compiled: bo
         with counter:
             loss.nll.backward()
     parameters = sum(x.numel() for x in model.parameters())
-    return Rehearsal(
-        parameters=parameters,
-        without_gradient=sum(x.grad is None for x in model.parameters()),
-        launches=counter.launches,
-        gradient_sums=counter.gradient_sums,
-        synchronizations=counter.synchronizations,
-        saved=saved,
-        peak=counter.peak + ADAMW[precision] * parameters,
-        moved=counter.moved,
-        operators=counter.operators,
-        triton=counter.triton,
-    )
+    line = {
+        "preset": config.model.name,
+        "size": config.size.name,
+        "micro_batch_size": micro_batch_size,
+        "sequence_length": config.training.sequence_length,
+        "precision": precision,
+        "compiled": compiled,
+        "activation_checkpointing": config.training.activation_checkpointing,
+        "parameters": parameters,
+        "parameters_without_gradient": sum(x.grad is None for x in model.parameters()),
+        "launches": counter.launches.total(),
+        **{f"launches_{kind}": count for kind, count in counter.launches.items()},
+        "gradient_sums": counter.gradient_sums,
+        "host_synchronizations": counter.synchronizations,
+        "saved_gib": saved / GIB,
+        "peak_gib": (counter.peak + ADAMW[precision] * parameters) / GIB,
+        "moved_gb": counter.moved / 1e9,
+        "compilations": len(counter.triton),
+        "operators": dict(counter.operators.most_common()),
+    }
+    if not compiled:
+        line |= estimate(config, micro_batch_size, precision)
+    if code:
+        versions = sorted(counter.triton.items(), key=lambda item: item[0].kernel)
+        line["machine_code"] = [
+            {"kernel": x.kernel, "arguments": x.arguments, "launches": count, **x.inspect()} for x, count in versions
+        ]
+    return line
+
+
+def model_of(config: Config) -> Decoder:
+    """Return the decoder as it is trained, without weights."""
+    model = build_model(config, "meta")
+    model.checkpoint_activations(config.training.activation_checkpointing)
+    model.end_of_text = 0 if config.data.document_mask else None
+    return model
+
+
+def estimate(config: Config, micro_batch_size: int, precision: str) -> dict[str, float]:
+    """Return what `depthlm summary` assumes for the same micro-batch."""
+    model = model_of(config)
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    autocast = torch.bfloat16 if precision == "autocast" else None
+    traced = trace(model, "cuda", micro_batch_size, config.training.sequence_length, autocast)
+    states = sum(x.numel() * (x.itemsize + ADAMW[precision]) for x in model.parameters())
+    return {"estimated_saved_gib": traced.saved / GIB, "estimated_peak_gib": (traced.peak + states) / GIB}
 
 
 def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
@@ -144,48 +131,40 @@ def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
         return call
 
     with mock.patch("torch.compile", compile_without_counter):
-        compile_sublayers(model, backend=launches.backend(counter))
+        compile_sublayers(model, backend=launches.backend(counter.region))
 
 
-@dataclass
-class Traffic:
+class Traffic(NamedTuple):
     """launches and moved: of the forward and the backward pass. saved: bytes kept for the backward pass, inputs aside.
 
-    A launch moves each of its tensors once, and a tensor to which it adds twice.
+    kernels: the launches of each version of a Triton kernel. A launch moves each of its tensors once, and a tensor to
+    which it adds twice.
     """
 
-    launches: int = 0
-    moved: int = 0
-    saved: int = 0
-    kernels: dict[Specialization, int] = field(default_factory=dict)
+    launches: int
+    moved: int
+    saved: int
+    kernels: Counter[Specialization]
 
 
 def measure_traffic(run: Callable[[], Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Traffic:
     """Trace a forward and a backward pass with gradients of all outputs. Call this in a FakeTensorMode."""
-    counter, traffic, tables = LaunchCounter(), Traffic(), {}
-    launches.record_launches(counter.launched)
-    recorded = JITFunction.run
+    counter, tables, moved = LaunchCounter(), {}, 0
 
-    def moved(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
-        by_name = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        traffic.moved += launch_bytes(function.fn.__name__, by_name, tables)
-        return recorded(function, *args, **kwargs)
+    def launched(version: Specialization, arguments: dict[str, Any]) -> None:
+        nonlocal moved
+        counter.launched(version, arguments)
+        moved += launch_bytes(version.function.fn.__name__, arguments, tables)
 
-    JITFunction.run = moved
-    try:
-        given = {counter.hold(x) for x in inputs}
-        with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
-            outputs = run()
-        traffic.saved = sum(counter.held[key] for key in counter.saved - given if key in counter.held)
-        counter.phase = "backward"
-        with counter:
-            torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
-    finally:
-        JITFunction.run = recorded
-    traffic.moved += counter.moved
-    traffic.launches = counter.launches.total()
-    traffic.kernels = {version: grids.total() for version, grids in counter.triton.items()}
-    return traffic
+    launches.record_launches(launched)
+    given = {counter.hold(x) for x in inputs}
+    with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda x: x):
+        outputs = run()
+    saved = sum(counter.held[key] for key in counter.saved - given if key in counter.held)
+    counter.phase = "backward"
+    with counter:
+        torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+    return Traffic(counter.launches.total(), moved + counter.moved, saved, counter.triton)
 
 
 def launch_bytes(name: str, arguments: dict[str, Any], tables: dict[int, dict[str, Any]]) -> int:
@@ -218,19 +197,19 @@ class LaunchCounter(TorchDispatchMode):
         self.launches: Counter[str] = Counter(dict.fromkeys(kinds, 0))
         self.operators: Counter[str] = Counter()
         self.synchronizations: Counter[str] = Counter()
-        self.triton: dict[Specialization, Counter[Grid]] = defaultdict(Counter)
+        self.triton: Counter[Specialization] = Counter()
         self.held: dict[int, int] = {}
         self.saved: set[int] = set()
         self.gradient_sums = self.live = self.peak = self.moved = 0
         self.in_region = False
 
-    def launched(self, version: Specialization, grid: Grid) -> None:
+    def launched(self, version: Specialization, arguments: dict[str, Any]) -> None:
         self.launches[f"{self.phase}_triton"] += 1
-        self.triton[version][grid] += 1
+        self.triton[version] += 1
 
-    def region(self, launches: Counter[str], run: Callable[[], Any]) -> Any:
+    def region(self, launches: int, run: Callable[[], Any]) -> Any:
         """Run a compiled region, and count the launches of its generated code instead of its operators."""
-        self.launches[f"{self.phase}_compiled"] += launches.total()
+        self.launches[f"{self.phase}_compiled"] += launches
         # the forward pass of a region runs without this mode, the backward pass with it
         with self.inside(True), self if self.phase == "forward" else nullcontext():
             return run()

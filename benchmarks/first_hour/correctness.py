@@ -1,6 +1,6 @@
 """Whether the Triton kernels are correct on this device.
 
-    python benchmarks/first_hour/correctness.py --output kernels.json [--tokens 256] [--types bfloat16 float32]
+    python benchmarks/first_hour/correctness.py --output kernels.json [--tiny]
 
 Each operator of `shared/operators.py` runs forward and backward in Triton, in PyTorch, and in PyTorch in fp64 on the
 same values; the errors are relative to the largest value of a tensor. Then a tiny decoder of each preset takes training
@@ -8,7 +8,9 @@ steps with both, and their losses are compared. A difference is allowed up to a 
 PyTorch in the same dtype.
 """
 
+import itertools
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 import depthlm
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import release
+from benchmarks.shared.interleaved import measure_lines
 from benchmarks.shared.operators import CASES, Make, Shape, difference, shape_of, step
 from depthlm.config import compose_anywhere, mechanisms
 from depthlm.machine import environment
@@ -86,7 +88,7 @@ def markdown(results: reporting.Results) -> str:
     """Return a table of the operators and one of the presets. Errors are relative to a tensor's largest value."""
     operators, presets = [], []
     for line in results["lines"]:
-        outcome = "passed" if line["passed"] else line.get("error", "failed").replace("|", "\\|")
+        outcome = "passed" if line.get("passed") else line.get("error", "failed").replace("|", "\\|")
         if line["kind"] == "operator":
             errors = line.get("errors", {})
             cells = [reporting.number(errors.get(backend), ".1e") for backend in ("triton", "torch")]
@@ -103,34 +105,26 @@ def markdown(results: reporting.Results) -> str:
 
 def main() -> int:
     parser = reporting.parser_of(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a test on a CPU")
-    parser.add_argument("--operators", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--presets", nargs="+", default=[name for name in mechanisms() if name != "vanilla"])
-    parser.add_argument("--types", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each comparison")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each preset")
+    parser.add_argument("--tiny", action="store_true", help="a few tiny cases, for a test on a CPU")
     arguments = reporting.arguments_of(parser, markdown)
-    shape = TINY if arguments.tiny else shape_of("1.5b", 1, arguments.tokens)
-    types = [getattr(torch, name) for name in arguments.types]
-    jobs = [("operator", name, dtype) for dtype in types for name in arguments.operators]
-    jobs += [("preset", name, dtype) for dtype in types for name in arguments.presets]
-    results: reporting.Results = {"shape": shape._asdict(), "steps": arguments.steps, "lines": []}
-    for kind, name, dtype in jobs:
-        line: dict[str, Any] = {"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}
-        try:
-            if kind == "operator":
-                line |= check_operator(name, shape, dtype)
-            else:
-                line |= check_preset(name, dtype, arguments.tokens, arguments.steps)
-        except Exception as error:
-            # the others may pass
-            line |= {"passed": False, "error": reporting.error_text(error)}
-        print(line, flush=True)
-        results["lines"].append(line)
-        reporting.write_json(arguments.output, results)
-        release()
+    shape, types, tokens, steps = shape_of("1.5b", 1, 256), [torch.bfloat16, torch.float32], 256, 20
+    operators, presets = list(CASES), [name for name in mechanisms() if name != "vanilla"]
+    if arguments.tiny:
+        shape, types, tokens, steps = TINY, [torch.float32], 4, 2
+        operators, presets = ["depth_value_mix", "merged_attention"], ["moda"]
+    checks: dict[tuple[str, str, torch.dtype], Any] = {}
+    for dtype, name in itertools.product(types, operators):
+        checks["operator", name, dtype] = partial(check_operator, name, shape, dtype)
+    for dtype, name in itertools.product(types, presets):
+        checks["preset", name, dtype] = partial(check_preset, name, dtype, tokens, steps)
+    jobs = (
+        ({"kind": kind, "name": name, "dtype": str(dtype).removeprefix("torch.")}, check)
+        for (kind, name, dtype), check in checks.items()
+    )
+    results: reporting.Results = {"shape": shape._asdict(), "steps": steps}
+    measure_lines(jobs, results, arguments.output)
     reporting.publish(arguments.output, results, markdown)
-    return int(not all(line["passed"] for line in results["lines"]))
+    return int(not all(line.get("passed") for line in results["lines"]))
 
 
 if __name__ == "__main__":

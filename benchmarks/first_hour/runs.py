@@ -1,12 +1,11 @@
-"""Runs of train.py (fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour) and of the tests.
+"""The device, and runs: tests, fp16's loss scale, a kill while a checkpoint is saved, a short budget=gpu_hour.
 
-    python benchmarks/first_hour/runs.py tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
+    python benchmarks/first_hour/runs.py device|tests|fp16|resume|gpu_hour --scratch FOLDER --output JSON [--tiny]
 
 The text is the source of Python's standard library in bytes, so nothing is downloaded. The folder must not exist; it is
 removed at the end.
 """
 
-import json
 import math
 import shutil
 import signal
@@ -18,9 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.disturbances.runs import is_saving, newest_step
-from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, table
+import torch
+
+from benchmarks.shared.interleaved import copying, measure
+from benchmarks.shared.reporting import Results, arguments_of, error_text, headed, parser_of, publish, table
 from depthlm.locations import REPOSITORY
+from depthlm.machine import environment
+from depthlm.machine.gpu import driver_version
+from depthlm.machine.memory import available_memory
+from depthlm.ops.backend import missing
+from depthlm.runs.records import read_run
 
 RUN = ["data=stdlib", "data.tokenizer=bytes", "tracker=none", "training.sample=null", "training.log_every=1"]
 TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training.batch_size=4",
@@ -28,6 +34,7 @@ TINY = ["size=micro", "precision=fp32", "training.sequence_length=32", "training
 # the tests that use a GPU where there is one
 TESTS = ["tests/ops", "tests/model/test_ops.py",
          "tests/training/checkpoint/test_saving.py::test_a_snapshot_of_a_gpu_is_in_pinned_memory"]  # fmt: skip
+SETTINGS = "name,driver_version,pstate,clocks.max.sm,power.limit,memory.total,memory.used,mig.mode.current"
 # the largest relative difference of a loss of a resumed run from that of an undisturbed one
 DIFFERENCE = 0.01
 # 80 seconds at the rate that conf/budget/gpu_hour.yaml assumes; the start and the last checkpoint take the rest
@@ -42,11 +49,32 @@ def command(scratch: Path, name: str, overrides: list[str]) -> list[str]:
 def finish(scratch: Path, name: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Train a run to its end, or resume it, and return its rows of metrics."""
     subprocess.run(command(scratch, name, overrides), cwd=REPOSITORY, check=True)
-    return rows(scratch / name)
+    return read_run(scratch / name).rows
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def device(scratch: Path, tiny: bool) -> dict[str, Any]:
+    """Return the settings of the device, whether Triton can run, and its speed of copies and of matrix products."""
+    kind, width = environment.device_type(), 64 if tiny else 8192
+    a, b = (torch.randn(width, width, device=kind, dtype=torch.bfloat16) for _ in range(2))
+    copied = 2**20 if tiny else 2**30
+    seconds = measure({"copy": copying(copied), "product": lambda: a @ b}, rounds=5, steps=10)
+    try:
+        command = ["nvidia-smi", f"--query-gpu={SETTINGS}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        settings = (done.stdout + done.stderr).strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        settings = error_text(error)
+    return {
+        "memory_gib": available_memory(torch.device(kind, 0) if kind == "cuda" else torch.device(kind), 1) / 2**30,
+        "driver": driver_version(),
+        "nvidia_smi": settings,
+        "cuda": torch.version.cuda,
+        "fast_precision": environment.fast_precision(kind),
+        "triton_missing": missing(kind),
+        "copied_gb_per_second": 2 * copied / min(seconds["copy"]) / 1e9,
+        "bf16_tflops": 2 * width**3 / min(seconds["product"]) / 1e12,
+        "passed": True,
+    }
 
 
 def tests(scratch: Path, tiny: bool) -> dict[str, Any]:
@@ -99,21 +127,17 @@ def resume(scratch: Path, tiny: bool) -> dict[str, Any]:
     process = subprocess.Popen(command(scratch, "killed", run), cwd=REPOSITORY)
     newest = killed / "checkpoints" / "latest"
     # with a complete checkpoint, and while the next one is being written
-    while process.poll() is None and (newest_step(killed) < 2 * every or not newest.exists()):
+    while process.poll() is None and not (newest.exists() and any(newest.parent.glob(".saving-*"))):
         time.sleep(0.002)
-    deadline = time.monotonic() + 2
-    while process.poll() is None and not is_saving(killed) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    saving, step = is_saving(killed), newest_step(killed)
     process.send_signal(signal.SIGKILL)
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended with exit status {process.returncode} before it was killed")
+    step = read_run(killed).step
     latest = newest.read_text().strip()
     resumed = finish(scratch, "killed", run)
     differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(resumed, undisturbed, strict=True)]
     return {
         "killed_at_step": step,
-        "killed_while_saving": saving,
         "resumed_from": latest,
         "largest_loss_difference": max(differences),
         "bitwise_equal": all(a["loss"] == b["loss"] for a, b in zip(resumed, undisturbed, strict=True)),
@@ -130,14 +154,14 @@ def gpu_hour(scratch: Path, tiny: bool) -> dict[str, Any]:
         shape = [*TINY, "budget.flops=1e9"]
     run = [*shape, "budget=gpu_hour", "model=depth_attention", "training.checkpoint_every=1000000"]
     curve = finish(scratch, "gpu_hour", run)
-    summary = json.loads((scratch / "gpu_hour" / "summary.json").read_text())
+    summary = read_run(scratch / "gpu_hour").summary
     kept = ("steps", "tokens", "validation_loss", "tokens_per_second", "mfu", "wall_seconds", "peak_memory_gib")
     first, last = curve[0]["loss"], curve[-1]["loss"]
     return {"first_loss": first, "last_loss": last, **{key: summary[key] for key in kept}, "passed": last < first}
 
 
 RUNS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
-    "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
+    "device": device, "tests": tests, "fp16": fp16, "resume": resume, "gpu_hour": gpu_hour
 }  # fmt: skip
 
 

@@ -1,19 +1,20 @@
-"""The training step of a preset: tokens/s, MFU, launches, peak memory against the estimate, eager and compiled.
+"""A training step: tokens/s, MFU, launches, peak memory against the estimate, eager and compiled.
 
 python benchmarks/first_hour/step.py [key=value ...] --size 1.5b --micro-batch 8 --output vanilla.json
 """
 
 import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import depthlm
-from benchmarks.mechanisms import contender
 from benchmarks.shared import reporting
-from benchmarks.shared.interleaved import gpu_bytes, measure, peak_gib_above, release
+from benchmarks.shared.decoders import training_of
+from benchmarks.shared.interleaved import gpu_bytes, measure, measure_lines, peak_gib_above
 from depthlm.accounting import flops_per_token
 from depthlm.accounting.memory import MemoryEstimator
 from depthlm.config import Config
@@ -36,16 +37,18 @@ def launches(step: Any) -> int | None:
     return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key) or None
 
 
-def measure_step(config: Config, overrides: list[str], device: torch.device, rounds: int) -> dict[str, Any]:
+def measure_step(config: Config, device: torch.device, rounds: int) -> dict[str, Any]:
+    estimate = MemoryEstimator(config, device.type).estimate(config.deepspeed.stage, 1, config.training.batch_size)
     used = gpu_bytes()
-    step, tokens = contender(config.model.name, overrides, device)
-    first = measure({"step": step}, rounds=1, steps=1, warmup=0)["step"][0]
-    seconds = measure({"step": step}, rounds, steps=1, warmup=2)["step"]
+    trained = training_of(config, device)
+    first = measure({"step": trained.step}, rounds=1, steps=1, warmup=0)["step"][0]
+    seconds = measure({"step": trained.step}, rounds, steps=1, warmup=2)["step"]
     peak = peak_gib_above(used)
-    speed = tokens / statistics.median(seconds)
+    speed = trained.plan.tokens_per_step / statistics.median(seconds)
     peak_rate = peak_flops(environment.device_name(device.type), config.precision.name)
     flops = flops_per_token(depthlm.build_model(config, "meta"), config.training.sequence_length).training
     return {
+        "estimated_memory_gib": estimate.total / 2**30,
         "tokens_per_second": speed,
         "microseconds_per_token": 1e6 / speed,
         "mfu": speed * flops / peak_rate if peak_rate else None,
@@ -53,7 +56,7 @@ def measure_step(config: Config, overrides: list[str], device: torch.device, rou
         "first_step_seconds": first,
         "seconds": seconds,
         "peak_memory_gib": peak,
-        "launches": launches(step),
+        "launches": launches(trained.step),
     }
 
 
@@ -86,29 +89,19 @@ def main() -> int:
     parser = reporting.parser_of(__doc__, rounds=10)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py")
     parser.add_argument("--size", default="1.5b")
-    parser.add_argument("--presets", nargs="+", default=["vanilla"])
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     arguments = reporting.arguments_of(parser, markdown)
-    device = start_distributed(ranks())
-    results: reporting.Results = {"lines": []}
-    for preset, mode in ((preset, mode) for preset in arguments.presets for mode in arguments.modes):
-        shape = [f"size={arguments.size}", f"training.batch_size={arguments.micro_batch}", "tracker=none"]
-        overrides = [*shape, *arguments.overrides, f"training.compile={MODES[mode]}"]
-        config = depthlm.compose([*overrides, f"model={preset}"])
-        line = {"preset": preset, "size": arguments.size, "mode": mode, "micro_batch_size": arguments.micro_batch,
-                "sequence_length": config.training.sequence_length, "precision": config.precision.name}  # fmt: skip
-        try:
-            estimate = MemoryEstimator(config, device.type).estimate(config.deepspeed.stage, 1, arguments.micro_batch)
-            line["estimated_memory_gib"] = estimate.total / 2**30
-            line |= measure_step(config, overrides, device, arguments.rounds)
-        except Exception as error:
-            # the other mode may succeed
-            line["error"] = reporting.error_text(error)
-            print(f"error: {preset}, {mode}: {line['error']}", flush=True)
-        results["lines"].append(line)
-        reporting.write_json(arguments.output, results)
-        release()
+    device, jobs = start_distributed(ranks()), []
+    for mode in arguments.modes:
+        batch, compiled = f"training.batch_size={arguments.micro_batch}", f"training.compile={MODES[mode]}"
+        config = depthlm.compose([f"size={arguments.size}", batch, "tracker=none", *arguments.overrides, compiled])
+        line = {"preset": config.model.name, "size": config.size.name, "mode": mode,
+                "micro_batch_size": arguments.micro_batch, "sequence_length": config.training.sequence_length,
+                "precision": config.precision.name}  # fmt: skip
+        jobs.append((line, partial(measure_step, config, device, arguments.rounds)))
+    results: reporting.Results = {}
+    measure_lines(jobs, results, arguments.output)
     reporting.publish(arguments.output, results, markdown)
     return int(any("error" in line for line in results["lines"]))
 

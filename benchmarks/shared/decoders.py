@@ -5,6 +5,7 @@ repository has, so it is installed without them.
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ class Training(NamedTuple):
     batch: Tensor
 
     def step(self) -> float:
-        """Train on the batch. A GPU computes a step while the host continues, so wait for the loss."""
-        return train_step(self.engine, self.batch, self.plan, 0.0).item()
+        """Train on the batch. Wait for the loss per token, since a GPU computes a step while the host continues."""
+        return train_step(self.engine, self.batch, self.plan, 0.0).item() / self.plan.tokens_per_step
 
 
 def training_of(config: Config, device: torch.device) -> Training:
@@ -42,9 +43,29 @@ def training_of(config: Config, device: torch.device) -> Training:
     model.checkpoint_activations(config.training.activation_checkpointing)
     if compiles(config, device):
         compile_sublayers(model)
-    shape = (plan.accumulation, plan.micro_batch_size, plan.sequence_length + 1)
-    batch = torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    batch = random_tokens(config, plan.accumulation, plan.micro_batch_size).to(device)
     return Training(build_engine(config, plan, model), plan, batch)
+
+
+def random_tokens(config: Config, *batch: int) -> Tensor:
+    """Return tokens of shape [*batch, T + 1]."""
+    shape = (*batch, config.training.sequence_length + 1)
+    return torch.randint(config.size.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def plain_step(model: nn.Module, loss: Callable[[], Tensor], learning_rate: float) -> Callable[[], float]:
+    """Return a training step in a plain loop: fused AdamW, clipped gradients, the loss read in every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
+
+    def step() -> float:
+        before = loss()
+        before.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return before.item()
+
+    return step
 
 
 def has_litgpt() -> bool:
@@ -114,7 +135,15 @@ def litgpt_decoder(config: Config, weights: Weights) -> nn.Module:
         "head.": "lm_head.",
         "layers.": "transformer.h.",
     }
-    renamed = rename(weights, names)
+    renamed = {}
+    for name, tensor in weights.items():
+        for ours, theirs in names.items():
+            # a part of a name, or its beginning
+            if ours.startswith("."):
+                name = name.replace(ours, theirs)
+            elif name.startswith(ours):
+                name = theirs + name.removeprefix(ours)
+        renamed[name] = tensor
     for layer in range(size.num_layers):
         # one matrix: the rows of all query heads, then those of all keys, then those of all values
         attention = f"transformer.h.{layer}.attn."
@@ -122,16 +151,3 @@ def litgpt_decoder(config: Config, weights: Weights) -> nn.Module:
         renamed[f"{attention}qkv.weight"] = cat(separate)
     model.load_state_dict(renamed)
     return model
-
-
-def rename(weights: Weights, names: dict[str, str]) -> Weights:
-    """Return the weights under the names of a peer. A name that begins with a dot may be anywhere in ours."""
-    result = {}
-    for name, tensor in weights.items():
-        for ours, theirs in names.items():
-            if ours.startswith("."):
-                name = name.replace(ours, theirs)
-            elif name.startswith(ours):
-                name = theirs + name.removeprefix(ours)
-        result[name] = tensor
-    return result

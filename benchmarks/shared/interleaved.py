@@ -1,15 +1,16 @@
 """A fair comparison in one process: every contender takes a turn in every round, under the same machine conditions."""
 
 import gc
-import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.shared.reporting import Results, error_text, write_json
 
 Step = Callable[[], object]
 
@@ -44,51 +45,16 @@ def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
     return statistics.median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
 
 
-def against(times: list[float], baseline: list[float], tokens: int) -> dict[str, Any]:
-    """Return a contender's time for this many tokens, and its overhead over the baseline, as a median over rounds."""
-    added = statistics.median(time / base for time, base in zip(times, baseline, strict=True)) - 1
-    return {
-        "overhead": added,
-        "microseconds_per_token": 1e6 * min(times) / tokens,
-        "microseconds_added": 1e6 * added * statistics.median(baseline) / tokens,
-        "seconds": times,
-    }
-
-
-def twin_baseline(seconds: dict[str, list[float]], name: str, twin: str) -> tuple[list[float], list[float]]:
-    """Return the mean times of two contenders with the same code, and the ratios of their times."""
-    pairs = list(zip(seconds[twin], seconds[name], strict=True))
-    return [statistics.mean(pair) for pair in pairs], [a / b for a, b in pairs]
-
-
-def twin_note(ratios: list[float], name: str) -> str:
-    """Return what `twin_baseline` says of the noise of the machine."""
-    noise = max((abs(value - 1) for value in ratios), default=0.0)
-    median = statistics.median(ratios or [1.0])
-    return f"{name} again: median {median:.3f}, single rounds differ by up to {noise:.1%}"
-
-
 def spread(seconds: dict[str, list[float]], name: str, twin: str) -> float:
     """Return the largest deviation from 1 of the ratio of two runs of the same code: the noise of this machine."""
     return max(abs(b / a - 1) for a, b in zip(seconds[name], seconds[twin], strict=True))
 
 
-def peak_memory_gib(make: Callable[..., Step], *arguments: Any) -> float:
-    """Return the peak memory of two steps of `make(*arguments)` in a new process, of the GPU if there is one.
-
-    Call this while this process is small, because on Linux a child's peak starts at that of its parent.
-    """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_peak_of, make, arguments).result()
-
-
-def _peak_of(make: Callable[..., Step], arguments: tuple[Any, ...]) -> float:
-    step = make(*arguments)
-    step()
-    step()
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def copying(size: int) -> Step:
+    """Return a step that copies a tensor of this many bytes."""
+    source = torch.ones(size, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 def gpu_bytes() -> int:
@@ -106,6 +72,26 @@ def peak_gib_above(used: int) -> float | None:
         return None
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - used) / 2**30
+
+
+def measure_lines(
+    jobs: Iterable[tuple[dict[str, Any], Callable[[], dict[str, Any]]]], results: Results, output: Path
+) -> None:
+    """Measure lines of a table, and write the results after each. A job is what names its line, and what measures it.
+
+    A line that fails has an error.
+    """
+    results["lines"] = []
+    for line, job in jobs:
+        try:
+            line = line | job()
+        except Exception as error:
+            # the others may succeed
+            line = line | {"error": error_text(error)}
+            print(f"error: {', '.join(map(str, line.values()))}", file=sys.stderr, flush=True)
+        results["lines"].append(line)
+        release()
+        write_json(output, results)
 
 
 def release() -> None:

@@ -9,15 +9,14 @@ streams, d hidden size, h query heads, k key/value heads, e head size.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.shared import reporting
 from depthlm.config import compose_anywhere
 from depthlm.model.read_ahead import READS
 from depthlm.ops.attention_residuals.naive import depth_attend
@@ -31,7 +30,7 @@ from depthlm.ops.mhc.naive import mhc_post_pre
 from depthlm.ops.moda.bank import depth_of
 from depthlm.ops.moda.merge import merged_attention
 
-TABLES = Path(__file__).parents[1] / "tables" / "kernels"
+TABLES = reporting.TABLES / "kernels"
 EPS = 1e-6
 # number of streams of hyper-connections and mHC, and Sinkhorn iterations of mHC
 STREAMS, ITERATIONS = 4, 20
@@ -130,7 +129,7 @@ def shape_of(size: str, batch: int, length: int) -> Shape:
 
 def read_table(name: str) -> list[tuple[dict[str, Any], Shape]]:
     """Read a paper's settings of MoDA: each row with its shape."""
-    table: Any = OmegaConf.to_container(OmegaConf.load(TABLES / f"{name}.yaml"))
+    table = reporting.read_table(TABLES, name)
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     return [(row, _shape_of_row(row, table["batch_size"], table["head_size"])) for row in rows]
 
@@ -178,14 +177,6 @@ def residual_reads(shape: Shape, make: Make, block: int) -> Case:
     n = 1 + shape.layers // READS * READS // block
     query, sources = make.parameter(READS, shape.d, scale=shape.d**-0.5), make.streams(shape, n)
     return Case(lambda: depth_attend(query, sources, EPS), [query, *sources], reads_values(READS, n, shape.d))
-
-
-def attend_block(shape: Shape, make: Make) -> Case:
-    return residual_reads(shape, make, -(-2 * shape.layers // 8))
-
-
-def attend_full(shape: Shape, make: Make) -> Case:
-    return residual_reads(shape, make, 1)
 
 
 def dense_reads(shape: Shape, make: Make) -> Case:
@@ -256,8 +247,9 @@ def causal_flash(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
 
 CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "depth_value_mix": value_mix,
-    "depth_attend_block": attend_block,
-    "depth_attend_full": attend_full,
+    # of an eighth of the sublayers, and of single outputs
+    "depth_attend_block": lambda shape, make: residual_reads(shape, make, -(-2 * shape.layers // 8)),
+    "depth_attend_full": lambda shape, make: residual_reads(shape, make, 1),
     "weighted_reads": dense_reads,
     "gated_reads": cross_reads,
     "mhc_post_pre": manifold_post_pre,

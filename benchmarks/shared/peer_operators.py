@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from depthlm.ops.attention_residuals.naive import depth_attend
-from depthlm.ops.backend import using
 from depthlm.ops.mhc.cpu import Parameters, Pending
 from depthlm.ops.mhc.naive import mhc_post_pre
 
@@ -43,13 +42,12 @@ def attention_residuals(make: Callable[..., Tensor], b: int, t: int, d: int) -> 
     queries, norms = ([make(d, scale=d**-0.5) for _ in range(READS)] for _ in range(2))
 
     def ours() -> list[Tensor]:
-        with using("triton"):
-            query_sd = torch.stack(queries) * torch.stack(norms)
-            out_sbtd, lse_sbt = depth_attend(query_sd, sources, EPS)
-            first, *later = zip(query_sd, out_sbtd, lse_sbt, strict=True)
-            outputs = [first[1]]
-            for newest, (query, out, lse) in zip(sums, later, strict=True):
-                outputs.append(depth_attend(query[None], [newest], EPS, None, (out[None], lse[None]))[0][0])
+        query_sd = torch.stack(queries) * torch.stack(norms)
+        out_sbtd, lse_sbt = depth_attend(query_sd, sources, EPS)
+        first, *later = zip(query_sd, out_sbtd, lse_sbt, strict=True)
+        outputs = [first[1]]
+        for newest, (query, out, lse) in zip(sums, later, strict=True):
+            outputs.append(depth_attend(query[None], [newest], EPS, None, (out[None], lse[None]))[0][0])
         return outputs
 
     def sources_of(read: int) -> list[Tensor]:
@@ -91,8 +89,7 @@ def mhc(make: Callable[..., Tensor], b: int, t: int, d: int) -> Case:
     norm = torch.ones_like(phi[0])
 
     def ours() -> list[Tensor]:
-        with using("triton"):
-            return list(mhc_post_pre(x, Pending(y, post, res), Parameters(phi, norm, alpha, bias), EPS, ITERATIONS))
+        return list(mhc_post_pre(x, Pending(y, post, res), Parameters(phi, norm, alpha, bias), EPS, ITERATIONS))
 
     def liger() -> list[Tensor]:
         from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction

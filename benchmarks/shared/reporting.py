@@ -13,7 +13,7 @@ from typing import Any
 
 Results = dict[str, Any]
 Markdown = Callable[[Results], str]
-FOLDER = Path(__file__).parents[1] / "results"
+FOLDER, TABLES = (Path(__file__).parents[1] / name for name in ("results", "tables"))
 
 
 def parser_of(documentation: str | None, rounds: int | None = None, threads: int | None = None) -> Any:
@@ -25,6 +25,17 @@ def parser_of(documentation: str | None, rounds: int | None = None, threads: int
         parser.add_argument("--threads", type=int, default=threads, help="CPU threads (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="the JSON (default: one in benchmarks/results)")
     return parser
+
+
+def add_table(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Add --table, which names a paper's table of this folder."""
+    parser.add_argument("--table", choices=sorted(path.stem for path in folder.glob("*.yaml")), help="a paper's table")
+
+
+def read_table(folder: Path, name: str) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load((folder / f"{name}.yaml").read_text())
 
 
 def arguments_of(parser: argparse.ArgumentParser, markdown: Markdown) -> argparse.Namespace:

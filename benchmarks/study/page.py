@@ -9,15 +9,19 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from benchmarks.study.archive import RESULTS, lines_of, row_of, study_sweeps, values_of
-from benchmarks.study.differences import (
+from benchmarks.study.archive import (
+    RESULTS,
     Difference,
     corrected,
     gaps_to_vanilla,
+    lines_of,
     minus,
     paired_difference,
     rate_changes,
     relative_differences,
+    row_of,
+    study_sweeps,
+    values_of,
 )
 from benchmarks.study.pictures import draw_all
 from depthlm.accounting.parameters import count_parameters
@@ -32,6 +36,8 @@ from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_tex
 from depthlm.runs.records import COMPLETE
 
 PAGE = RESULTS / "README.md"
+# the mechanisms that the paper of Depth-Attention compares it with
+RIVALS = ("uniform_mix", "attention_residuals", "attention_residuals_recency", "mhc", "denseformer")
 VIEWS_WITH_TIME = VIEWS | {"time": Column(title="training time (s, one thread)", metric="training_seconds")}
 
 
@@ -62,8 +68,10 @@ def blocks(sweeps: Mapping[str, Sweep]) -> dict[str, str]:
         "shapes": sizes(sweeps["sensitivity_depth"], "size.num_layers"),
         "costs": costs(scaling),
         "losses": losses(scaling),
-        "differences": differences(scaling),
-        "rivals": rivals(scaling),
+        "differences": _against(
+            scaling, "against vanilla", {x: (x, "vanilla") for x in values_of(scaling, "model")[1:]}
+        ),
+        "rivals": _against(scaling, "depth_attention against", {x: ("depth_attention", x) for x in RIVALS}),
         "fits": fit_table(scaling, curves(scaling)),
         "needs": needs(scaling),
         "start": start(sweeps["start"]),
@@ -100,18 +108,9 @@ def costs(sweep: Sweep) -> Table:
     for model in values_of(sweep, "model")[1:]:
         texts = []
         for size in values_of(sweep, "size"):
-            pairs = [
-                (
-                    measured(row_of(sweep, model=model, size=size), c),
-                    measured(row_of(sweep, model="vanilla", size=size), c),
-                )
-                for c in columns
-            ]
-            known = [
-                number_text(value.mean / base.mean, 2)
-                for value, base in pairs
-                if value is not None and base is not None
-            ]
+            rows = [row_of(sweep, model=name, size=size) for name in (model, "vanilla")]
+            pairs = [[measured(row, column) for row in rows] for column in columns]
+            known = [number_text(value.mean / base.mean, 2) for value, base in pairs if value and base]
             texts.append(", ".join(known) or DASH)
         table.append(cells([model, *texts]))
     return Table(["times vanilla's", *values_of(sweep, "size")], table)
@@ -137,20 +136,8 @@ def sizes(sweep: Sweep, label: str = "size") -> Table:
         rest = [number_text(tokens / outside, 2), trillions, f"{config.optimizer.lr:g}"]
         texts = [*map(str, shape), heads, *(f"{number:,}" for number in length), *rest]
         table.append(cells([row.settings[label], *texts]))
-    head = [
-        "layers",
-        "D",
-        "MLP",
-        "heads (key/value)",
-        "parameters",
-        "outside the embedding",
-        "steps",
-        "tokens",
-        "tokens per parameter",
-        "TFLOPs",
-        "rate",
-    ]
-    return Table(["vanilla", *head], table)
+    head = "layers, D, MLP, heads (key/value), parameters, outside the embedding, steps, tokens, tokens per parameter"
+    return Table(["vanilla", *head.split(", "), "TFLOPs", "rate"], table)
 
 
 def losses(sweep: Sweep) -> Table:
@@ -158,8 +145,8 @@ def losses(sweep: Sweep) -> Table:
     column, sizes = sweep.first[1], values_of(sweep, "size")
     table: list[list[Cell]] = []
     for model in values_of(sweep, "model"):
-        numbers = [measured(row_of(sweep, model=model, size=size), column) for size in sizes]
-        table.append(cells([model, *(_with_deviation(number) for number in numbers)]))
+        rows = (row_of(sweep, model=model, size=size) for size in sizes)
+        table.append(cells([model, *(_with_deviation(measured(row, column)) for row in rows)]))
     return Table(["validation loss", *sizes], table)
 
 
@@ -168,18 +155,6 @@ def _with_deviation(number: Measured | None) -> str:
         return DASH
     deviation = "" if number.deviation is None else f" ± {number_text(number.deviation, 3)}"
     return f"{number_text(number.mean, 3)}{deviation}"
-
-
-def differences(sweep: Sweep) -> Table:
-    """Return the differences against vanilla, paired by seed."""
-    models = values_of(sweep, "model")[1:]
-    return _against(sweep, "against vanilla", {model: (model, "vanilla") for model in models})
-
-
-def rivals(sweep: Sweep) -> Table:
-    """Return the differences of Depth-Attention against the mechanisms that its paper compares it with."""
-    others = ("uniform_mix", "attention_residuals", "attention_residuals_recency", "mhc", "denseformer")
-    return _against(sweep, "depth_attention against", {model: ("depth_attention", model) for model in others})
 
 
 def _against(sweep: Sweep, title: str, models: dict[str, tuple[str, str]]) -> Table:

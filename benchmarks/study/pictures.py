@@ -1,17 +1,16 @@
 """The five pictures of docs/results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.archive import values_of
-from benchmarks.study.differences import Difference, gaps_to_vanilla, paired_difference, rate_changes
+from benchmarks.study.archive import Difference, gaps_to_vanilla, paired_difference, rate_changes, values_of
 from depthlm.config.experiment import Column
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
-from depthlm.report.figures.style import grid, mechanism_of, save, subplots
-from depthlm.report.rows import Row, measured, over_seeds
+from depthlm.report.figures.style import grid, legend_below, mechanism_of, save, subplots
+from depthlm.report.rows import measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
@@ -41,11 +40,6 @@ def draw_all(sweeps: Mapping[str, Sweep], views: Mapping[str, Column], folder: P
     _draw_sensitivity(sweeps, folder / "sensitivity.png")
 
 
-def best_of(rows: Sequence[Row], column: Column) -> float | None:
-    """Return the lowest number of some rows, or None if none has one."""
-    return min((number.mean for row in rows if (number := measured(row, column)) is not None), default=None)
-
-
 def _draw_start(sweep: Sweep, path: Path) -> None:
     """Draw vanilla's loss over the embedding's initial deviation, a line per that of the matrices, a panel per size."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -56,8 +50,8 @@ def _draw_start(sweep: Sweep, path: Path) -> None:
             points = []
             for start in dict.fromkeys(row.settings["size.embedding_init_std"] for row in drawn_rows):
                 tried = [row for row in drawn_rows if row.settings["size.embedding_init_std"] == start]
-                if (loss := best_of(tried, sweep.first[1])) is not None:
-                    points.append((float(start), loss))
+                if numbers := [number.mean for row in tried if (number := measured(row, sweep.first[1]))]:
+                    points.append((float(start), min(numbers)))
             if points:
                 groups.setdefault(size, {})[std] = sorted(points)
     # a panel needs more than one initialization of the embedding
@@ -134,8 +128,7 @@ def _draw_sensitivity(sweeps: Mapping[str, Sweep], path: Path) -> None:
         size = f"{'parameters of ' if key == 'size.num_layers' else ''}{sweep.configs[0].size.name}"
         panel.set_title(f"{sweep.experiment.title}\n{size}, {sweep.stamp()}", fontsize="medium")
         grid(panel)
-    handles = {label: h for panel in axes.flat for h, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
+    legend_below(figure, axes.flat)
     bars = "error bars: 95% intervals of differences paired by seed, without a correction"
     save(figure, path, f"below 0: better than vanilla; {bars}; scales differ")
 

@@ -16,7 +16,7 @@ from depthlm.errors import UserError
 from depthlm.runs.listing import RunListing, list_runs, read_filters, value_text
 from depthlm.runs.removal import Removal, plan_removal, remove
 from depthlm.streams import printable
-from depthlm.sweeps.table import STYLES
+from depthlm.sweeps.points import STYLES
 
 COLUMNS = {"directory", "state", "model", "size", "tokens", "loss", "validation_loss", "age"}
 REPORT = "outputs/report"

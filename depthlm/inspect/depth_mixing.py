@@ -149,7 +149,7 @@ def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
     figure, axes = subplots(across, side * across + 2.2, (side + 0.35) * down + 1.2, rows=down)
     linear, colours = scale([np.concatenate([matrix.ravel() for _, matrix in matrices])[None]])
     # the weights of a softmax over depth are small where those of sums are near 1
-    norm = FuncNorm((signed_root, signed_square), linear.vmin, linear.vmax)
+    norm = FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * np.abs(x)), linear.vmin, linear.vmax)
     for number, (place, (title, matrix)) in enumerate(zip(axes.flat, matrices, strict=False)):
         image = draw_grid(place, Grid(title, matrix, last_row="final read"), norm, colours)
         label_axes(place, len(matrix))
@@ -163,14 +163,6 @@ def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
     write_labels(figure, "Depth mixing: the weight of each output in each input", "output of")
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label="weight, mean over tokens")
     return figure
-
-
-def signed_root(x: Array) -> Array:
-    return np.sign(x) * np.sqrt(np.abs(x))
-
-
-def signed_square(x: Array) -> Array:
-    return np.sign(x) * np.square(x)
 
 
 def label_axes(axes: Any, rows: int) -> None:

@@ -21,16 +21,18 @@ TOKENS, NAMED, LONGEST = 256, 64, 14
 # inches per name
 PITCH = 0.11
 SPACE = "\u2423"
-# title, weights [source, token] of the first tokens, label of each source
-TokenMap = tuple[str, Array, list[str]]
 
 
 class Grid(NamedTuple):
-    """A panel of cells [row, column], empty where nan. last_row: a label for the last row instead of its number."""
+    """A panel of cells [row, column], empty where nan.
+
+    last_row: a label for the last row instead of its number. rows: labels for all rows.
+    """
 
     title: str
     values: Array
     last_row: str | None = None
+    rows: Sequence[str] = ()
 
 
 def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, values: str) -> Any:
@@ -73,8 +75,8 @@ def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
     image = axes.imshow(panel.values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     axes.set_title(panel.title, fontsize="medium")
     last = height - (panel.last_row is not None)
-    down = _ticks(last)
-    names = [str(number) for number in down]
+    down = [*range(height)] if panel.rows else _ticks(last)
+    names = [*panel.rows] or [str(number) for number in down]
     if panel.last_row is not None:
         down, names = [*down, last], [*names, panel.last_row]
         axes.axhline(last - 0.5, color="white", lw=3)
@@ -174,21 +176,19 @@ def side(count: int, least: float, pitch: float = PITCH) -> float:
     return max(least, pitch * len(named_tokens(count)))
 
 
-def draw_token_maps(
-    maps: Sequence[Sequence[TokenMap]], names: Sequence[str], title: str, rows: str, values: str
-) -> Any:
-    """Draw rows of maps on one colour scale, with the names of the tokens below each column."""
+def draw_token_maps(maps: Sequence[Sequence[Grid]], names: Sequence[str], title: str, rows: str, values: str) -> Any:
+    """Draw rows of maps [source, token] on one colour scale, with the names of the tokens below each column."""
     down, across = len(maps), len(maps[0])
-    heights = [0.5 + max(0.8, 0.2 * max(len(sources) for *_, sources in row)) for row in maps]
+    heights = [0.5 + max(0.8, 0.2 * max(len(panel.rows) for panel in row)) for row in maps]
     width = side(len(names), 3.0) + 0.5
     size = width * across + 1.2, sum(heights) + 1.4
     figure, axes = subplots(across, *size, rows=down, gridspec_kw={"height_ratios": heights})
-    norm, colours = scale([values for row in maps for _, values, _ in row])
+    norm, colours = scale([panel.values for row in maps for panel in row])
     shown = named_tokens(len(names))
     for number, (line, row) in enumerate(zip(axes, maps, strict=True)):
-        for place, (heading, values_nt, sources) in zip(line, row, strict=True):
-            image = draw_grid(place, Grid(heading, values_nt), norm, colours)
-            place.set_yticks(range(len(sources)), sources, size=8)
+        for place, panel in zip(line, row, strict=True):
+            image = draw_grid(place, panel, norm, colours)
+            place.tick_params(axis="y", labelsize=8)
             last = number == down - 1
             place.set_xticks(shown, [names[token] for token in shown] if last else [], size=7, rotation=90)
     figure.supylabel(rows, fontsize="medium")

@@ -10,7 +10,6 @@ from depthlm.inspect.figures import (
     NOTHING,
     TOKENS,
     Grid,
-    TokenMap,
     draw_curves,
     draw_grids,
     draw_matrices,
@@ -281,7 +280,7 @@ class Grids(FigureOverDepth):
         draw = partial(draw_token_maps, maps, self.token_names, f"{self.title}, at each token", rows, label)
         return [Picture(f"{self.name}_tokens", about, arrays, draw)]
 
-    def token_maps(self, place: Place) -> list[TokenMap]:
+    def token_maps(self, place: Place) -> list[Grid]:
         """Return the map of each panel at one place, without the columns that all panels lack."""
         values = self.maps[place]
         values_pct = values.reshape(-1, *values.shape[-2:])
@@ -291,4 +290,4 @@ class Grids(FigureOverDepth):
         where = TITLES["final"] if place.kind == "final" else where
         panels = [self.title_of(place.kind, number, False) for number in range(len(values_pct))]
         titles = [f"{where}, {panel}" if panel else where for panel in panels]
-        return [(title, values_ct[kept], sources) for title, values_ct in zip(titles, values_pct, strict=True)]
+        return [Grid(title, values[kept], rows=sources) for title, values in zip(titles, values_pct, strict=True)]

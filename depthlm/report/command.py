@@ -13,7 +13,7 @@ from depthlm.files import replace_text
 from depthlm.report.experiment_report import experiment_report, state_line, warnings
 from depthlm.report.runs_report import NO_DIFFERENCE, find_runs, runs_report
 from depthlm.report.sweep import read_sweep
-from depthlm.report.tables import DASH, MISSING, Cell, Table, show
+from depthlm.report.tables import DASH, MISSING, Table, show
 from depthlm.runs.records import RunRecord
 from depthlm.runs.weights_and_biases import init as init_wandb
 from depthlm.streams import printable
@@ -125,26 +125,27 @@ def upload(path: Path, tables: Sequence[Table], project: str) -> str:
 
 
 def wandb_tables(tables: Sequence[Table]) -> dict[str, Any]:
-    """Return the tables of W&B by name. Of those without a title, the first has the results, the others settings."""
-    untitled = iter(["results", "settings", *(f"settings {number}" for number in range(2, len(tables)))])
-    return {table.title or next(untitled): wandb_table(table) for table in tables}
+    """Return the tables of W&B by name, with numbers as numbers, so that they can be sorted and plotted there.
 
-
-def wandb_table(table: Table) -> Any:
-    """Return a table as W&B's: numbers as numbers, so that it can be sorted and plotted there."""
+    Of the tables without a title, the first has the results, the others settings.
+    """
     import wandb
 
-    rows = [
-        [cell.text if is_text else _value(cell) for cell, is_text in zip(row, table.is_text, strict=True)]
-        for row in table.rows
-    ]
-    return wandb.Table(columns=table.head, data=rows, allow_mixed_types=True)
+    untitled = iter(["results", "settings", *(f"settings {number}" for number in range(2, len(tables)))])
+    by_name = {}
+    for table in tables:
+        rows = [
+            [cell.text if is_text else _value(cell.text) for cell, is_text in zip(row, table.is_text, strict=True)]
+            for row in table.rows
+        ]
+        by_name[table.title or next(untitled)] = wandb.Table(columns=table.head, data=rows, allow_mixed_types=True)
+    return by_name
 
 
-def _value(cell: Cell) -> float | str | None:
-    if cell.text in (DASH, MISSING):
+def _value(text: str) -> float | str | None:
+    if text in (DASH, MISSING):
         return None
     try:
-        return float(cell.text.replace(",", ""))
+        return float(text.replace(",", ""))
     except ValueError:
-        return cell.text
+        return text

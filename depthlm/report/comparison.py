@@ -1,12 +1,12 @@
 """The tables of a report: our numbers next to the paper's, and both relative to the baseline."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from depthlm.config.experiment import Column
 from depthlm.report.rows import FACTS, measured, paper
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
-from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, number_text, signed_text
+from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
 # the most columns for which ours, the paper's and the difference are side by side; the most columns of one table
 SIDE_BY_SIDE, WIDEST = 3, 10
@@ -17,56 +17,40 @@ def comparison_tables(sweep: Sweep) -> dict[str, list[Table]]:
 
     Where the runs do not follow the paper's protocol, there are no differences from the paper's numbers.
     """
-    groups: dict[str, dict[str, Column]] = {}
+    groups: dict[str, list[str]] = {}
     for name, column in sweep.columns.items():
-        groups.setdefault(column.group, {})[name] = column
-    tables = {}
-    for group, columns in groups.items():
-        is_narrow = len(columns) <= SIDE_BY_SIDE
-        tables[group] = [_side_by_side(sweep, columns, group)] if is_narrow else _separate(sweep, columns, group)
-    return tables
+        groups.setdefault(column.group, []).append(name)
+    return {
+        group: [_side_by_side(sweep, names, group)] if len(names) <= SIDE_BY_SIDE else _separate(sweep, names, group)
+        for group, names in groups.items()
+    }
 
 
-def _side_by_side(sweep: Sweep, columns: dict[str, Column], title: str) -> Table:
+def _side_by_side(sweep: Sweep, names: Sequence[str], title: str) -> Table:
     shown = []
-    for name, column in columns.items():
-        if not sweep.is_printed(name):
-            shown.append((_heading(name, column), _ours(sweep, name, column)))
-            continue
-        shown.append((f"{_heading(name, column)}: ours", _ours(sweep, name, column)))
-        shown.append(("paper", _papers(sweep, name, column)))
-        if sweep.as_printed:
-            shown.append(("difference", _differences(sweep, name, column)))
+    for name in names:
+        printed, heading = sweep.is_printed(name), _heading(sweep, name)
+        shown.append((f"{heading}: ours" if printed else heading, _ours(sweep, name)))
+        shown += [("paper", _papers(sweep, name))] if printed else []
+        shown += [("difference", _differences(sweep, name))] if printed and sweep.as_printed else []
     return _table(sweep, shown, title)
 
 
-def _separate(sweep: Sweep, columns: dict[str, Column], group: str) -> list[Table]:
+def _separate(sweep: Sweep, names: Sequence[str], group: str) -> list[Table]:
     """Return separate tables for ours, the paper's and the differences, each of nearly equal width."""
-    width = math.ceil(len(columns) / math.ceil(len(columns) / WIDEST))
-    names = list(columns)
+    width = math.ceil(len(names) / math.ceil(len(names) / WIDEST))
     tables = []
     for start in range(0, len(names), width):
-        part = {name: columns[name] for name in names[start : start + width]}
+        part = names[start : start + width]
+        kinds = {"ours": _ours, "the paper's": _papers, "ours - the paper's": _differences}
         if not any(sweep.is_printed(name) for name in part):
-            tables.append(_of_one_kind(sweep, part, group, _ours))
-            continue
-        prefix = f"{group}: " if group else ""
-        tables.append(_of_one_kind(sweep, part, f"{prefix}ours", _ours))
-        tables.append(_of_one_kind(sweep, part, f"{prefix}the paper's", _papers))
-        differences = _of_one_kind(sweep, part, f"{prefix}ours - the paper's", _differences)
-        if sweep.as_printed and any(cell.text != DASH for row in differences.rows for cell in row[1:]):
-            tables.append(differences)
+            kinds = {"": _ours}
+        for kind, column_cells in kinds.items():
+            shown = [(_heading(sweep, name), column_cells(sweep, name)) for name in part]
+            known = any(cell.text != DASH for _, column in shown for cell in column)
+            if column_cells is not _differences or (sweep.as_printed and known):
+                tables.append(_table(sweep, shown, ": ".join(filter(None, [group, kind]))))
     return tables
-
-
-def _of_one_kind(
-    sweep: Sweep,
-    columns: dict[str, Column],
-    title: str,
-    column_cells: Callable[[Sweep, str, Column], list[Cell]],
-) -> Table:
-    shown = [(_heading(name, column), column_cells(sweep, name, column)) for name, column in columns.items()]
-    return _table(sweep, shown, title)
 
 
 def _table(sweep: Sweep, columns: Sequence[tuple[str, list[Cell]]], title: str) -> Table:
@@ -78,14 +62,16 @@ def _table(sweep: Sweep, columns: Sequence[tuple[str, list[Cell]]], title: str) 
     return Table(["", *(heading for heading, _ in columns)], body, title)
 
 
-def _heading(name: str, column: Column) -> str:
+def _heading(sweep: Sweep, name: str) -> str:
     """Return the heading of a column, with an arrow for which numbers are better."""
+    column = sweep.columns[name]
     arrow = "" if column.metric in FACTS else " ↓" if column.better == "lower" else " ↑"
     return f"{title_of(name, column)}{arrow}"
 
 
-def _ours(sweep: Sweep, name: str, column: Column) -> list[Cell]:
+def _ours(sweep: Sweep, name: str) -> list[Cell]:
     """Return our numbers of a column, with the best of each task in bold."""
+    column = sweep.columns[name]
     best = _best(sweep, column)
     shown = []
     for row in sweep.rows:
@@ -115,12 +101,12 @@ def _best(sweep: Sweep, column: Column) -> set[str]:
     return best
 
 
-def _papers(sweep: Sweep, name: str, column: Column) -> list[Cell]:
-    return cells([number_text(paper(row, name), column.digits) for row in sweep.rows])
+def _papers(sweep: Sweep, name: str) -> list[Cell]:
+    return cells([number_text(paper(row, name), sweep.columns[name].digits) for row in sweep.rows])
 
 
-def _differences(sweep: Sweep, name: str, column: Column) -> list[Cell]:
-    shown = []
+def _differences(sweep: Sweep, name: str) -> list[Cell]:
+    column, shown = sweep.columns[name], []
     for row in sweep.rows:
         ours, printed = measured(row, column), paper(row, name)
         value = None if ours is None or printed is None else ours.mean - printed
@@ -128,8 +114,8 @@ def _differences(sweep: Sweep, name: str, column: Column) -> list[Cell]:
     return shown
 
 
-def against_table(sweep: Sweep) -> Table | None:
-    """Return the first column's differences from the baseline's row, ours and the paper's; None for a single row.
+def differences_from_baseline(sweep: Sweep) -> list[str]:
+    """Return a table of the first column's differences from the baseline's row, in Markdown; empty for a single row.
 
     Our differences have 95% intervals, with the deviation between seeds pooled over the rows of a series.
     """
@@ -137,7 +123,7 @@ def against_table(sweep: Sweep) -> Table | None:
     differences = sweep.differences()
     references = {entry.reference.label for entry in differences if entry.reference is not None}
     if not references:
-        return None
+        return []
     against, printed = len(references) > 1, sweep.is_printed(name)
     rows = []
     for entry in differences:
@@ -149,13 +135,14 @@ def against_table(sweep: Sweep) -> Table | None:
             texts.append(signed_text(entry.paper, column.digits))
         rows.append(cells(texts))
     head = ["", *(["against"] if against else []), "ours", *(["paper"] if printed else [])]
-    return Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}")
-
-
-def has_intervals(sweep: Sweep) -> bool:
-    """Return whether a difference in `against_table` has an interval."""
-    measured_differences = [entry.ours for entry in sweep.differences() if entry.ours is not None]
-    return sweep.first[1].metric not in FACTS and any(number.interval is not None for number in measured_differences)
+    table = markdown(Table(head, rows, f"{title_of(name, column)}, against {references_text(differences)}"))
+    if column.metric in FACTS or all(entry.ours is None or entry.ours.interval is None for entry in differences):
+        return [table]
+    return [
+        table,
+        "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the same seed; "
+        "their variance is pooled over the rows of a series.",
+    ]
 
 
 def _difference_text(entry: Difference, column: Column) -> str:

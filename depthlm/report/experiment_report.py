@@ -7,10 +7,9 @@ from pathlib import Path
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
-from depthlm.report.comparison import against_table, comparison_tables, has_intervals
-from depthlm.report.figures.bars import draw_bars
+from depthlm.report.comparison import comparison_tables, differences_from_baseline
+from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
-from depthlm.report.figures.lines import draw_lines
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.rows import Row, number, paper
@@ -37,14 +36,7 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     parts = [*_head(sweep), "## Results"]
     parts += [markdown(table) for tables in groups.values() for table in tables]
     parts.append(LEGEND)
-    against = against_table(sweep)
-    if against is not None:
-        parts.append(markdown(against))
-        if has_intervals(sweep):
-            parts.append(
-                "In brackets: the 95% interval over seeds, by Student's t, of the differences between runs with the "
-                "same seed; their variance is pooled over the rows of a series."
-            )
+    parts += differences_from_baseline(sweep)
     if sweep.experiment.figure == "scaling":
         parts += _scaling(sweep, folder)
     elif sweep.experiment.figure != "none":
@@ -83,12 +75,7 @@ def _head(sweep: Sweep) -> list[str]:
     source = f"Source: {plain(experiment.source)}. " if experiment.source else ""
     parts = [f"# {plain(experiment.title or experiment.name)}", f"{source}Experiment: `{experiment.name}`."]
     parts += [f"**{warning}**" for warning in warnings(sweep)]
-    parts.append(f"## State\n\n{state_line(sweep.runs)}.")
-    named = _named_runs(sweep.rows)
-    if (table := _incomplete_table(named)) is not None:
-        parts.append(markdown(table))
-    if waiting := [name for run, name in named if run.state == WAITING]:
-        parts.append(f"Waiting: {plain('; '.join(waiting))}.")
+    parts += _state(sweep)
     parts += _without_number(sweep) + _trained_differently(sweep)
     parts.append(f"## Protocol\n\n{markdown(_protocol_table(sweep.rows, sweep.configs))}")
     for title, lines in (
@@ -124,25 +111,23 @@ def warnings(sweep: Sweep) -> list[str]:
     return sentences
 
 
-def _named_runs(rows: Sequence[Row]) -> list[tuple[RunRecord, str]]:
-    """Return every run with its name: the label of its row, with the seed where the row has several runs."""
-    return [
-        (run, f"{row.label}, seed {seed}" if len(row.runs) > 1 else row.label)
-        for row in rows
-        for run, seed in zip(row.runs, row.seeds, strict=True)
-    ]
-
-
-def _incomplete_table(named_runs: Sequence[tuple[RunRecord, str]]) -> Table | None:
-    """Return the table of started but incomplete runs: newest step and loss, or the failure; None without such runs."""
-    lines = []
-    for run, name in named_runs:
-        if run.state not in (COMPLETE, WAITING):
-            step = "" if run.step is None else f"{run.step:,}"
-            failure = first_line(run.failure) if run.state == FAILED else ""
-            lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
-    head = ["incomplete run", "state", "newest step", "training loss", "failure"]
-    return Table(head, lines, words=True) if lines else None
+def _state(sweep: Sweep) -> list[str]:
+    """Return the states of the runs: how many, where the incomplete ones are or why they failed, and which wait."""
+    lines, waiting = [], []
+    for row in sweep.rows:
+        for run, seed in zip(row.runs, row.seeds, strict=True):
+            name = f"{row.label}, seed {seed}" if len(row.runs) > 1 else row.label
+            if run.state == WAITING:
+                waiting.append(name)
+            elif run.state != COMPLETE:
+                step = "" if run.step is None else f"{run.step:,}"
+                failure = first_line(run.failure) if run.state == FAILED else ""
+                lines.append(cells([name, run.state, step, number_text(run.loss, 4) if run.rows else "", failure]))
+    parts = [f"## State\n\n{state_line(sweep.runs)}."]
+    if lines:
+        head = ["incomplete run", "state", "newest step", "training loss", "failure"]
+        parts.append(markdown(Table(head, lines, words=True)))
+    return [*parts, f"Waiting: {plain('; '.join(waiting))}."] if waiting else parts
 
 
 def first_line(failure: str | None) -> str:

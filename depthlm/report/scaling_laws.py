@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -123,13 +123,13 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw | None:
     line = linregress(log_x, log_y)
     slope, intercept = float(line.slope), float(line.intercept)
     r2 = float(line.rvalue) ** 2 if np.ptp(log_y) > 1e-12 else None
-    law = PowerLaw(math.exp(intercept), slope, r2, len(x), min(x), max(x))
-    if len(x) == 2:
-        return law
-    t = student_t(len(x) - 2)
-    half_b, half_log_a = t * float(line.stderr), t * float(line.intercept_stderr)
-    a_interval = math.exp(intercept - half_log_a), math.exp(intercept + half_log_a)
-    return replace(law, a_interval=a_interval, b_interval=(slope - half_b, slope + half_b))
+    a_interval = b_interval = None
+    if len(x) > 2:
+        t = student_t(len(x) - 2)
+        half_b, half_log_a = t * float(line.stderr), t * float(line.intercept_stderr)
+        a_interval = math.exp(intercept - half_log_a), math.exp(intercept + half_log_a)
+        b_interval = slope - half_b, slope + half_b
+    return PowerLaw(math.exp(intercept), slope, r2, len(x), min(x), max(x), a_interval, b_interval)
 
 
 def ratio_interval(
@@ -154,20 +154,17 @@ def curves(sweep: Sweep, views: Mapping[str, Column] = VIEWS) -> list[Curve]:
     """Return the series of a sweep with their fits, in the order of its rows."""
     result = []
     for series in sweep.series:
-        sizes = [size for row in series.rows if (size := _size(row, sweep.first[1], views)) is not None]
+        sizes = []
+        for row in series.rows:
+            numbers = [measured(row, column) for column in (*views.values(), sweep.first[1])]
+            *x, loss = (0.0 if number is None else number.mean for number in numbers)
+            if min(*x, loss) > 0:
+                sizes.append(Size(row, dict(zip(views, x, strict=True)), loss))
         sizes.sort(key=lambda size: size.x["parameters"])
-        loss = [size.loss for size in sizes]
-        laws = {view: fit_power_law([size.x[view] for size in sizes], loss) for view in views}
+        losses = [size.loss for size in sizes]
+        laws = {view: fit_power_law([size.x[view] for size in sizes], losses) for view in views}
         result.append(Curve(series.key, series.name, sizes, laws))
     return result
-
-
-def _size(row: Row, column: Column, views: Mapping[str, Column]) -> Size | None:
-    numbers = [measured(row, view) for view in (*views.values(), column)]
-    values = [number.mean for number in numbers if number is not None]
-    if len(values) < len(numbers) or min(values) <= 0:
-        return None
-    return Size(row, dict(zip(views, values, strict=False)), values[-1])
 
 
 def baseline_of(sweep: Sweep, fitted: Sequence[Curve]) -> Curve | None:
@@ -185,12 +182,12 @@ def savings(sweep: Sweep, fitted: Sequence[Curve]) -> list[Saving]:
     if baseline is None:
         return []
     result = []
-    for curve in (curve for curve in fitted if curve is not baseline):
+    for curve in fitted:
         pairs = [
             (size, reference)
             for size in curve.sizes
             for reference in baseline.sizes
-            if sweep.reference_of(size.row) is reference.row
+            if curve is not baseline and sweep.reference_of(size.row) is reference.row
         ]
         log_ratios = pooled([difference(size.row, other.row, sweep.first[1], math.log) for size, other in pairs])
         for (size, reference), log_ratio in zip(pairs, log_ratios, strict=True):
@@ -256,14 +253,12 @@ def _law_texts(law: PowerLaw | None) -> list[str]:
     """Return a and b of a law with their intervals."""
     if law is None:
         return [DASH, DASH]
-    a, b = short_text(law.a), number_text(law.b, 4)
-    if law.a_interval is None or law.b_interval is None:
-        return [a, b]
-    return [f"{a} [{', '.join(short_text(end, 3) for end in law.a_interval)}]", f"{b} {_interval_of_b(law)}"]
+    a = "" if law.a_interval is None else f" [{', '.join(short_text(end, 3) for end in law.a_interval)}]"
+    return [f"{short_text(law.a)}{a}", f"{number_text(law.b, 4)} {_interval_of_b(law)}".rstrip()]
 
 
 def _interval_of_b(law: PowerLaw) -> str:
-    return f"[{', '.join(number_text(end, 4) for end in law.b_interval or ())}]"
+    return "" if law.b_interval is None else f"[{', '.join(number_text(end, 4) for end in law.b_interval)}]"
 
 
 def savings_table(sweep: Sweep, fitted: Sequence[Curve], saved: Sequence[Saving]) -> Table | None:

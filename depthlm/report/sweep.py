@@ -13,7 +13,7 @@ from depthlm.config.schema import Config
 from depthlm.counts import count_text
 from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
-from depthlm.sweeps.points import expand, load_experiment, sweep_points, value_of
+from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
 
 # the default columns of an experiment
 LOSS = {"loss": Column(title="validation loss", metric="validation_loss", digits=4)}
@@ -205,7 +205,7 @@ def _changed(overrides: Sequence[str], experiment: Experiment, rows: Sequence[Ro
     for name, text in by_name(overrides).items():
         if on_resume(name) == "free" or name in ("seed", "budget"):
             continue
-        known = [value_of(line.settings[name]) for line in lines if name in line.settings]
+        known = [parsed_value(line.settings[name]) for line in lines if name in line.settings]
         values = {row.settings[name]: None for row in rows if name in row.settings} or {text: None}
-        changed += [f"{name}={value}" for value in values if value_of(value) not in known]
+        changed += [f"{name}={value}" for value in values if parsed_value(value) not in known]
     return changed

@@ -36,8 +36,7 @@ from depthlm.slurm.cluster import (
     submitted_directories,
 )
 from depthlm.sweeps import Point, check_points
-from depthlm.sweeps.points import STARTS
-from depthlm.sweeps.table import print_points
+from depthlm.sweeps.points import STARTS, print_points
 
 FOLDER = Path(__file__).resolve().parent
 

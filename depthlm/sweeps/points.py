@@ -12,6 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from rich import box
+from rich.table import Table
 
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError, listed, nearest
@@ -22,6 +24,8 @@ from depthlm.config.keys import check_fields, override_text
 from depthlm.config.resolve import by_name, experiment_of, mechanism_name, run_directory
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
+from depthlm.console import stdout_console
+from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, read_run
 
 # overrides that name the run, or folder, that a point starts from
 STARTS = ("init_from=", "fork_from=")
@@ -29,6 +33,8 @@ STARTS = ("init_from=", "fork_from=")
 Compose = Callable[[Sequence[str], str | Path | None], Config]
 # keys of a point in an experiment's file that are not settings
 NAMES = ("label", "task", "paper")
+# of the states of a run in a table, for rich
+STYLES = {WAITING: "dim", RUNNING: "cyan", STOPPED: "yellow", FAILED: "red", COMPLETE: "green"}
 # groups whose settings define the task: points that differ in them are not compared
 TASK_GROUPS = ("size", "data", "training", "backbone", "budget")
 
@@ -241,7 +247,7 @@ def _has(line: Point, key: str, value: str) -> bool:
     """Return whether an override selects a line. A line without a seed matches every seed."""
     if key not in line.settings:
         return key == "seed"
-    return value == line.settings[key] or value_of(value) == value_of(line.settings[key])
+    return value == line.settings[key] or parsed_value(value) == parsed_value(line.settings[key])
 
 
 def expand(experiment: Experiment) -> list[Point]:
@@ -290,9 +296,38 @@ def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> 
     return run_directory(overrides)
 
 
-def value_of(text: str) -> Any:
+def parsed_value(text: str) -> Any:
     """Return the value that Hydra parses from a text, so that different spellings compare equal."""
     try:
         return OverridesParser.create().parse_override(f"key={text}").value()
     except HydraException:
         return text
+
+
+def print_points(points: Sequence[Point], known: Mapping[str, str] | None = None) -> None:
+    """Print one line per point: its state, newest step and losses, and the reason of a failure.
+
+    known: states of run directories that override what their files say, for example from a scheduler.
+    """
+    console = stdout_console()
+    common = set.intersection(*(set(point.overrides) for point in points)) if len(points) > 1 else set()
+    table = Table("", "point", "state", "step", "loss", "validation", "", box=box.SIMPLE)
+    states = []
+    for number, point in enumerate(points):
+        run = read_run(point.directory)
+        state = (known or {}).get(point.directory, run.state)
+        states.append(state)
+        name = point.label or " ".join(text for text in point.overrides if text not in common)
+        loss, validation = run.loss, run.number("validation_loss")
+        table.add_row(
+            str(number),
+            f"{name} (seed {point.seed})" if point.seed is not None and point.label else name,
+            f"[{STYLES[state]}]{state}[/]" if state in STYLES else state,
+            "" if run.step is None else f"{run.step:,}",
+            "" if loss is None else f"{loss:.4f}",
+            "" if validation is None else f"{validation:.4f}",
+            (run.failure or "").partition("\n")[0][:60] if state == FAILED else "",
+        )
+    console.print(table)
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    console.print(f"{len(points)} points: {counts}")

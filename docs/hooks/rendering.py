@@ -1,14 +1,20 @@
-"""Renders as GitHub does what Python-Markdown renders in another way: anchors, lists, and formulas without a script."""
+"""Renders pages as GitHub does: anchors, lists, formulas without a script, notebooks, and the lines of docstrings."""
 
 import html
 import re
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from griffe import Extension, Object
 from latex2mathml.converter import convert
+from mkdocs.structure.files import File
+from nbconvert import MarkdownExporter
 
 ITEM = re.compile(r"( *)([-*]|\d+\.) +")
 FENCE = re.compile(r" *(```|~~~)")
 FORMULA = re.compile(r'<div class="arithmatex">(.*?)</div>', re.DOTALL)
+# a line `name: meaning` or `a, b: meaning` of a docstring
+MEANING = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
 
 
 def on_config(config: Any) -> None:
@@ -18,6 +24,19 @@ def on_config(config: Any) -> None:
 def github_slug(heading: str, separator: str = "-") -> str:
     """Return the anchor that GitHub gives to a heading."""
     return re.sub(r"[^\w\- ]", "", html.unescape(heading).strip().lower()).replace(" ", separator)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the page and the pictures of each notebook under docs/."""
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        place = PurePosixPath(file.src_uri)
+        text, resources = MarkdownExporter().from_filename(str(Path(file.abs_src_path)))
+        for name, picture in resources["outputs"].items():
+            text = text.replace(f"]({name})", f"]({place.stem}/{name})")
+            files.append(File.generated(config, str(place.parent / place.stem / name), content=picture))
+        text += f"\n[Download this notebook]({place.name}).\n"
+        files.append(File.generated(config, str(place.with_suffix(".md")), content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -64,3 +83,30 @@ def on_page_content(content: str, **_: Any) -> str:
 def math(tex: str) -> str:
     stripped = html.unescape(tex).strip().removeprefix(r"\[").removesuffix(r"\]")
     return str(convert(stripped, display="block"))
+
+
+class Meanings(Extension):
+    """Makes a list of the lines `name: meaning` of each docstring, which Markdown would join to a paragraph."""
+
+    def on_instance(self, *, obj: Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = with_lists(obj.docstring.value)
+
+
+def with_lists(docstring: str) -> str:
+    """Return a docstring whose lines `name: meaning` and `a, b: meaning` are items of lists."""
+    lines: list[str] = []
+    inside = False
+    for line in docstring.splitlines():
+        match = MEANING.fullmatch(line)
+        # the text of a meaning continues in lines that are indented
+        continues = inside and line.startswith("    ")
+        if match:
+            names = ", ".join(f"`{name}`" for name in match[1].split(", "))
+            lines += [*([] if inside else [""]), f"- {names}: {match[2]}"]
+        elif inside and not continues:
+            lines += ["", line]
+        else:
+            lines.append(line)
+        inside = bool(match) or continues
+    return "\n".join(lines)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.first_hour import tables
 from depthlm.locations import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -146,7 +145,7 @@ def test_the_limits_fit_into_25_minutes_and_the_readme_lists_them() -> None:
 
 
 def test_the_readme_has_one_place_for_the_tables() -> None:
-    assert len(tables.MARKED.findall(README.read_text())) == 1
+    assert len(gpu.MARKED.findall(README.read_text())) == 1
 
 
 LINE = {"preset": "vanilla", "size": "1.5b", "mode": "eager", "micro_batch_size": 8, "sequence_length": 2048}
@@ -165,10 +164,10 @@ def test_tables_are_written_from_the_results_of_each_device() -> None:
         "resume": {"rung": {"status": "failed with exit status 1", "seconds": 9.0, "error": "no disk"}},
     }
     h200 = {"vanilla": {"machine": {**MACHINE, "device": "NVIDIA H200"}, "lines": [LINE | measured]}}
-    empty = f"before\n<!-- gpu -->\n{tables.NOTHING}\n<!-- end -->\nafter\n"
-    assert tables.fill(empty, {}) == (empty, [])
+    empty = f"before\n<!-- gpu -->\n{gpu.NOTHING}\n<!-- end -->\nafter\n"
+    assert gpu.fill(empty, {}) == (empty, [])
     devices = {"gpu-h100": h100, "gpu-h200": h200}
-    filled, errors = tables.fill(empty, devices)
+    filled, errors = gpu.fill(empty, devices)
     assert not errors
     assert "| vanilla | 1.5b | eager | 8 x 2048 | 51,234 | 19.5 | 45.7% | 5,723 | 52.0 | 52.3 | 3.2 |" in filled
     assert "| vanilla | 1.5b | compiled | 8 x 2048 | error |" in filled
@@ -177,11 +176,11 @@ def test_tables_are_written_from_the_results_of_each_device() -> None:
     assert "| resume | failed with exit status 1 | 9 |" in filled
     # the run that failed has no table
     assert "`resume`," not in filled
-    assert tables.NOTHING not in filled
+    assert gpu.NOTHING not in filled
     assert filled.startswith("before\n")
     assert filled.endswith("after\n")
     # writing them again changes nothing
-    assert tables.fill(filled, devices) == (filled, [])
+    assert gpu.fill(filled, devices) == (filled, [])
 
 
 def test_a_broken_result_does_not_cost_the_other_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +191,7 @@ def test_a_broken_result_does_not_cost_the_other_tables(tmp_path: Path, capsys: 
     (folder / "fp16.json").write_text(json.dumps({"machine": MACHINE, "loss_scales": [65536.0, 131072.0]}))
     readme = tmp_path / "README.md"
     readme.write_text("<!-- gpu -->\n<!-- end -->\n")
-    assert tables.main(str(readme), str(tmp_path)) == 1
+    assert gpu.write_tables(readme, tmp_path) == 1
     assert "the table of vanilla: KeyError" in capsys.readouterr().err
     assert "| loss scale | 65536 at first, 131072 at last |" in readme.read_text()
     assert "`vanilla`," not in readme.read_text()

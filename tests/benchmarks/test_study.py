@@ -12,14 +12,28 @@ import torch
 from benchmarks.study import archive, page
 from depthlm.config import compose_anywhere
 from depthlm.machine import environment
+from depthlm.report.sweep import Sweep
+from depthlm.runs.records import training_loss
 from depthlm.sweeps.points import sweep_points
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_tables_of_the_page_are_those_of_the_records() -> None:
+@pytest.fixture(scope="module")
+def sweeps() -> dict[str, Sweep]:
+    return page.study_sweeps()
+
+
+def test_the_tables_of_the_page_are_those_of_the_records(sweeps: dict[str, Sweep]) -> None:
     text = page.PAGE.read_text()
-    assert page.with_blocks(text, page.blocks(page.study_sweeps())) == text, "run `python benchmarks/study/page.py`"
+    assert page.with_blocks(text, page.blocks(sweeps)) == text, "run `python benchmarks/study/page.py`"
+
+
+def test_the_recorded_losses_are_drawn(sweeps: dict[str, Sweep]) -> None:
+    for experiment in archive.CURVES:
+        rows = [row for run in sweeps[experiment].runs for row in run.rows]
+        assert rows
+        assert all(training_loss(row) is not None for row in rows)
 
 
 # settings of the protocol, which the test of the recorded runs compares

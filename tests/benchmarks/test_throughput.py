@@ -31,7 +31,7 @@ def test_a_peer_computes_our_logits(config: Config, peer: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in ours.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    tokens = throughput.make_batch(config)[0, :, :-1]
+    tokens = throughput.random_tokens(config, 2)[:, :-1]
     if peer == "litgpt":
         theirs = throughput.litgpt_decoder(config, ours.state_dict())(tokens)
     else:

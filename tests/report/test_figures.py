@@ -12,8 +12,8 @@ from depthlm.mechanisms.dca import DeepCrossAttention
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
 from depthlm.mechanisms.residual import Residual
+from depthlm.report.figures.charts import Line, Mark, _is_logarithmic, _lines, _settings, _shifts
 from depthlm.report.figures.heatmap import cells_of, panels_of
-from depthlm.report.figures.lines import Line, Mark, _is_logarithmic, _lines, _settings, _shifts
 from depthlm.report.figures.style import OTHERS, Mechanism, mechanism_of, style_of
 from depthlm.report.rows import Row, measured, ordered, setting, setting_title
 from depthlm.sweeps.points import Point

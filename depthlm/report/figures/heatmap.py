@@ -120,14 +120,11 @@ def _draw(figure: Any, panels: Sequence[tuple[Any, Panel]], cells: Cells, column
 
 def _norm(numbers: Any, centred: bool) -> Any:
     """Return the colour scale of these numbers, symmetric around 0 if they are differences."""
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import CenteredNorm, Normalize
 
-    if not numbers.size:
-        return Normalize(0.0, 1.0)
-    low, high = float(numbers.min()), float(numbers.max())
     if centred:
-        high = max(high, -low)
-        low = -high
+        return CenteredNorm(halfrange=float(np.abs(numbers).max(initial=0)) or 1.0)
+    low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 1.0)
     return Normalize(low, high if high > low else low + 1)
 
 

@@ -95,25 +95,19 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
     """
     tasks = [name for row in sweep.rows for name in sweep.task_of(row)]
     others = [name for row in sweep.rows for name in row.settings if name != sweep.experiment.series]
-    names = dict.fromkeys(["task", "size", *tasks, *others])
-    by_setting = [texts for name in names if (texts := _titles_by(name, groups)) and len(set(texts)) > 1]
+    by_setting = []
+    for name in dict.fromkeys(["task", "size", *tasks, *others]):
+        values = [{(row.parts | row.settings).get(name) for row in rows} for rows in groups]
+        if all(len(of_group) == 1 and None not in of_group for of_group in values):
+            # the value of a group, `size=tiny`, says what it is; a number does not
+            title = f"{setting_title(name)} " if "." in name else ""
+            by_setting.append([f"{title}{value}" for (value,) in values])
+    by_setting = [titles for titles in by_setting if len(set(titles)) > 1]
     several = [", ".join(texts) for texts in zip(*by_setting, strict=True)]
     for titles in (*by_setting, several):
         if len(set(titles)) == len(groups):
             return titles
     return [rows[0].label for rows in groups]
-
-
-def _titles_by(name: str, groups: Sequence[Sequence[Row]]) -> list[str]:
-    """Return the value of a setting, or of the task, in each group; empty if a group does not have exactly one."""
-    titles = []
-    for rows in groups:
-        values = {(row.parts | row.settings).get(name) for row in rows}
-        if len(values) > 1 or None in values:
-            return []
-        # the value of a group, `size=tiny`, says what it is; a number does not
-        titles.append(f"{setting_title(name)} {values.pop()}" if "." in name else str(values.pop()))
-    return titles
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

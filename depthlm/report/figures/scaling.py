@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from depthlm.config.experiment import Column
-from depthlm.report.figures.style import Style, grid, log_ticks, mechanism_of, save, short, style_of, subplots
+from depthlm.report.figures.style import (
+    Style,
+    grid,
+    legend_below,
+    log_ticks,
+    mechanism_of,
+    save,
+    short,
+    style_of,
+    subplots,
+)
 from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, paper_fit
 from depthlm.report.sweep import Sweep, title_of
 
@@ -48,8 +58,7 @@ def draw_scaling(
         _draw_differences(panel, styled, saved, baseline.name)
         panel.set_xlim(places["parameters"].get_xlim())
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
-    handles, labels = places["parameters"].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=min(5, len(shown)))
+    legend_below(figure, [places["parameters"]], columns=5)
     bars = "; error bars: 95% intervals" if _has_bars(saved) else ""
     save(figure, path, f"{sweep.stamp()}{bars}")
     return _notes(sweep, shown, saved, baseline)

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,6 +159,23 @@ def grid(axes: Any, which: str = "both") -> None:
     axes.grid(alpha=0.25, axis=which)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(
+    figure: Any, panels: Iterable[Any], columns: int | None = None, order: Sequence[str] | None = None
+) -> None:
+    """Draw one legend for all panels below them, in as many columns as fit. order: of its labels."""
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    labels = list(order or handles)
+    for across in range(min(columns or len(labels), len(labels)), 0, -1):
+        legend = figure.legend(
+            [handles[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=across
+        )
+        if across == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def log_ticks(axis: Any, limits: tuple[float, float], counts: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Damaged files lead to a clear error or to the right answer. The full run is `benchmarks/fuzz.py`."""
+"""Damaged files lead to a clear error or to the right answer. The full run is `python -m tests.fuzz`."""
 
 import random
 from collections.abc import Iterator
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fuzz
-from benchmarks.disturbances.targets import Target, make_targets
 from depthlm.errors import UserError
+
+from . import __main__ as fuzz
+from .targets import Target, make_targets
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,10 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from depthlm.locations import REPOSITORY
+
+from ..ranks import free_port, rank_variables
+
 TRAIN = [sys.executable, "train.py"]
 # torchrun waits 30 s for ranks that ignore SIGTERM
 END_SECONDS = 120.0
@@ -90,15 +92,15 @@ def starter(launcher: str, ranks: int, output: Path) -> Begin:
         port = free_port()
         output.write_text("")
         if launcher == "python":
-            environments = [_variables(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{}]
+            environments = [rank_variables(rank, port, ranks) for rank in range(ranks)] if ranks > 1 else [{}]
             started = [_popen([*TRAIN, *overrides], output, environment) for environment in environments]
             return Job(started, output.read_text)
         if launcher == "torchrun":
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-                       "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
-            return Job([_popen([*command, *TRAIN[1:], *overrides], output)], output.read_text, lambda: _find(directory))
-        command = ["srun", f"--ntasks={ranks}"]
-        return Job([_popen([*command, *TRAIN, *overrides], output)], output.read_text, lambda: _find(directory))
+                       "--master-addr=127.0.0.1", f"--master-port={port}", "train.py"]  # fmt: skip
+        else:
+            command = ["srun", f"--ntasks={ranks}", *TRAIN]
+        return Job([_popen([*command, *overrides], output)], output.read_text, lambda: _find(directory))
 
     return begin
 
@@ -153,23 +155,11 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _popen(command: Sequence[str], output: Path, variables: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     # all ranks append to it
     with output.open("a") as file:
         environment = {**os.environ, **(variables or {})}
         return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=subprocess.STDOUT)
-
-
-def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    return {**shared, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _find(directory: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The files that fuzz.py damages, and what reads each of them."""
+"""The files that are damaged, and what reads each of them."""
 
 import contextlib
 import gzip

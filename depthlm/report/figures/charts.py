@@ -1,4 +1,4 @@
-"""A line chart of the first column over a setting or a number: one line per series, hollow markers for the paper."""
+"""Charts of the first column: a bar per row, or a line per series over a setting or a number."""
 
 import itertools
 import math
@@ -8,15 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.experiment import Column
-from depthlm.report.figures.style import Style, grid, log_ticks, mechanism_of, save, short, style_of, subplots
+from depthlm.report.figures.style import (
+    Style,
+    grid,
+    legend_below,
+    log_ticks,
+    mechanism_of,
+    save,
+    short,
+    style_of,
+    subplots,
+)
 from depthlm.report.rows import Row, as_number, measured, ordered, paper, setting, setting_title
-from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.sweep import Difference, Sweep, references_text, title_of
+from depthlm.report.tables import signed_text
 
 # a numeric axis that spans more than this factor becomes logarithmic, and so does one with a constant factor between
 # its numbers
 LOGARITHMIC = 6
 # the most columns of a legend
 COLUMNS = 4
+# the height of a bar, as a share of the place of a row
+BAR = 0.36
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,10 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
         panel.set_ylabel(f"{title_of(name, column)} ({column.better} is better)")
         if len(panels) > 1:
             panel.set_title("the paper's" if lines[0].hollow else "ours")
-    _legend(figure, axes[0], [*ours, *papers])
+    names = list(dict.fromkeys(line.name for line in [*ours, *papers]))
+    # matplotlib fills a legend column by column, so ours is above the paper's
+    labels = [line.label for line in sorted([*ours, *papers], key=lambda line: (names.index(line.name), line.hollow))]
+    legend_below(figure, axes[0], min(COLUMNS, len(names)), labels)
     save(figure, path, sweep.stamp(beside_paper=bool(papers)))
     return _notes(sweep, ours, papers)
 
@@ -197,23 +213,6 @@ def _shifts(lines: Sequence[Line], positions: Sequence[float], logarithmic: bool
     return [gap / 3 * ((ours.index(line) + 0.5) / len(ours) - 0.5) if line in ours else 0.0 for line in lines]
 
 
-def _legend(figure: Any, panels: Sequence[Any], lines: Sequence[Line]) -> None:
-    """Draw one legend for all panels, below them, in as many columns as fit."""
-    handles: dict[str, Any] = {}
-    for panel in panels:
-        handles |= {label: handle for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    names = list(dict.fromkeys(line.name for line in lines))
-    # matplotlib fills a legend column by column, so ours is above the paper's
-    labels = [line.label for line in sorted(lines, key=lambda line: (names.index(line.name), line.hollow))]
-    for columns in range(min(COLUMNS, len(names)), 0, -1):
-        legend = figure.legend(
-            [handles[label] for label in labels], labels, frameon=False, loc="outside lower center", ncols=columns
-        )
-        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-            return
-        legend.remove()
-
-
 def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
     """Make the axis logarithmic where that fits its numbers. exact: put the ticks at the numbers, if they are few."""
     low, high = min(numbers), max(numbers)
@@ -224,3 +223,51 @@ def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
         axes.minorticks_off()
     elif low > 0:
         log_ticks(axes.xaxis, (low, high), counts=True)
+
+
+def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
+    """Draw the first column of each row as a difference against the baseline's; None where there is none to draw.
+
+    Returns the notes on the figure.
+    """
+    from matplotlib.patches import Patch
+
+    name, column = sweep.first
+    bars = [entry for entry in sweep.differences() if entry.reference is not None]
+    if all(bar.ours is None and bar.paper is None for bar in bars):
+        return None
+    with_paper = any(bar.paper is not None for bar in bars)
+    figure, ((axes,),) = subplots(1, 8, 1.6 + (0.62 if with_paper else 0.42) * len(bars))
+    for number, bar in enumerate(bars):
+        _draw_bar(axes, bar, number, with_paper, column.digits)
+    axes.axvline(0, color="black", lw=1)
+    axes.set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.margins(x=0.16)
+    against = references_text(bars)
+    axes.set_xlabel(f"{title_of(name, column)}: difference against {against} ({column.better} is better)")
+    grid(axes, "x")
+    if with_paper:
+        ours = Patch(facecolor="#777777", label="ours")
+        papers = Patch(facecolor="white", edgecolor="#777777", hatch="////", label="the paper's")
+        axes.legend(handles=[ours, papers], frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    save(figure, path, sweep.stamp(beside_paper=with_paper))
+    if all(bar.ours is None or bar.ours.interval is None for bar in bars):
+        return []
+    return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
+
+
+def _draw_bar(axes: Any, bar: Difference, place: float, with_paper: bool, digits: int) -> None:
+    colour = mechanism_of(bar.row.points[0]).colour
+    above = place - BAR / 2 if with_paper else place
+    if bar.ours is None:
+        axes.annotate(
+            "missing", (0, above), xytext=(4, 0), textcoords="offset points", va="center", color="grey", size=8
+        )
+    else:
+        look = {"color": colour, "capsize": 3, "ecolor": "black"}
+        drawn = axes.barh(above, bar.ours.mean, BAR, xerr=bar.ours.interval, **look)
+        axes.bar_label(drawn, [signed_text(bar.ours.mean, digits)], padding=4, size=8)
+    if bar.paper is not None:
+        drawn = axes.barh(place + BAR / 2, bar.paper, BAR, color="white", edgecolor=colour, hatch="////", lw=1.2)
+        axes.bar_label(drawn, [signed_text(bar.paper, digits)], padding=4, size=8)

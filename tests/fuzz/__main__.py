@@ -1,6 +1,6 @@
 """Damage each file that a command reads, and look for anything but a clear error or the right answer.
 
-    python benchmarks/fuzz.py [--mutations 2000] [--commands 200] [--seed 0] [--only config.yaml manifest.json]
+    python -m tests.fuzz [--mutations 2000] [--commands 200] [--seed 0] [--only config.yaml manifest.json]
 
 A mutation flips bits, cuts, inserts, repeats or re-encodes bytes, or replaces a value of JSON or YAML by a value of
 another type or a deeply nested value. The readers run in this process, each command in a new process. A reader may
@@ -28,11 +28,12 @@ from typing import Any
 
 from rich.progress import track
 
-from benchmarks.disturbances.targets import Target, make_targets
 from benchmarks.shared.reporting import Results, arguments_of, headed, parser_of, publish, result_path, table
 from depthlm.errors import UserError
+from depthlm.locations import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from .targets import Target, make_targets
+
 READER_SECONDS, COMMAND_SECONDS = 20, 120
 # values that replace others in JSON
 VALUES: list[Any] = [None, True, -1, 0, 2**70, 1.5, float("inf"), "", "x" * 10000, "../../x", "\ud800", [], {}, [[]],
