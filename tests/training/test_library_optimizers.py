@@ -47,7 +47,8 @@ def assert_close(one: Path, other: Path, optimizer: str) -> None:
 SHARDED = ("ademamix", "schedule_free")
 CASES = [("schedule_free", 3, 2)]
 OTHER_CASES = [
-    *((name, stage, 2) for name in SHARDED for stage in range(4) if (name, stage, 2) not in CASES),
+    *(("ademamix", stage, 2) for stage in (1, 3)),
+    *(("schedule_free", stage, 2) for stage in (0, 2)),
     *(("soap", 0, ranks) for ranks in (1, 2)),
 ]
 
