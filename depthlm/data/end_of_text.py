@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Encoder
 
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 _USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -73,7 +73,7 @@ def read_files(folder: Path) -> dict[str, Any]:
     return {name: parsed((folder / name).read_bytes()) for name in FILES if (folder / name).is_file()}
 
 
-def parsed(content: bytes) -> Any:
+def parsed(content: str | bytes) -> Any:
     """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(content)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from depthlm.data.corpora.documents import pieces
+from depthlm.data.corpora.documents import pieces, share
 from depthlm.data.corpora.sources import train_sources
 from depthlm.data.end_of_text import (
     END_OF_TEXT,
@@ -29,10 +29,9 @@ from depthlm.data.end_of_text import (
     read_files,
     usual_end_of_text,
 )
-from depthlm.data.errors import DataError
-from depthlm.data.held_out import share
 from depthlm.data.manifest import Manifest
 from depthlm.data.settings import Data
+from depthlm.errors import DataError
 from depthlm.files import replace_text
 
 FILE_NAME = "tokenizer.json"
@@ -88,12 +87,11 @@ class Tokenizer:
     @classmethod
     def from_hub(cls, name: str, end_of_text: str | None = None) -> "Tokenizer":
         """Load the tokenizer of a model on the hub. Raises DataError where it is not available."""
-        from depthlm.data.corpora.hub import hub_tokenizer, model_files
+        from depthlm.data.corpora.hub import hub_tokenizer
 
-        text = hub_tokenizer(name)
-        return cls(
-            text, name, end_of_text, {file: parsed(content) for file, content in model_files(name, FILES).items()}
-        )
+        contents = hub_tokenizer(name, FILES)
+        text = contents.pop(FILE_NAME)
+        return cls(text, name, end_of_text, {file: parsed(content) for file, content in contents.items()})
 
     def vocabulary(self) -> dict[str, int]:
         """Return the id of each token."""
@@ -102,12 +100,18 @@ class Tokenizer:
     @cached_property
     def unknown(self) -> int | None:
         """The id of the token that stands for text which the tokenizer does not know; None if there is none."""
-        return unknown_token(self.text)
+        model = self._encoder.model
+        if isinstance(model, models.Unigram):
+            return json.loads(self.text)["model"].get("unk_id")
+        return None if model.unk_token is None else self._encoder.token_to_id(model.unk_token)
 
     @property
     def drops_unknown(self) -> bool:
         """Whether characters that the tokenizer does not know are lost, without a token for them."""
-        return drops_unknown(self.text)
+        model = self._encoder.model
+        if isinstance(model, models.Unigram) or model.unk_token is not None or getattr(model, "byte_fallback", False):
+            return False
+        return not self.vocabulary().keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
 
     def encode_batch(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[list[int]]:
         """Return the ids of each text; a special token's name inside a text is encoded as ordinary text.
@@ -285,24 +289,6 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
     encoder = Encoder.from_str(json.dumps(record))
     encoder.encode_special_tokens = True
     return encoder
-
-
-def unknown_token(text: str) -> int | None:
-    """Return the id of the token that stands for what a tokenizer.json does not know; None if it has no such token."""
-    record = json.loads(text)
-    model = record["model"]
-    if isinstance(model["vocab"], list):
-        return model.get("unk_id")
-    added = {token["content"]: token["id"] for token in record.get("added_tokens") or []}
-    return model["vocab"].get(model.get("unk_token"), added.get(model.get("unk_token")))
-
-
-def drops_unknown(text: str) -> bool:
-    """Return whether a tokenizer.json loses the characters that it does not know, without a token for them."""
-    model = json.loads(text)["model"]
-    if not isinstance(model["vocab"], dict) or model.get("unk_token") is not None or model.get("byte_fallback"):
-        return False
-    return not model["vocab"].keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
 
 
 def _byte_level(model: models.Model, split_words: bool) -> Encoder:

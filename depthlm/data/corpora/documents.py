@@ -7,13 +7,15 @@ import codecs
 import io
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 from depthlm.data.corpora import formats
 from depthlm.data.corpora.formats import TextFile
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -199,6 +201,27 @@ def documents(
         for record in Reader(file, text_field, cut, longest).records():
             if record.text is not None:
                 yield record.name, record.text
+
+
+def is_validation(name: str, fraction: float) -> bool:
+    """Return whether the document of this name is held out: true for a share `fraction` of all names."""
+    return fraction >= 1 or (fraction > 0 and share(name) < fraction)
+
+
+def held_out_share(names: Iterable[str], fraction: float) -> float:
+    """Return the fraction, raised where needed so that at least one document with these names is held out."""
+    lowest = 1.0
+    for name in names:
+        lowest = min(lowest, share(name))
+        if lowest < fraction:
+            return fraction
+    return math.nextafter(lowest, 1.0)
+
+
+def share(name: str) -> float:
+    """Return a hash of the name, uniform in [0, 1)."""
+    # A float holds 53 bits: more could round up to 1.
+    return (int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 11) / 2**53
 
 
 def pieces(stream: TextIO, size: int) -> Iterator[str]:

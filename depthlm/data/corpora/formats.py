@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 CHUNK = 2**20
 DOWNLOAD = "Download or copy the file again."

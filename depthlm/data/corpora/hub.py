@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 # `datasets` and `huggingface_hub` take a second to import, and most runs need neither, so each function imports them.
 
@@ -76,45 +76,28 @@ def open_url(url: str) -> BinaryIO:
         return io.BufferedReader(_Stream(HfFileSystem().open(url, "rb", block_size=_BLOCK), explained))
 
 
-def hub_tokenizer(name: str) -> str:
-    """Return the text of a model's tokenizer.json, from the local cache where the hub cannot be reached.
+def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, str]:
+    """Return the content of a model's tokenizer.json, and of those of `others` that exist beside it, by name.
 
-    Raises DataError where neither the hub nor the cache has it.
+    Where the hub cannot be reached, they come from the local cache. Raises DataError where neither has the tokenizer.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 
+    load: Callable[[str, str], Any] = hf_hub_download
     with _explained(name, name, model=True):
         try:
             # Without this request, an unreachable hub makes the download retry for minutes.
             HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
-            path = hf_hub_download(name, _TOKENIZER)
+            path = load(name, _TOKENIZER)
         except Exception as error:
-            cached = try_to_load_from_cache(name, _TOKENIZER) if _is_unreachable(error) else None
-            if not isinstance(cached, str):
+            load = try_to_load_from_cache
+            if not _is_unreachable(error) or not isinstance(path := load(name, _TOKENIZER), str):
                 raise
-            path = cached
-        return Path(path).read_bytes().decode("utf-8")
-
-
-def model_files(name: str, files: Sequence[str]) -> dict[str, bytes]:
-    """Return the content of those of a model's files that exist on the hub, or in the cache if it cannot be reached.
-
-    Call it after `hub_tokenizer`, which reports a hub that cannot be read.
-    """
-    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-
-    try:
-        HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
-        reachable = True
-    except Exception:
-        reachable = False
-    contents = {}
-    for file in files:
+        contents = {_TOKENIZER: Path(path).read_bytes().decode("utf-8")}
+    for file in others:
         # the libraries raise many types of errors, and a file that cannot be read counts as missing
         with suppress(Exception):
-            path = hf_hub_download(name, file) if reachable else try_to_load_from_cache(name, file)
-            if isinstance(path, str):
-                contents[file] = Path(path).read_bytes()
+            contents[file] = Path(load(name, file)).read_text("utf-8")
     return contents
 
 

@@ -335,14 +335,14 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from depthlm.data.settings import Data
 from depthlm.data import DataError, prepare
 from depthlm.data.preparation import encode
-from depthlm.data.preparation import split_writer
+from depthlm.data.preparation import progress
 encode.BATCH = 200
-write = split_writer.SplitWriter._write
+write = progress.SplitWriter._write
 def full(self, content):
     if len(self.shards) == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, {limits[1]}))
     write(self, content)
-split_writer.SplitWriter._write = full
+progress.SplitWriter._write = full
 try:
     prepare(Data(name="local", source={data.source!r}, vocab_size=300, validation_fraction=0.2, shard_tokens=500,
                  path="tokens"))
