@@ -10,9 +10,9 @@ import pytest
 
 from depthlm.doctor import run, software
 from depthlm.doctor.command import doctor, examine, run_check
-from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
+from depthlm.doctor.software import OK, PROBLEM, WARNING, Item
 from depthlm.machine import environment
-from depthlm.machine.gpu import Gpu
+from depthlm.machine.environment import Gpu
 
 from .forks import Forks
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.shared.interleaved import measure
 from benchmarks.shared.reporting import Results, arguments_of, error_text, parser_of, publish, table
 from depthlm.machine import environment
-from depthlm.machine.gpu import driver_version
+from depthlm.machine.environment import driver_version
 from depthlm.machine.memory import available_memory
 from depthlm.ops.backend import missing
 

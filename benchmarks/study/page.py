@@ -20,7 +20,7 @@ from benchmarks.study.differences import (
     relative_differences,
 )
 from benchmarks.study.pictures import draw_all
-from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.cost import count_parameters
 from depthlm.build import build_model
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps

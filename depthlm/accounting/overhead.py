@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from depthlm.accounting.flops import linear_flops
-from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.cost import count_parameters, linear_flops
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
 from depthlm.model.attention.self_attention import SelfAttention

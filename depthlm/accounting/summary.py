@@ -15,10 +15,9 @@ from rich import box
 from rich.progress import track
 from rich.table import Table
 
-from depthlm.accounting.flops import flops_per_token
+from depthlm.accounting.cost import count_parameters, flops_per_token
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
 from depthlm.accounting.overhead import Overhead, overhead
-from depthlm.accounting.parameters import count_parameters
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose_anywhere, mechanisms, run_steps
 from depthlm.console import stderr_console, stdout_console

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from depthlm.console import stdout_console
 from depthlm.doctor import software
-from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
+from depthlm.doctor.software import OK, PROBLEM, WARNING, Item
 
 COLORS = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
 

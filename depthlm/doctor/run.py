@@ -11,10 +11,10 @@ from depthlm.config import Config, ConfigError, compose, compose_anywhere
 from depthlm.counts import gib_text
 from depthlm.distributed import launchers
 from depthlm.doctor import software
-from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
+from depthlm.doctor.software import OK, PROBLEM, WARNING, Item
 from depthlm.errors import UserError
 from depthlm.machine import environment
-from depthlm.machine.gpu import probe
+from depthlm.machine.environment import probe
 from depthlm.machine.memory import cgroup_limits
 from depthlm.ops.backend import missing
 from depthlm.runs.weights_and_biases import has_key

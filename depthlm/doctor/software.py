@@ -7,14 +7,15 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from depthlm.doctor.item import PROBLEM, WARNING, Item
 from depthlm.locations import install_command
 from depthlm.machine.environment import installed_version
 
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MIN_PYTHON = (3, 11)
 # for each extra, a package whose presence shows that the extra is installed
 EXTRAS = {
@@ -24,6 +25,19 @@ EXTRAS = {
     "trackers": "trackio",
     "tune": "hydra-optuna-sweeper",
 }
+
+
+@dataclass(frozen=True)
+class Item:
+    """The result of one check.
+
+    state: a run starts despite a warning, but not with a problem. remedy: what to do about a warning or a problem.
+    """
+
+    name: str
+    value: str
+    state: str = OK
+    remedy: str = ""
 
 
 def python() -> Item:

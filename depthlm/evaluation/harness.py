@@ -66,43 +66,38 @@ class FailedTasksError(Exception):
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks of the harness by their name in evaluation.json, each with its metric. `average` is over all tasks."""
+    """The metric of each task, by its name in evaluation.json. `average` is over all tasks."""
 
-    tasks: dict[str, tuple[str, str]]
+    tasks: dict[str, str]
     shots: list[int] = field(default_factory=lambda: [0])
 
 
 SUITES = {
     # Depth-Attention (arXiv 2606.05014), Table 1: "all downstream numbers are accuracies"
     "paper": Suite(
-        {
-            "lambada": ("lambada_openai", "acc"),
-            "piqa": ("piqa", "acc"),
-            "winogrande": ("winogrande", "acc"),
-            "sciq": ("sciq", "acc"),
-            "hellaswag": ("hellaswag", "acc"),
-            "arc_easy": ("arc_easy", "acc"),
-            "arc_challenge": ("arc_challenge", "acc"),
-            "race": ("race", "acc"),
-        },
+        dict.fromkeys(
+            ("lambada", "piqa", "winogrande", "sciq", "hellaswag", "arc_easy", "arc_challenge", "race"), "acc"
+        ),
         [0, 5],
     ),
     # MoDA (arXiv 2603.15619), section 4.3; it names no metrics, so these are those of OLMo's own evaluation
     "moda": Suite(
         {
-            "piqa": ("piqa", "acc_norm"),
-            "hellaswag": ("hellaswag", "acc_norm"),
-            "winogrande": ("winogrande", "acc"),
-            "openbookqa": ("openbookqa", "acc_norm"),
-            "boolq": ("boolq", "acc"),
-            "sciq": ("sciq", "acc"),
-            "arc_easy": ("arc_easy", "acc"),
-            "arc_challenge": ("arc_challenge", "acc_norm"),
-            "copa": ("copa", "acc"),
-            "mmlu": ("mmlu", "acc"),
+            "piqa": "acc_norm",
+            "hellaswag": "acc_norm",
+            "winogrande": "acc",
+            "openbookqa": "acc_norm",
+            "boolq": "acc",
+            "sciq": "acc",
+            "arc_easy": "acc",
+            "arc_challenge": "acc_norm",
+            "copa": "acc",
+            "mmlu": "acc",
         }
     ),
 }
+# tasks of suites that have another name in the harness
+HARNESS_NAMES = {"lambada": "lambada_openai"}
 
 
 def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
@@ -113,7 +108,9 @@ def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
     suite = _suite(names)
     if suite is not None:
         counts = shots or suite.shots
-        return [Job(task, name, metric, n) for n in counts for name, (task, metric) in suite.tasks.items()]
+        return [
+            Job(HARNESS_NAMES.get(name, name), name, metric, n) for n in counts for name, metric in suite.tasks.items()
+        ]
     tasks = [_task_of(Path(name)) if _is_file(name) else name for name in names]
     return [Job(task, task, None, n) for n in shots or [0] for task in tasks]
 

@@ -30,13 +30,6 @@ class TotalLoss(NamedTuple):
         """Nats per token."""
         return self.nats / self.tokens
 
-    def bits_per_byte(self, text_bytes: float) -> float:
-        """Return the loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
-
-        text_bytes: bytes of the text that the targets encode.
-        """
-        return self.nats / math.log(2) / text_bytes
-
 
 @dataclass(frozen=True)
 class ValidationSet:
@@ -47,8 +40,11 @@ class ValidationSet:
     split: Split
 
     def bits_per_byte(self, total: TotalLoss) -> float | None:
-        """Return the bits per byte of a loss; None if it is not finite, or unknown tokens hide some of the text."""
-        return None if self.split.hides_text else finite(total.bits_per_byte(self.split.bytes))
+        """Return a loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
+
+        None if it is not finite, or unknown tokens hide some of the text.
+        """
+        return None if self.split.hides_text else finite(total.nats / math.log(2) / self.split.bytes)
 
 
 def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:

@@ -30,7 +30,7 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import TotalLoss, ValidationSet, add_results, folder_sets, local_loss
+from depthlm.evaluation.losses import TotalLoss, add_results, folder_sets, local_loss
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.validation_losses import finite, perplexity
 
@@ -186,10 +186,13 @@ def _results(
     """Yield the results that are not known yet, each as it is measured. known: grows while this runs."""
     for folder in _missing_sets(config, known):
         (validation_set,) = folder_sets([folder], tokenizer)
-        parts = call("loss", folder)
-        yield _losses(
-            validation_set, TotalLoss(sum(nats for nats, _ in parts), int(sum(tokens for _, tokens in parts)))
-        )
+        nats, tokens = map(sum, zip(*call("loss", folder), strict=True))
+        total, name = TotalLoss(nats, int(tokens)), f"evaluation/{validation_set.name}"
+        loss = finite(total.mean)
+        losses = {f"{name}/loss": loss, f"{name}/perplexity": perplexity(loss)}
+        if not validation_set.split.hides_text:
+            losses[f"{name}/bits_per_byte"] = validation_set.bits_per_byte(total)
+        yield losses
     if not (jobs := _missing_jobs(config, known)):
         return
     import lm_eval.api.task
@@ -212,7 +215,7 @@ def _results(
 
 
 def _missing_sets(config: Config, row: Mapping[str, Any]) -> list[str]:
-    return [folder for folder in config.evaluation.sets or [] if f"{_set_prefix(folder)}/loss" not in row]
+    return [folder for folder in config.evaluation.sets or [] if f"evaluation/{Path(folder).name}/loss" not in row]
 
 
 def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
@@ -220,16 +223,6 @@ def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
     # scores on another number of questions are measured again
     known = dict(row) if row.get(LIMIT) == settings.limit else {}
     return [job for job in jobs_of(settings.tasks, settings.shots) if not job.is_in(known)] if settings.tasks else []
-
-
-def _set_prefix(folder: str) -> str:
-    return f"evaluation/{Path(folder).name}"
-
-
-def _losses(validation_set: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
-    prefix, loss = f"evaluation/{validation_set.name}", finite(total.mean)
-    bits = {} if validation_set.split.hides_text else {f"{prefix}/bits_per_byte": validation_set.bits_per_byte(total)}
-    return {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss), **bits}
 
 
 def _text(results: Mapping[str, float | None]) -> str:

@@ -32,7 +32,7 @@ from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
 from depthlm.files import digest, set_default_mode
 from depthlm.hugging_face.card import CARD, write_card
-from depthlm.hugging_face.configuration import DepthLMConfig
+from depthlm.hugging_face.causal_lm import DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.model import Decoder
 from depthlm.pretrained.native import export_weight, native_config, native_type, split_experts
@@ -63,16 +63,7 @@ def export(
     license: str | None = None,
     repository: str | None = None,
 ) -> Export:
-    """Write the newest valid checkpoint of a run directory as a folder that AutoModelForCausalLM loads.
-
-    A vanilla model on a backbone of transformers becomes a folder of that model. Any other export includes its code,
-    and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.
-
-    to: the folder; None: `export` in the run directory. trust: modules whose mechanisms may be built and copied, as in
-    `depthlm.load`. license, repository: of the weights, as the hub names them, for the model card.
-    Raises UserError for a run without a checkpoint, a folder that contains other files or cannot be written, and a
-    mechanism that cannot be copied.
-    """
+    """Write the folder of an export, as `depthlm.hugging_face.export` does. repository: of the hub, for the card."""
     folder = RunDirectory(Path(run)).export if to is None else Path(to)
     check_folder(folder)
     model, config, manifest = load_checkpoint(run, trust=trust)

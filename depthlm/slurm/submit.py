@@ -107,7 +107,8 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     offset = 0
     for wave in waves:
         jobs = []
-        for part in split_directories(wave, max_array_size()):
+        size = max_array_size()
+        for part in (wave[start : start + size] for start in range(0, len(wave), size)):
             jobs.append(submit_array(cluster, snapshot, offset, len(part), previous_jobs, dry_run))
             if not dry_run:
                 record_array(snapshot, jobs[-1], part)
@@ -136,11 +137,6 @@ def point_command(point: Point) -> str:
     flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
     # shlex writes a line break as it is, within single quotes
     return shlex.join(["train.py", *flags, *point.overrides]).replace("\n", "'$'\\n''")
-
-
-def split_directories(directories: list[str], size: int) -> list[list[str]]:
-    """Split a list into parts of at most `size` entries, the maximum size of a job array."""
-    return [directories[start : start + size] for start in range(0, len(directories), size)]
 
 
 def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:

@@ -39,8 +39,8 @@ def test_bytes_per_parameter_on_eight_gpus(precision, stage, expected):
     memory = estimator(f"precision={precision}", f"deepspeed=zero{stage}")
     states = memory.states(stage, 8)
     # AdamW also counts the steps of each parameter
-    bytes_per_parameter = (value / memory.parameters for value in (states.weights, states.gradients, states.optimizer))
-    assert tuple(bytes_per_parameter) == pytest.approx(expected, rel=1e-4)
+    sizes = (states.weights, states.gradients, states.optimizer)
+    assert tuple(size / memory.whole.parameters for size in sizes) == pytest.approx(expected, rel=1e-4)
 
 
 def test_experts_that_are_spread_are_divided_and_the_shards_of_zero_are_the_same():
@@ -49,11 +49,11 @@ def test_experts_that_are_spread_are_divided_and_the_shards_of_zero_are_the_same
     whole, spread = MemoryEstimator(config, "cuda"), MemoryEstimator(replace(config, deepspeed=sharding), "cuda")
     mixtures = depthlm.build_model(config, "meta").mixtures()
     experts = sum(weight.numel() for mixture in mixtures for weight in mixture.experts.parameters())
-    assert spread.rank_parameters == whole.parameters - 3 * experts // 4
-    assert spread.states(0, 8).weights == 4.0 * spread.rank_parameters
-    assert spread.states(0, 8).optimizer == pytest.approx(8.0 * spread.rank_parameters, rel=1e-4)
+    assert spread.rank.parameters == whole.whole.parameters - 3 * experts // 4
+    assert spread.states(0, 8).weights == 4.0 * spread.rank.parameters
+    assert spread.states(0, 8).optimizer == pytest.approx(8.0 * spread.rank.parameters, rel=1e-4)
     for stage in (1, 2):
-        assert spread.states(stage, 8).weights == 2.0 * spread.rank_parameters
+        assert spread.states(stage, 8).weights == 2.0 * spread.rank.parameters
         assert spread.states(stage, 8).optimizer == whole.states(stage, 8).optimizer
 
 
