@@ -14,6 +14,7 @@ from torch import Tensor
 from depthlm.config import Config
 from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
 from depthlm.data.manifest import Split
+from depthlm.errors import UserError
 from depthlm.files import read_json, replace_text
 from depthlm.model import Decoder
 from depthlm.runs.validation_losses import ValidationLosses, finite
@@ -127,12 +128,15 @@ def measure_sets(
 
 
 def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
-    """Add results of the checkpoint of a step to evaluation.json, and return its content. Raises OSError.
+    """Add results of the checkpoint of a step to evaluation.json, and return its content.
 
-    Results of another checkpoint are dropped.
+    Results of another checkpoint are dropped. Raises UserError if the file cannot be written.
     """
     before = read_json(path)
     kept = before if before.get("step") == step else {}
     recorded = {"step": step} | kept | results
-    replace_text(path, json.dumps(recorded, indent=1) + "\n")
+    try:
+        replace_text(path, json.dumps(recorded, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
     return recorded

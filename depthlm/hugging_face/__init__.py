@@ -1,4 +1,4 @@
-"""Hugging Face: export runs as folders that transformers loads, and start runs from such folders.
+"""Hugging Face: export runs as folders that transformers loads.
 
 transformers comes with the extra `evaluation` and is imported only by the code that needs it.
 """
@@ -11,12 +11,7 @@ from depthlm.errors import UserError
 from depthlm.locations import install_command
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-    from depthlm.config import Config
-    from depthlm.data import Tokenizer
     from depthlm.hugging_face.folder import Export
-    from depthlm.model import Decoder
 
 
 def export(
@@ -39,7 +34,10 @@ def export(
     owner. Raises UserError for a run without a checkpoint, a folder that contains other files or cannot be written, a
     mechanism that cannot be copied, and what the hub refuses; what was exported before it remains.
     """
-    _check_transformers()
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise UserError(f"transformers is not installed; {install_command('evaluation')}") from None
     from depthlm.hugging_face.card import check_license
     from depthlm.hugging_face.command import check_push, push
     from depthlm.hugging_face.folder import export as write
@@ -55,30 +53,4 @@ def export(
     return written
 
 
-def as_causal_lm(model: "Decoder", config: "Config") -> "PreTrainedModel":
-    """Wrap a decoder, as returned by `depthlm.load`, for code that expects a transformers model. Shares the weights."""
-    _check_transformers()
-    from depthlm.hugging_face.causal_lm import CausalLM
-    from depthlm.hugging_face.folder import causal_lm_config
-
-    return CausalLM(causal_lm_config(model, config), model).eval()
-
-
-def as_tokenizer(
-    tokenizer: "Tokenizer | PreTrainedTokenizerFast | str | Path", max_length: int | None = None
-) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of a run directory or file for transformers; see `folder.as_tokenizer`."""
-    _check_transformers()
-    from depthlm.hugging_face.folder import as_tokenizer as wrap
-
-    return wrap(tokenizer, max_length)
-
-
-def _check_transformers() -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise UserError(f"transformers is not installed; {install_command('evaluation')}") from None
-
-
-__all__ = ["as_causal_lm", "as_tokenizer", "export"]
+__all__ = ["export"]

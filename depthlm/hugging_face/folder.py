@@ -32,7 +32,7 @@ from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
 from depthlm.files import digest, set_default_mode
 from depthlm.hugging_face.card import CARD, write_card
-from depthlm.hugging_face.causal_lm import DepthLMConfig
+from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.model import Decoder
 from depthlm.pretrained.native import export_weight, native_config, native_type, split_experts
@@ -226,6 +226,11 @@ def lock_folder(folder: Path, flags: int = 0) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def as_causal_lm(model: Decoder, config: Config) -> CausalLM:
+    """Wrap a decoder, as returned by `depthlm.load`, for code that expects a transformers model. Shares the weights."""
+    return CausalLM(causal_lm_config(model, config), model).eval()
 
 
 def as_tokenizer(

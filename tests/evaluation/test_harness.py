@@ -1,6 +1,7 @@
 """The harness on a run, with tasks on local data."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,15 @@ def test_results_on_a_part_of_the_questions_are_not_written(trained: Path, task:
     (trained / "evaluation.json").unlink(missing_ok=True)
     assert 0 <= run(f"run={trained}", f"tasks={task}", "limit=3")["zero_shot/depth_words/acc"] <= 1
     assert not (trained / "evaluation.json").exists()
+
+
+def test_relative_paths_are_those_of_the_folder_of_the_command(
+    trained: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained / "evaluation.json").unlink(missing_ok=True)
+    monkeypatch.chdir(trained.parent)
+    results = run(f"run={trained.name}", f"tasks={task}", f"datasets={os.path.relpath(tmp_path)}")
+    assert json.loads((trained / "evaluation.json").read_text()) == results
 
 
 @pytest.mark.slow
