@@ -10,8 +10,7 @@ from pathlib import Path
 from depthlm.config import Config, ConfigError, compose, compose_anywhere
 from depthlm.counts import gib_text
 from depthlm.distributed import launchers
-from depthlm.doctor import software
-from depthlm.doctor.software import OK, PROBLEM, WARNING, Item
+from depthlm.doctor.command import OK, PROBLEM, WARNING, Item, c_compiler, cpp_compiler
 from depthlm.errors import UserError
 from depthlm.machine import environment
 from depthlm.machine.environment import probe
@@ -33,8 +32,8 @@ def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callab
         "device": partial(device, config.device),
         "driver": driver,
         "NCCL": partial(communication, device_type),
-        "C compiler": partial(software.c_compiler, device_type),
-        "C++ compiler": partial(software.cpp_compiler, device_type, config.training.compile is True),
+        "C compiler": partial(c_compiler, device_type),
+        "C++ compiler": partial(cpp_compiler, device_type, config.training.compile is True),
         "memory": memory,
         "shared memory": shared_memory,
         "disk, run": partial(disk, "disk, run", Path(config.output_dir or "outputs")),
