@@ -68,14 +68,14 @@ def test_several_ranks_copy_gradients_bucket_by_bucket_at_zero_0():
     assert memory.states(0, 1).activations == 0
     assert memory.states(0, 8).activations == 4.0 * 10**7
     halved = estimator("size=360m", "deepspeed.reduce_bucket_size=5M", "deepspeed.communication_data_type=bf16")
-    assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * memory.parameters
+    assert halved.states(0, 8).activations == 4.0 * 5 * 10**6 + 2.0 * memory.whole.parameters
 
 
 def test_higher_stages_need_less_memory():
     memory = estimator("size=3b")
     totals = [memory.states(stage, 8).total for stage in range(4)]
     assert totals == sorted(totals, reverse=True)
-    assert memory.parameters > GATHERED
+    assert memory.whole.parameters > GATHERED
 
 
 def saved_by_autograd(model, tokens, autocast) -> int:
@@ -155,7 +155,8 @@ def test_the_largest_micro_batch_is_found_with_few_evaluations():
     assert largest(sizes, 10_000, total) == 720
     assert largest(sizes, 102, total) is None
     assert largest([1], 103, total) == 1
-    assert len(asked) < 12
+    # a bisection of 30 sizes asks for five
+    assert len(asked) <= 3 * 5 + 1
 
 
 def test_an_error_in_a_trace_names_the_mechanism(monkeypatch):
