@@ -8,8 +8,16 @@ from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
 from depthlm.data.preparation.estimate import check_prepared
 from depthlm.data.preparation.prepare import prepare
-from depthlm.data.token_files import Corpus, TokenFiles, open_corpus, token_folder, token_folders
-from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, padded_vocab_size, train_bpe, vocab_size
+from depthlm.data.token_files import (
+    Corpus,
+    TokenFiles,
+    open_corpus,
+    padded_vocab_size,
+    token_folder,
+    token_folders,
+    vocab_size,
+)
+from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, train_bpe
 from depthlm.errors import DataError
 from depthlm.lazy import lazy_attributes
 

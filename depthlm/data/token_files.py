@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from depthlm.data.corpora.documents import PIECE, PIECES
 from depthlm.data.corpora.sources import all_sources, is_remote, train_sources, validation_sources
-from depthlm.data.end_of_text import read_files
 from depthlm.data.manifest import VERIFY, VERSION, Manifest, Shard, check_sizes, little_endian
 from depthlm.data.settings import Data, Source
-from depthlm.data.tokenizers import REMEDY, Tokenizer, is_on_hub, sample_bytes
+from depthlm.data.tokenizers import REMEDY, Tokenizer, is_on_hub, read_files, sample_bytes
 from depthlm.errors import DataError
 from depthlm.files import digest
 
@@ -172,7 +171,8 @@ def settings(name: str, source: Source, data: Data) -> dict[str, Any]:
     if name in data.validation:
         result |= {"held_out": "all"}
     else:
-        if _is_held_out_by_hash(source):
+        if (source.validation_split if is_remote(source) else source.validation_files) is None:
+            # documents are held out by a hash of their names
             result["validation_fraction"] = data.validation_fraction
         if data.max_tokens is not None:
             result["max_tokens"] = quota(name, data)
@@ -198,6 +198,28 @@ def token_folder(name: str, source: Source, data: Data) -> Path:
 def token_folders(data: Data) -> dict[str, Path]:
     """Return the folder of token files of every source, then of every additional validation set."""
     return {name: token_folder(name, source, data) for name, source in all_sources(data).items()}
+
+
+def vocab_size(data: Data) -> int:
+    """Return the number of tokens, without preparing anything; for `bpe` it is an upper bound.
+
+    Existing token files at data.path determine it. For a tokenizer on the hub, it is data.vocab_size, which preparing
+    checks. Raises DataError for a tokenizer that cannot be read.
+    """
+    folder = next(iter(train_sources(data).values())).path
+    if folder and Manifest.exists(folder):
+        return Manifest.read(folder).vocab_size
+    if data.tokenizer == "bytes":
+        return 258
+    if data.tokenizer == "bpe" or is_on_hub(data.tokenizer):
+        return data.vocab_size
+    return Tokenizer.load(data.tokenizer, data.end_of_text).vocab_size
+
+
+def padded_vocab_size(data: Data) -> int:
+    """Return `vocab_size`, rounded up to a multiple of data.pad_vocab_multiple."""
+    multiple = data.pad_vocab_multiple
+    return -(-vocab_size(data) // multiple) * multiple
 
 
 def check_settings(name: str, source: Source, data: Data, manifest: Manifest) -> None:
@@ -226,10 +248,6 @@ def differences(prepared: dict[str, Any], wanted: dict[str, Any]) -> str:
     return ", ".join(f"{key}: prepared {prepared.get(key)}, requested {wanted.get(key)}" for key in differing)
 
 
-def _is_held_out_by_hash(source: Source) -> bool:
-    return (source.validation_split if is_remote(source) else source.validation_files) is None
-
-
 def _text(name: str, source: Source) -> dict[str, Any]:
     if is_remote(source):
         keys = ("hub", "subset", "revision", "split", "validation_split", "text_field")
@@ -249,7 +267,11 @@ def _tokenizer(data: Data) -> dict[str, Any]:
     if name != "bpe":
         if is_on_hub(name):
             return {"tokenizer": name} | ({} if data.end_of_text is None else {"end_of_text": data.end_of_text})
-        tokenizer_digest, files = _digest_of_file(name), read_files(Path(name).parent)
+        try:
+            tokenizer_digest = digest(Path(name))
+        except OSError as error:
+            raise DataError(f"cannot read a tokenizer ({error.strerror})", name, REMEDY) from error
+        files = read_files(Path(name).parent)
         end = _unusual_end(name, tokenizer_digest, data.end_of_text, repr(files)) if files or data.end_of_text else {}
         return {"tokenizer": tokenizer_digest} | end
     result: dict[str, Any] = {"tokenizer": "bpe", "vocab_size": data.vocab_size}
@@ -269,10 +291,3 @@ def _unusual_end(tokenizer: str, tokenizer_digest: str, end_of_text: str | None,
     """
     loaded = Tokenizer.load(tokenizer, end_of_text)
     return {"end_of_text": loaded.end.token} if loaded.has_unusual_end else {}
-
-
-def _digest_of_file(tokenizer: str) -> str:
-    try:
-        return digest(Path(tokenizer))
-    except OSError as error:
-        raise DataError(f"cannot read a tokenizer ({error.strerror})", tokenizer, REMEDY) from error

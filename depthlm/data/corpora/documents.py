@@ -128,11 +128,7 @@ class Reader:
 
     def _rows(self, raw: BinaryIO, start: int) -> Iterator[Record]:
         for number, value, size in values(raw, self.text_field, start, self.longest, self.file.location):
-            name = f"{self.file.name}:{number}"
-            if size > self.longest:
-                yield self._too_long(name, number, _place("row", number))
-            else:
-                yield self._text(number, "row", value, name)
+            yield self._text(number, "row", value, f"{self.file.name}:{number}", size)
 
     def _whole(self, stream: io.BufferedReader) -> Record:
         content = stream.read(self.longest + 1)
@@ -175,22 +171,26 @@ class Reader:
         why = f"{place} is longer than data.max_document_bytes={self.longest}"
         return Record(name, number + 1, None, "long", why)
 
-    def _text(self, number: int, unit: str, text: Any, name: str) -> Record:
-        """Return the record of a text. unit: what the number counts; empty: the file is one document."""
-        if text and len(text) <= self.longest:
-            try:
-                # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
-                text.encode("utf-8") if isinstance(text, str) else (text := text.decode("utf-8"))
-            except UnicodeError as error:
-                why = f"{_place(unit, number)} is not UTF-8 ({error.reason})"  # type: ignore[attr-defined]
-                return Record(name, number + 1, None, "utf8", why)
-            return Record(name, number + 1, text)
-        place = _place(unit, number)
+    def _text(self, number: int, unit: str, text: Any, name: str, size: int | None = None) -> Record:
+        """Return the record of a text.
+
+        unit: what the number counts; empty: the file is one document. size: of the text, which is not given if it is
+        too long; None: its length.
+        """
+        place = f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
-        if text:
+        if (len(text) if size is None else size) > self.longest:
             return self._too_long(name, number, place)
-        return Record(name, number + 1, None, "empty", f"{place} is empty")
+        if not text:
+            return Record(name, number + 1, None, "empty", f"{place} is empty")
+        try:
+            # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
+            text.encode("utf-8") if isinstance(text, str) else (text := text.decode("utf-8"))
+        except UnicodeError as error:
+            why = f"{place} is not UTF-8 ({error.reason})"  # type: ignore[attr-defined]
+            return Record(name, number + 1, None, "utf8", why)
+        return Record(name, number + 1, text)
 
 
 def documents(
@@ -261,10 +261,6 @@ def values(raw: BinaryIO, column: str, start: int, longest: int, where: str) -> 
                 if number >= start:
                     yield number, value, size
                 number += 1
-
-
-def _place(unit: str, number: int) -> str:
-    return f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
 
 
 def _check(schema: "pa.Schema", column: str, where: str) -> None:

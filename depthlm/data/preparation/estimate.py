@@ -13,8 +13,7 @@ from depthlm.data.corpora.formats import PARQUET, compression, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files
 from depthlm.data.manifest import Manifest, dtype_of, little_endian
 from depthlm.data.settings import Data, Source
-from depthlm.data.token_files import quota, token_folder
-from depthlm.data.tokenizers import vocab_size
+from depthlm.data.token_files import quota, token_folder, vocab_size
 from depthlm.errors import DataError
 from depthlm.machine import environment
 

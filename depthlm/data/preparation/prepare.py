@@ -18,7 +18,6 @@ from rich.console import Console
 from depthlm.console import stderr_console
 from depthlm.data.corpora.documents import REASONS, documents, is_validation
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
-from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, held_out_fraction
@@ -26,7 +25,10 @@ from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import check_settings, quota, settings, token_folder
+from depthlm.data.token_files import vocab_size as vocab_size_of
 from depthlm.data.tokenizers import (
+    END_OF_TEXT,
+    TOKENIZER_CONFIG,
     Tokenizer,
     bytes_tokenizer,
     is_on_hub,
@@ -35,7 +37,6 @@ from depthlm.data.tokenizers import (
     sample_bytes,
     train_bpe,
 )
-from depthlm.data.tokenizers import vocab_size as vocab_size_of
 from depthlm.errors import DataError
 from depthlm.files import sync
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from depthlm.data.corpora.sources import TextFiles
-from depthlm.data.end_of_text import TOKENIZER_CONFIG
 from depthlm.data.manifest import FILE_NAME as MANIFEST
 from depthlm.data.manifest import Shard, Split, little_endian
 from depthlm.data.token_files import differences
+from depthlm.data.tokenizers import TOKENIZER_CONFIG
 from depthlm.errors import DataError
 from depthlm.files import read_json, replace_text, sync
 
@@ -207,7 +207,9 @@ def check_mark(folder: Path, settings: dict[str, Any]) -> None:
     """Raise DataError if a folder exists, is not empty, and is not marked as one in preparation with these settings."""
     if not folder.exists():
         return
-    marked = _marked_settings(folder)
+    # when a complete folder is published, its mark may be removed before the other files
+    records = (read_json(folder / name).get("settings") for name in (MARK, MANIFEST))
+    marked = next((value for value in records if isinstance(value, dict)), None)
     # a kill may leave a mark half-written
     if marked is None and folder.is_dir() and all(file.name == f".{MARK}.tmp" for file in folder.iterdir()):
         return
@@ -226,15 +228,6 @@ def clear(folder: Path) -> None:
         if file.name != MARK:
             shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
     sync(folder)
-
-
-def _marked_settings(folder: Path) -> dict[str, Any] | None:
-    # when a complete folder is published, its mark may be removed before the other files
-    for name in (MARK, MANIFEST):
-        settings = read_json(folder / name).get("settings")
-        if isinstance(settings, dict):
-            return settings
-    return None
 
 
 class ProgressBar(Progress):
