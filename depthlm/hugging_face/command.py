@@ -1,7 +1,7 @@
 """The command `python -m depthlm export`: export a run as a Hugging Face folder, push it, print how to load it."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
@@ -44,14 +44,7 @@ class ExportArguments:
 
 def export_run(arguments: ExportArguments) -> None:
     """Export a run, and print the written files and the code that loads them. Raises UserError."""
-    written = export(
-        arguments.run,
-        arguments.to,
-        arguments.trust or (),
-        license=arguments.license,
-        push_to=arguments.push_to,
-        private=arguments.private,
-    )
+    written = export(**asdict(arguments) | {"trust": arguments.trust or ()})
     print(f"{written.folder}: {written.model_type}, {written.parameters:,} parameters")
     for name, size in written.files.items():
         print(f"  {name:52} {size:>14,} bytes")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class Job:
 
     cut: whether a plain-text file is cut into many documents. validation_only: all documents are held out.
     quota: the number of training tokens after which to stop; null: all. vocab_size: an upper bound of the ids; a
-    tokenizer that is trained on little text may have fewer tokens.
+    tokenizer that is trained on little text may have fewer tokens. folder: where the token files are prepared.
     """
 
     name: str
@@ -74,6 +74,9 @@ class Job:
     vocab_size: int
     settings: dict[str, Any]
     data: Data
+    tokenizer: Tokenizer
+    folder: Path
+    console: Console
 
     @cached_property
     def sections(self) -> list["Section"]:
@@ -119,33 +122,26 @@ class Encoded(NamedTuple):
         return Position(*(int(self.rows[name][-1]) for name in Position._fields))
 
 
-def encode(
-    job: Job,
-    tokenizer: Tokenizer,
-    folder: Path,
-    console: Console,
-    read: Callable[[Position], Generator[Encoded]] | None = None,
-) -> Manifest:
+def encode(job: Job, read: Callable[[Job, Position], Generator[Encoded]]) -> Manifest:
     """Write the token files of both splits into the folder and return their manifest without writing it.
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
-    read: returns stored batches from a position on; None: the text is encoded.
+    read: returns the batches from a position on (`encoded_batches`, or those that parts have stored).
     Raises DataError where a document or file is bad, a split has no document, or too many tokens are unknown.
     """
-    read = read or partial(encoded_batches, job, tokenizer)
     size, dtype = job.vocab_size, dtype_of(job.vocab_size)
     stems = {False: "train", True: f"validation-{job.name}"}
-    writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
+    writers = {held: SplitWriter(job.folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
     skipped: Counter[str] = Counter()
-    progress = ProgressFile(folder, job.settings, job.files, tokenizer.fingerprint)
+    progress = ProgressFile(job.folder, job.settings, job.files, job.tokenizer.fingerprint)
     position = progress.restore(writers, skipped) or Position(0, 0, 0)
     saved = sum(len(writer.shards) for writer in writers.values())
-    bar = ProgressBar(console, job.name, job.quota)
-    with bar, closing(read(position)) as batches:
+    bar = ProgressBar(job.console, job.name, job.quota)
+    with bar, closing(read(job, position)) as batches:
         for batch in batches:
             full = _write(writers, skipped, batch, job)
             if sum(writer.tokens for writer in writers.values()) > MIN_CHECKED_TOKENS:
-                _check_unknown(job, tokenizer, writers)
+                _check_unknown(job, writers)
             bar.show(batch.done, writers)
             if full:
                 break
@@ -155,30 +151,30 @@ def encode(
                 saved = shards
     train, validation = writers[False], writers[True]
     _check_splits(job, train.documents, validation.documents, skipped)
-    _check_unknown(job, tokenizer, writers)
+    _check_unknown(job, writers)
     return Manifest(
         name=job.name,
         source=job.files.description | ({"times": job.files.times} if job.files.times else {}),
         settings=job.settings,
         dtype=dtype,
         vocab_size=size,
-        tokenizer=tokenizer.fingerprint,
-        train=train.finish(tokenizer.unknown, entropy=bool(train.tokens)),
-        validation={job.name: validation.finish(tokenizer.unknown)},
+        tokenizer=job.tokenizer.fingerprint,
+        train=train.finish(job.tokenizer.unknown, entropy=bool(train.tokens)),
+        validation={job.name: validation.finish(job.tokenizer.unknown)},
         left_out=dict(skipped),
     )
 
 
-def encoded_batches(job: Job, tokenizer: Tokenizer, position: Position, one_file: bool = False) -> Generator[Encoded]:
+def encoded_batches(job: Job, position: Position, one_file: bool = False) -> Generator[Encoded]:
     """Encode the source, or only one file, from a position on, some batches ahead of the one that is yielded."""
     dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[Future[Encoded]] = deque()
-        batches = _batches(job, tokenizer, position, one_file)
+        batches = _batches(job, position, one_file)
         try:
             while True:
                 while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
-                    waiting.append(pool.submit(_encode, tokenizer, *batch, dtype))
+                    waiting.append(pool.submit(_encode, job.tokenizer, *batch, dtype))
                 if not waiting:
                     return
                 yield waiting.popleft().result()
@@ -217,12 +213,12 @@ def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     yield text[max(0, start - CONTEXT) : start], text[start:]
 
 
-def _batches(job: Job, tokenizer: Tokenizer, start: Position, one_file: bool) -> Iterator[tuple[list[Piece], float]]:
+def _batches(job: Job, start: Position, one_file: bool) -> Iterator[tuple[list[Piece], float]]:
     """Yield the pieces that are encoded at once, and the share of the source that has been read."""
     total = sum(len(files) for files, _ in job.sections)
     batch: list[Piece] = []
     characters = 0
-    for piece, files_read, reader in _pieces(job, tokenizer, start, one_file):
+    for piece, files_read, reader in _pieces(job, start, one_file):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
@@ -232,7 +228,7 @@ def _batches(job: Job, tokenizer: Tokenizer, start: Position, one_file: bool) ->
         yield batch, 1.0
 
 
-def _pieces(job: Job, tokenizer: Tokenizer, start: Position, one_file: bool) -> Iterator[tuple[Piece, int, Reader]]:
+def _pieces(job: Job, start: Position, one_file: bool) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
     for section, (files, fraction) in enumerate(job.sections):
@@ -252,7 +248,7 @@ def _pieces(job: Job, tokenizer: Tokenizer, start: Position, one_file: bool) -> 
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
                 held_out, end = is_validation(record.name, fraction), len(record.text)
-                for before, text in cut(record.text, tokenizer):
+                for before, text in cut(record.text, job.tokenizer):
                     end -= len(text)
                     yield Piece(held_out, text, not end, after, before=before), files_read, reader
 
@@ -295,12 +291,12 @@ def _write(writers: dict[bool, SplitWriter], skipped: Counter[str], batch: Encod
     return full
 
 
-def _check_unknown(job: Job, tokenizer: Tokenizer, writers: dict[bool, SplitWriter]) -> None:
+def _check_unknown(job: Job, writers: dict[bool, SplitWriter]) -> None:
     """Raise DataError if a larger share than data.max_unknown of the tokens so far is the unknown token."""
-    tokens = sum(writer.tokens for writer in writers.values())
-    if tokenizer.unknown is None or not tokens:
+    tokens, unknown = sum(writer.tokens for writer in writers.values()), job.tokenizer.unknown
+    if unknown is None or not tokens:
         return
-    share = sum(int(writer.counts[tokenizer.unknown]) for writer in writers.values()) / tokens
+    share = sum(int(writer.counts[unknown]) for writer in writers.values()) / tokens
     if share > job.data.max_unknown:
         what = f"{share:.1%} of {tokens:,} tokens stand for text that the tokenizer does not know"
         remedy = (

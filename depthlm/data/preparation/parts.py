@@ -19,11 +19,9 @@ from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from depthlm.data.preparation.encode import Encoded, Job, encoded_batches
 from depthlm.data.preparation.progress import LINE_EVERY, Position, read_record, write_record
-from depthlm.data.tokenizers import Tokenizer
 from depthlm.errors import DataError
 from depthlm.files import digest
 
@@ -64,59 +62,57 @@ class Totals:
         return quota is not None and self.train_tokens >= quota and self.held_out > 0
 
 
-def folder_of(job: Job, partial: Path) -> Path:
+def folder_of(job: Job) -> Path:
     """Return the folder of the encoded files, which depends on the text, since another part may read changed text."""
     state = json.dumps([job.files.description, job.files.state], sort_keys=True, default=str)
-    return partial / f"{PREFIX}{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    return job.folder / f"{PREFIX}{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
 
-def encode_part(job: Job, tokenizer: Tokenizer, partial: Path, part: Part, console: Console) -> int:
+def encode_part(job: Job, part: Part) -> int:
     """Encode the files of a part that are not complete yet, as far as the quota needs them. Returns their number.
 
     A file that was interrupted resumes from its last mark.
     """
-    folder = folder_of(job, partial)
+    folder = folder_of(job)
     folder.mkdir(exist_ok=True)
     encoded, files = 0, _files(job)
     complete: dict[tuple[int, int], Totals] = {}
     before, line_at = Totals(), time.monotonic() + LINE_EVERY
     for number, file in enumerate(files):
-        if number % part.count != part.number or _totals(folder, *file) is not None:
+        if number % part.count != part.number or _totals(_path(folder, *file)) is not None:
             continue
         if job.quota is not None:
             for earlier in files[:number]:
-                if earlier not in complete and (totals := _totals(folder, *earlier)) is not None:
+                if earlier not in complete and (totals := _totals(_path(folder, *earlier))) is not None:
                     complete[earlier] = totals
                     before += totals
             if before.is_enough(job.quota):
                 break
-        encoded += _encode_file(job, tokenizer, folder, *file, console)
+        encoded += _encode_file(job, _path(folder, *file), *file)
         if time.monotonic() >= line_at:
             line_at = time.monotonic() + LINE_EVERY
-            console.print(f"{part}: {encoded} files encoded, the last one is {number + 1} of {len(files)}")
+            job.console.print(f"{part}: {encoded} files encoded, the last one is {number + 1} of {len(files)}")
     return encoded
 
 
-def missing_files(job: Job, partial: Path, console: Console) -> int:
+def missing_files(job: Job) -> int:
     """Return how many of the files that the quota needs no part has encoded yet, and print which are damaged."""
-    folder, before, missing = folder_of(job, partial), Totals(), 0
+    folder, before, missing = folder_of(job), Totals(), 0
     for file in _files(job):
         if before.is_enough(job.quota):
             break
-        totals = _totals(folder, *file)
-        missing += totals is None
         path = _path(folder, *file)
+        totals = _totals(path)
+        missing += totals is None
         if totals is None and path.with_suffix(".json").exists():
-            console.print(
+            job.console.print(
                 f"{path} {_DAMAGED}; the command of its part, or the one without --part, does that", markup=False
             )
         before += totals or Totals()
     return missing
 
 
-def stored_batches(
-    job: Job, tokenizer: Tokenizer, partial: Path, console: Console, position: Position
-) -> Generator[Encoded]:
+def stored_batches(job: Job, position: Position) -> Generator[Encoded]:
     """Yield the encoded batches of all files from a position on, in the order of the source.
 
     A damaged file is encoded again. Raises DataError if it is damaged again.
@@ -125,12 +121,12 @@ def stored_batches(
     for number, (section, index) in enumerate(files):
         if (section, index) < position[:2]:
             continue
-        path = _path(folder_of(job, partial), section, index)
+        path = _path(folder_of(job), section, index)
         if not _is_intact(path):
-            console.print(f"{path} is damaged (it differs from its SHA-256); encoding its text again", markup=False)
+            job.console.print(f"{path} is damaged (it differs from its SHA-256); encoding its text again", markup=False)
             for suffix in (".json", ".mark"):
                 path.with_suffix(suffix).unlink(missing_ok=True)
-            _encode_file(job, tokenizer, path.parent, section, index, console)
+            _encode_file(job, path, section, index)
             if not _is_intact(path):
                 remedy = "Check the disk, then run the same command again: it encodes this file again."
                 raise DataError("encoded text is damaged again (it differs from its SHA-256)", path, remedy)
@@ -154,9 +150,8 @@ def _path(folder: Path, section: int, index: int) -> Path:
     return folder / f"{section}-{index:06d}.batches"
 
 
-def _totals(folder: Path, section: int, index: int) -> Totals | None:
+def _totals(path: Path) -> Totals | None:
     """Return the totals of a complete file; None if its summary is missing or damaged, or its length is wrong."""
-    path = _path(folder, section, index)
     summary = read_record(path.with_suffix(".json"))
     if summary is None or not path.is_file() or path.stat().st_size != summary["size"]:
         return None
@@ -169,18 +164,17 @@ def _is_intact(path: Path) -> bool:
     return summary is not None and digest(path) == summary["sha256"]
 
 
-def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, index: int, console: Console) -> bool:
+def _encode_file(job: Job, path: Path, section: int, index: int) -> bool:
     """Encode a file. Return false if another process encoded it meanwhile."""
-    path = _path(folder, section, index)
     path.touch()
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if _totals(folder, section, index) is not None:
+        if _totals(path) is not None:
             return False
         record, totals, sha256 = 0, Totals(), hashlib.sha256()
         mark = read_record(path.with_suffix(".mark"))
         if path.with_suffix(".json").exists():
-            console.print(f"{path} {_DAMAGED}", markup=False)
+            job.console.print(f"{path} {_DAMAGED}", markup=False)
         elif mark is not None:
             file.truncate(mark["size"])
             if (written := hashlib.file_digest(file, "sha256")).hexdigest() == mark["sha256"]:
@@ -194,7 +188,7 @@ def _encode_file(job: Job, tokenizer: Tokenizer, folder: Path, section: int, ind
             return {"size": file.tell(), "sha256": sha256.hexdigest(), "totals": asdict(totals)}
 
         start, marked = Position(section, index, record), time.monotonic()
-        with closing(encoded_batches(job, tokenizer, start, one_file=True)) as batches:
+        with closing(encoded_batches(job, start, one_file=True)) as batches:
             for batch in batches if not totals.is_enough(job.quota) else ():
                 sha256.update(_write(file, batch.rows, batch.ids))
                 totals += Totals.from_rows(batch.rows)

@@ -20,7 +20,7 @@ from depthlm.data.corpora.documents import REASONS, documents, is_validation
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.encode import Job, encode, held_out_fraction
+from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction
 from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
 from depthlm.data.settings import Data, Source
@@ -184,12 +184,12 @@ class _Preparation:
         with self.lock() as complete:
             if complete:
                 return
-            job, tokenizer = self.begin(copies=2), Tokenizer.load(self.partial)
-            progress_file.ProgressFile(self.partial, job.settings, job.files, tokenizer.fingerprint).begin()
+            job = self.begin(copies=2)
+            progress_file.ProgressFile(self.partial, job.settings, job.files, job.tokenizer.fingerprint).begin()
         start = time.monotonic()
         # without the lock, since the other parts are encoded at the same time
         try:
-            encoded = encode_part(job, tokenizer, self.partial, part, self.console)
+            encoded = encode_part(job, part)
         except FileNotFoundError:
             with self.lock() as complete:
                 if complete:
@@ -199,7 +199,7 @@ class _Preparation:
         with self.lock() as complete:
             if complete:
                 return
-            missing = missing_files(job, self.partial, self.console)
+            missing = missing_files(job)
             self.console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
             if missing:
                 self.console.print(
@@ -216,12 +216,12 @@ class _Preparation:
             # killed between the last token and the rename
             _publish(partial, self.target)
             return
-        job, tokenizer, read = self.begin(), Tokenizer.load(partial), None
-        if folder_of(job, partial).is_dir():
+        job = self.begin()
+        has_parts = folder_of(job).is_dir()
+        if has_parts:
             # encode the files that no part has encoded
-            encode_part(job, tokenizer, partial, Part(0, 1), self.console)
-            read = functools.partial(stored_batches, job, tokenizer, partial, self.console)
-        manifest = encode(job, tokenizer, partial, self.console, read)
+            encode_part(job, Part(0, 1))
+        manifest = encode(job, stored_batches if has_parts else encoded_batches)
         manifest.write(partial)
         _publish(partial, self.target)
         _print_summary(manifest, self.target, time.monotonic() - start, self.console)
@@ -270,6 +270,9 @@ class _Preparation:
             vocab_size=vocab_size_of(self.data),
             settings=self.settings,
             data=self.data,
+            tokenizer=Tokenizer.load(partial),
+            folder=partial,
+            console=console,
         )
 
     def check_existing(self) -> None:
