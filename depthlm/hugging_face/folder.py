@@ -30,7 +30,7 @@ from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
-from depthlm.files import digest, set_default_mode
+from depthlm.files import digest, read_json, set_default_mode
 from depthlm.hugging_face.card import CARD, write_card
 from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
@@ -159,14 +159,12 @@ def check_folder(folder: Path) -> None:
     existing_files = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
     if not existing_files:
         return
-    try:
-        about = json.loads((folder / ABOUT).read_text())
-        written = {*about["files"], ABOUT}
-    except (OSError, ValueError, KeyError, TypeError):
+    about = read_json(folder / ABOUT)
+    if not isinstance(about.get("files"), list):
         raise UserError(
             f"to={folder}: the folder has files ({sorted(existing_files)[0]}), but no export; give a new folder"
-        ) from None
-    if foreign := sorted(existing_files - written):
+        )
+    if foreign := sorted(existing_files - {*about["files"], ABOUT}):
         raise UserError(
             f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
             "it, or give a new folder"

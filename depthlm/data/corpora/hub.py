@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
+from depthlm.data.corpora.formats import TextFile
 from depthlm.errors import DataError
 
 # `datasets` and `huggingface_hub` take a second to import, and most runs need neither, so each function imports them.
@@ -20,17 +21,10 @@ _BLOCK = 2**24
 _TOKENIZER = "tokenizer.json"
 
 
-class HubFile(NamedTuple):
-    """A file of a dataset: its path in the repository, and a url for `open_url`, which includes the commit."""
-
-    name: str
-    url: str
-
-
 def hub_files(
     repo: str, subset: str | None, revision: str | None, splits: Sequence[str]
-) -> tuple[str, dict[str, list[HubFile]]]:
-    """Return the commit to which the revision (null: main) resolves, and the files of each split.
+) -> tuple[str, dict[str, list[TextFile]]]:
+    """Return the commit to which the revision (null: main) resolves, and the files of each split, for `open_url`.
 
     The repository's README defines the subsets (null: its default) and splits; without a definition, a subset is a
     folder, and a split follows from names such as `train/` or `val.jsonl`. This reads no data files and runs no code of
@@ -59,7 +53,7 @@ def hub_files(
                 raise DataError(f"no file of text ({', '.join(_FORMATS)})", where, remedy)
             remedy = f"Set data.split and data.validation_split to some of: {', '.join(available)}."
             raise DataError(f"no such split {missing[0]!r}", f"{where}, subset {subset}" if subset else where, remedy)
-    files = {split: [HubFile(url.removeprefix(f"{root}/"), url) for url in urls[split]] for split in splits}
+    files = {split: [TextFile(url.removeprefix(f"{root}/"), url) for url in urls[split]] for split in splits}
     return info.sha, files
 
 

@@ -155,7 +155,7 @@ def _hub_files(source: Source, revision: str | None) -> TextFiles:
     assert source.hub is not None
     splits = [split for split in (source.split or "train", source.validation_split) if split]
     commit, files = hub_files(source.hub, source.subset, revision or source.revision, splits)
-    train, *held_out = ([TextFile(*file) for file in files[split]] for split in splits)
+    train, *held_out = (files[split] for split in splits)
     description = {"hub": source.hub, "subset": source.subset, "revision": commit, "files": len(train)}
     return TextFiles(train, held_out[0] if held_out else None, description)
 

@@ -19,6 +19,7 @@ import pytest
 
 from depthlm.data import DataError, Manifest, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
+from depthlm.data.corpora.formats import TextFile
 from depthlm.data.preparation.encode import encode
 from depthlm.data.preparation.parts import Part
 from depthlm.data.preparation.progress import ProgressFile
@@ -293,7 +294,7 @@ def test_a_hub_corpus_resumes_at_the_commit_it_started_with(
 
     def hub_files(repo: str, subset: str | None, revision: str | None, splits: list[str]) -> tuple[str, dict[str, Any]]:
         asked.append(revision)
-        return revision or f"commit-{len(asked)}", {split: [("a.jsonl", "a.jsonl")] for split in splits}
+        return revision or f"commit-{len(asked)}", {split: [TextFile("a.jsonl", "a.jsonl")] for split in splits}
 
     monkeypatch.setattr("depthlm.data.corpora.hub.hub_files", hub_files)
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
