@@ -122,7 +122,7 @@ class Reader:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(formats.CHUNK)
             if number >= start and too_long:
-                yield self._too_long(f"{self.file.name}:{number}", number, f"line {number + 1}")
+                yield self._text(number, "line", b"", f"{self.file.name}:{number}", self.longest + 1)
             elif number >= start and not line.isspace():
                 yield self._json_document(number, line)
 
@@ -132,14 +132,13 @@ class Reader:
 
     def _whole(self, stream: io.BufferedReader) -> Record:
         content = stream.read(self.longest + 1)
-        if len(content) <= self.longest:
-            if (what := formats.other_format(content)) is not None:
-                return Record(self.file.name, 1, None, "utf8", f"the file is {what}, not UTF-8")
-            return self._text(0, "", content, self.file.name)
-        # a compressed file may end early, which is an error even if its document is too long
-        while stream.read(formats.CHUNK):
-            pass
-        return self._too_long(self.file.name, 0, "the file")
+        if len(content) > self.longest:
+            # a compressed file may end early, which is an error even if its document is too long
+            while stream.read(formats.CHUNK):
+                pass
+        elif (what := formats.other_format(content)) is not None:
+            return Record(self.file.name, 1, None, "utf8", f"the file is {what}, not UTF-8")
+        return self._text(0, "", content, self.file.name)
 
     def _pieces(self, stream: io.BufferedReader, start: int) -> Iterator[Record]:
         size = max(1, min(PIECE, self._size // PIECES))
@@ -167,10 +166,6 @@ class Reader:
             return Record(name, number + 1, None, "field", why)
         return self._text(number, "line", text, name)
 
-    def _too_long(self, name: str, number: int, place: str) -> Record:
-        why = f"{place} is longer than data.max_document_bytes={self.longest}"
-        return Record(name, number + 1, None, "long", why)
-
     def _text(self, number: int, unit: str, text: Any, name: str, size: int | None = None) -> Record:
         """Return the record of a text.
 
@@ -181,7 +176,8 @@ class Reader:
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
         if (len(text) if size is None else size) > self.longest:
-            return self._too_long(name, number, place)
+            why = f"{place} is longer than data.max_document_bytes={self.longest}"
+            return Record(name, number + 1, None, "long", why)
         if not text:
             return Record(name, number + 1, None, "empty", f"{place} is empty")
         try:
