@@ -257,7 +257,6 @@ def as_tokenizer(
     if encoder.num_special_tokens_to_add(is_pair=False):
         encoder.post_processor = None
     end = tokenizer.end.token
-    lengths = {} if max_length is None else {"model_max_length": max_length}
     return PreTrainedTokenizerFast(
         tokenizer_object=encoder,
         eos_token=end,
@@ -266,5 +265,5 @@ def as_tokenizer(
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
-        **lengths,
+        model_max_length=max_length,
     )

@@ -214,19 +214,14 @@ def _names(root: Path, unreadable: list[str]) -> list[str]:
 
     unreadable: receives the names of folders that cannot be listed.
     """
-
-    def record_error(error: OSError) -> None:
-        unreadable.append(os.path.relpath(error.filename, root))
-
     names = []
     # a mirror may consist of links
     visited = {os.path.realpath(root)}
-    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=record_error):
-        subfolders[:] = [
-            name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")
-        ]
-        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        subfolders[:] = [name for name in subfolders if real_paths[name] not in visited]
+    tree = os.walk(root, True, lambda error: unreadable.append(os.path.relpath(error.filename, root)), followlinks=True)
+    for folder, subfolders, files in tree:
+        shown = [name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in shown}
+        subfolders[:] = [name for name in shown if real_paths[name] not in visited]
         visited |= set(real_paths.values())
         names += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
     return names
