@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -172,14 +173,13 @@ class ProgressFile:
 def read(folder: Path) -> dict[str, Any] | None:
     """Return the folder's progress record; None without a valid one, or if a file it lists is missing or too short."""
     record = read_record(folder / FILE_NAME)
-    if record is None:
+    if record is None or not (folder / "tokenizer.json").is_file():
         return None
-    try:
-        sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
-        complete = all((folder / name).stat().st_size >= size for name, size in sizes.items())
-        return record if complete and (folder / "tokenizer.json").is_file() else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+    sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
+    with suppress(OSError):
+        if all((folder / name).stat().st_size >= size for name, size in sizes.items()):
+            return record
+    return None
 
 
 def write_record(file: Path, record: dict[str, Any]) -> None:
