@@ -26,7 +26,12 @@ LOW_MEMORY, LOW_SHARED_MEMORY, LOW_DISK = 2 * 2**30, 256 * 2**20, 5 * 2**30
 
 def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callable[[], Item | Iterable[Item]]]:
     """Return the checks for a run with these overrides, by name."""
-    config, errors = compose_or_default(overrides, config_dir)
+    errors: list[str] = []
+    try:
+        config = compose_anywhere(overrides, config_dir)
+    except ConfigError as error:
+        # the other checks are those of a run with the default configuration
+        config, errors = compose_anywhere(), error.errors
     device_type = environment.device_type(config.device)
     return {
         "device": partial(device, config.device),
@@ -44,14 +49,6 @@ def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callab
         "kernels": partial(kernels, device_type),
         "configuration": partial(configuration, overrides, config_dir, errors),
     }
-
-
-def compose_or_default(overrides: Sequence[str], config_dir: str | None) -> tuple[Config, list[str]]:
-    """Return the configuration, not checked against this machine, and its errors; if any, the default configuration."""
-    try:
-        return compose_anywhere(overrides, config_dir), []
-    except ConfigError as error:
-        return compose_anywhere(), error.errors
 
 
 def device(choice: str) -> Item:

@@ -184,7 +184,7 @@ out["no repository"] = ask(open_url, f"hf://datasets/some/nowhere@{'0' * 40}/row
 out["gated"] = ask(lambda: open_url(given["gated"]).read())
 out["now"] = hub_files("some/moving", None, None, ["train"])[0]
 commit, files = hub_files("some/moving", None, given["old"], ["train"])
-out["then"] = [commit, open_url(files["train"][0].url).read().decode()]
+out["then"] = [commit, open_url(files["train"][0].location).read().decode()]
 """
 
 
