@@ -201,5 +201,5 @@ def rank_decoder(config: "Config") -> Decoder:
 
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
     """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits."""
-    fitting = bisect_right(sizes, available, key=total)
-    return sizes[fitting - 1] if fitting else None
+    count = bisect_right(sizes, available, key=total)
+    return sizes[count - 1] if count else None

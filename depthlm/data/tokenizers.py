@@ -307,10 +307,10 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
         model["dropout"] = None
     special = {token["content"] for token in added if token["special"]}
     # a character or a byte may be text that only this token encodes
-    renamed = sorted({token for token in special if not is_character(token)} | {end_of_text})
+    tokens = sorted({token for token in special if not is_character(token)} | {end_of_text})
     # U+FDD0 is a noncharacter, and the digest is of the tokenizer itself
     prefix_of_names = f"\ufdd0{hashlib.sha256(text.encode()).hexdigest()}"
-    names = {token: f"{prefix_of_names}:{number}" for number, token in enumerate(renamed)}
+    names = {token: f"{prefix_of_names}:{number}" for number, token in enumerate(tokens)}
     for token in added:
         token["special"] = token["special"] or token["content"] == end_of_text
         token["content"] = names.get(token["content"], token["content"])

@@ -219,9 +219,9 @@ def _names(root: Path, unreadable: list[str]) -> list[str]:
     visited = {os.path.realpath(root)}
     tree = os.walk(root, True, lambda error: unreadable.append(os.path.relpath(error.filename, root)), followlinks=True)
     for folder, subfolders, files in tree:
-        shown = [name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
-        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in shown}
-        subfolders[:] = [name for name in shown if real_paths[name] not in visited]
+        visible = [name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in visible}
+        subfolders[:] = [name for name in visible if real_paths[name] not in visited]
         visited |= set(real_paths.values())
         names += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
     return names

@@ -177,8 +177,8 @@ def _encode_file(job: Job, path: Path, section: int, index: int) -> bool:
             job.console.print(f"{path} {_DAMAGED}", markup=False)
         elif mark is not None:
             file.truncate(mark["size"])
-            if (written := hashlib.file_digest(file, "sha256")).hexdigest() == mark["sha256"]:
-                record, totals, sha256 = mark["record"], Totals(**mark["totals"]), written
+            if (prefix := hashlib.file_digest(file, "sha256")).hexdigest() == mark["sha256"]:
+                record, totals, sha256 = mark["record"], Totals(**mark["totals"]), prefix
         if record == 0:
             file.seek(0)
             file.truncate()
