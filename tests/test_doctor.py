@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from depthlm.doctor import run, software
-from depthlm.doctor.command import doctor, examine, run_check
-from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
+from depthlm.doctor import command, run
+from depthlm.doctor.command import OK, PROBLEM, WARNING, Item, doctor, examine, run_check
 from depthlm.machine import environment
-from depthlm.machine.gpu import Gpu
+from depthlm.machine.environment import Gpu
 
 from .forks import Forks
 
@@ -81,14 +80,14 @@ def test_a_failing_import_of_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch)
 
 def test_packages_in_a_disallowed_version_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.0.0", "rich": None, "lm-eval": None}
-    known = software.installed_version
+    known = command.installed_version
     monkeypatch.setattr(
-        software, "installed_version", lambda name: versions.get(name, known(name)) if name in versions else known(name)
+        command, "installed_version", lambda name: versions.get(name, known(name)) if name in versions else known(name)
     )
     monkeypatch.setattr(
         "importlib.metadata.requires", lambda _: ["torch>=2.9", "rich>=13", "numpy", "x; extra == 'dev'"]
     )
-    packages, extras = software.packages()
+    packages, extras = command.packages()
     assert packages.state == PROBLEM
     assert packages.value.startswith(
         "torch is 2.0.0, but torch>=2.9 is required; rich is not installed; torch 2.0.0, numpy"
@@ -101,11 +100,11 @@ def test_missing_compilers_matter_only_where_they_are_needed(monkeypatch: pytest
     monkeypatch.setattr("shutil.which", lambda name: None)
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    assert [item.state for item in software.c_compiler("cpu")] == [OK, OK]
-    compiler, headers = software.c_compiler("cuda")
+    assert [item.state for item in command.c_compiler("cpu")] == [OK, OK]
+    compiler, headers = command.c_compiler("cuda")
     assert (compiler.state, headers.state) == (WARNING, OK)
     assert "install gcc" in compiler.remedy
-    states = [software.cpp_compiler(*case).state for case in (("cpu", False), ("cpu", True), ("cuda", True))]
+    states = [command.cpp_compiler(*case).state for case in (("cpu", False), ("cpu", True), ("cuda", True))]
     assert states == [WARNING, PROBLEM, OK]
 
 

@@ -23,7 +23,7 @@ from benchmarks.shared.interleaved import copying, measure
 from benchmarks.shared.reporting import Results, arguments_of, error_text, headed, parser_of, publish, table
 from depthlm.locations import REPOSITORY
 from depthlm.machine import environment
-from depthlm.machine.gpu import driver_version
+from depthlm.machine.environment import driver_version
 from depthlm.machine.memory import available_memory
 from depthlm.ops.backend import missing
 from depthlm.runs.records import read_run

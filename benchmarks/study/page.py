@@ -24,7 +24,7 @@ from benchmarks.study.archive import (
     values_of,
 )
 from benchmarks.study.pictures import draw_all
-from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.cost import count_parameters
 from depthlm.build import build_model
 from depthlm.config.experiment import Column
 from depthlm.config.schema import run_steps

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from depthlm.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from depthlm.accounting.flops import flops_per_token
+    from depthlm.accounting.cost import count_parameters, flops_per_token
     from depthlm.accounting.memory import Memory, MemoryEstimator
-    from depthlm.accounting.parameters import count_parameters
 
 __all__ = ["Memory", "MemoryEstimator", "count_parameters", "flops_per_token"]
 
@@ -16,7 +15,7 @@ __getattr__ = lazy_attributes(
     {
         "Memory": "memory",
         "MemoryEstimator": "memory",
-        "count_parameters": "parameters",
-        "flops_per_token": "flops",
+        "count_parameters": "cost",
+        "flops_per_token": "cost",
     },
 )

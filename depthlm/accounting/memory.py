@@ -4,10 +4,11 @@ A trace of the decoder counts the memory of a micro-batch (`depthlm.accounting.t
 follows from the ZeRO stage. DeepSpeed's buffers are those of version 0.19.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -57,6 +58,13 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.process
 
 
+class Sizes(NamedTuple):
+    """The number of parameters of a decoder, and the bytes of the optimizer's states of fp32 weights."""
+
+    parameters: int
+    optimizer: float
+
+
 class MemoryEstimator:
     """Estimates the memory of a configuration on `cpu` or `cuda`, which this machine need not have. Caches its traces.
 
@@ -95,23 +103,18 @@ class MemoryEstimator:
         weights. `activations` is the memory of the update. Experts that are spread over ranks are divided by their
         number first, so each rank's share under ZeRO is the same as without spreading.
         """
-        total, precision, sharding = self.parameters, self.config.precision.name, self.config.deepspeed
-        resident = self.rank_parameters if stage < 3 else total
+        total, precision, sharding = self.whole.parameters, self.config.precision.name, self.config.deepspeed
+        resident = self.rank.parameters if stage < 3 else total
         if stage == 0:
             # the weights are fp32, under autocast for bf16; on several ranks, a bucket of gradients is copied at a time
             flat = 4.0 * min(resident, bucket_elements(sharding, stage)) if ranks > 1 else 0.0
             if ranks > 1 and sharding.communication_data_type in ("bf16", "fp16"):
                 flat += 2.0 * resident
-            return Memory(
-                4.0 * resident,
-                4.0 * resident,
-                self.rank_optimizer_states,
-                flat + self._waste(flat),
-                process=self.process,
-            )
+            weights, flat = 4.0 * resident, flat + self._waste(flat)
+            return Memory(weights, weights, self.rank.optimizer, flat, process=self.process)
         width = DTYPES[precision].itemsize
         # the optimizer's states and an fp32 copy of the weights, even if they are fp32 already
-        weights, optimizer = float(width * resident), (4.0 * total + self.optimizer_states) / ranks
+        weights, optimizer = float(width * resident), (4.0 * total + self.whole.optimizer) / ranks
         gradients = flat = 4.0 * total / ranks
         bucket = width * min(bucket_elements(sharding, stage), resident) * (2.0 if sharding.overlap_comm else 1.0)
         if stage == 1 and precision == "bf16":
@@ -136,38 +139,18 @@ class MemoryEstimator:
         return min(fraction * activations, maximum) if self.device == "cpu" else 0.0
 
     @cached_property
-    def _full_model(self) -> Decoder:
-        return build_model(self.config, "meta")
+    def whole(self) -> Sizes:
+        """The sizes of the whole decoder. Raises UntracedError."""
+        return self._sizes(build_model(self.config, "meta"))
 
     @cached_property
-    def _rank_model(self) -> Decoder:
-        return rank_decoder(self.config) if self.config.deepspeed.experts > 1 else self._full_model
+    def rank(self) -> Sizes:
+        """The sizes of a rank's decoder, which lacks the experts of other ranks. Raises UntracedError."""
+        return self._sizes(rank_decoder(self.config)) if self.config.deepspeed.experts > 1 else self.whole
 
-    @cached_property
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return sum(parameter.numel() for parameter in self._full_model.parameters())
-
-    @cached_property
-    def rank_parameters(self) -> int:
-        """The number of parameters on a rank, which lacks the experts of other ranks."""
-        return sum(parameter.numel() for parameter in self._rank_model.parameters())
-
-    @cached_property
-    def optimizer_states(self) -> float:
-        """The bytes of the optimizer's states of all parameters, for fp32 weights. Raises UntracedError."""
-        return self._optimizer_states(self._full_model)
-
-    @cached_property
-    def rank_optimizer_states(self) -> float:
-        """The bytes of the optimizer's states of `rank_parameters`. Raises UntracedError."""
-        if self._rank_model is self._full_model:
-            return self.optimizer_states
-        return self._optimizer_states(self._rank_model)
-
-    def _optimizer_states(self, model: Decoder) -> float:
+    def _sizes(self, model: Decoder) -> Sizes:
         try:
-            return float(state_bytes(model, self.config.optimizer))
+            optimizer = float(state_bytes(model, self.config.optimizer))
         except UserError:
             raise
         except Exception as error:
@@ -175,6 +158,7 @@ class MemoryEstimator:
             raise UntracedError(
                 f"{self.config.optimizer._target_} cannot make a step without values: {error}"
             ) from error
+        return Sizes(sum(parameter.numel() for parameter in model.parameters()), optimizer)
 
     def _trace(self, stage: int, micro_batch_size: int, checkpointing: bool | int | str, accumulating: bool) -> Trace:
         if self.line is not None and micro_batch_size not in self.line:
@@ -216,22 +200,6 @@ def rank_decoder(config: "Config") -> Decoder:
 
 
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
-    """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
-
-    Totals grow almost linearly, so the search interpolates between two totals.
-    """
-    low, high = 0, len(sizes) - 1
-    totals = {low: total(sizes[low])}
-    if totals[low] > available:
-        return None
-    totals[high] = total(sizes[high])
-    if totals[high] <= available:
-        return sizes[high]
-    while high - low > 1:
-        slope = (totals[high] - totals[low]) / (sizes[high] - sizes[low])
-        target = sizes[low] + (available - totals[low]) / slope
-        # the largest size in between that fits by interpolation; if none does, the smallest size in between
-        middle = max((i for i in range(low + 1, high) if sizes[i] <= target), default=low + 1)
-        totals[middle] = total(sizes[middle])
-        low, high = (middle, high) if totals[middle] <= available else (low, middle)
-    return sizes[low]
+    """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits."""
+    count = bisect_right(sizes, available, key=total)
+    return sizes[count - 1] if count else None

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from depthlm.accounting.flops import linear_flops
-from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.cost import count_parameters, linear_flops
 from depthlm.mechanisms.residual import Residual
 from depthlm.model import Decoder
 from depthlm.model.attention.self_attention import SelfAttention
@@ -27,9 +26,9 @@ class Overhead:
     """
 
     parameters: int
-    flops_per_token: float
-    io_bytes_per_token: float
-    prefill_bytes: float
+    flops_per_token: int
+    io_bytes_per_token: int
+    prefill_bytes: int
 
 
 def overhead(model: Decoder) -> Overhead:
@@ -50,9 +49,9 @@ def overhead(model: Decoder) -> Overhead:
     retained = retained_states(model) * model.size.hidden_size + model.loops * sum(a.held_values() for a in attentions)
     return Overhead(
         parameters=count_parameters(model)["total"] - count_parameters(vanilla)["total"],
-        flops_per_token=flops,
-        io_bytes_per_token=BYTES_PER_VALUE * values,
-        prefill_bytes=float(PREFILL_TOKENS * BYTES_PER_VALUE * retained),
+        flops_per_token=round(flops),
+        io_bytes_per_token=round(BYTES_PER_VALUE * values),
+        prefill_bytes=round(PREFILL_TOKENS * BYTES_PER_VALUE * retained),
     )
 
 

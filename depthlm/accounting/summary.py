@@ -13,15 +13,15 @@ from typing import Any
 
 from rich import box
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
-from depthlm.accounting.flops import flops_per_token
+from depthlm.accounting.cost import count_parameters, flops_per_token
 from depthlm.accounting.memory import MemoryEstimator, UntracedError, largest
-from depthlm.accounting.overhead import Overhead, overhead
-from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.overhead import overhead
 from depthlm.build import build_model
 from depthlm.config import Config, ConfigError, compose_anywhere, mechanisms, run_steps
 from depthlm.console import stderr_console, stdout_console
+from depthlm.counts import gib_text
 from depthlm.errors import UserError
 from depthlm.model import Decoder
 
@@ -39,10 +39,8 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
         return
     console = stdout_console()
     title = f"{summary['model']}, backbone {summary['backbone']}, size {summary['size']}"
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
-    table.add_column("parameters")
-    table.add_column("", justify="right")
-    table.add_column("share", justify="right")
+    columns = _right("", "share")
+    table = Table("parameters", *columns, title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
     total = summary["parameters"]["total"]
     for part, count in summary["parameters"].items():
         if part == "total":
@@ -65,23 +63,17 @@ def print_summary(config: Config, gpus: int, as_json: bool) -> None:
         f"{gpus} GPUs, {summary['precision']}, micro-batch {summary['micro_batch_size']} x {summary['sequence_length']}"
     )
     console.print(f"memory per GPU: {setting}")
-    table = Table(box=box.SIMPLE)
-    table.add_column("")
-    columns = ("memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS))
-    for column in columns:
-        table.add_column(column, justify="right")
+    names = "memory", *(f"largest micro-batch, {gb} GB" for gb in GPUS)
+    table = Table("", *_right(*names), box=box.SIMPLE)
     for name, size in summary["memory_per_gpu"].items():
-        table.add_row(name, f"{size / 2**30:.2f} GiB", *_sizes(summary["largest_micro_batch_size"][name]))
+        table.add_row(name, gib_text(size), *_sizes(summary["largest_micro_batch_size"][name]))
     console.print(table)
     console.print(f"by training.activation_checkpointing, at ZeRO {config.deepspeed.stage}")
-    table = Table(box=box.SIMPLE)
-    table.add_column("")
-    for column in (*columns, "FLOPs computed again"):
-        table.add_column(column, justify="right")
+    table = Table("", *_right(*names, "FLOPs computed again"), box=box.SIMPLE)
     for how, cost in summary["activation_checkpointing"].items():
         recomputed = cost["recomputed_flops_per_token"] / summary["flops_per_token"]
         sizes = _sizes(cost["largest_micro_batch_size"])
-        table.add_row(how, f"{cost['memory'] / 2**30:.2f} GiB", *sizes, f"{recomputed:+.1%}" if recomputed else "none")
+        table.add_row(how, gib_text(cost["memory"]), *sizes, f"{recomputed:+.1%}" if recomputed else "none")
     console.print(table)
 
 
@@ -101,15 +93,16 @@ def print_overhead(overrides: Sequence[str], config_dir: str | Path | None, as_j
     costs = {}
     for name in track(names, "mechanisms", console=stderr_console(), transient=True):
         config = compose_anywhere([*overrides, f"model={name}"], config_dir)
-        costs[name] = extra(overhead(build_model(config, "meta")))
+        costs[name] = asdict(overhead(build_model(config, "meta")))
     if as_json:
         print(json.dumps(costs, indent=1))
         return
     title = f"Overhead over vanilla, size {config.size.name}\n"
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
-    table.add_column("mechanism", min_width=max(map(len, names)))
-    for column in overhead_texts(costs[names[0]]):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = (
+        Column("mechanism", min_width=max(map(len, names))),
+        *_right(*overhead_texts(costs[names[0]]), no_wrap=True),
+    )
+    table = Table(*columns, title=title, box=None, padding=(0, 2, 0, 0), title_justify="left", title_style="bold")
     for name in names:
         table.add_row(name, *overhead_texts(costs[name]).values())
     stdout_console().print(table)
@@ -144,7 +137,7 @@ def summarize(config: Config, gpus: int) -> dict[str, Any]:
         "parameters": counts,
         "flops_per_token": round(flops.training),
         "forward_flops_per_token": round(flops.forward),
-        "extra": extra(overhead(model)),
+        "extra": asdict(overhead(model)),
         "sequence_length": training.sequence_length,
         "steps": steps,
         "tokens": steps and steps * training.batch_size * training.sequence_length,
@@ -194,11 +187,6 @@ def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int
     return (flops.forward - flops.head) * layers / passes
 
 
-def extra(cost: Overhead) -> dict[str, int]:
-    """Return an overhead as integers, keyed as in the JSON output."""
-    return {name: round(value) for name, value in asdict(cost).items()}
-
-
 def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
     """Return the columns of an overhead as text."""
     return {
@@ -207,6 +195,10 @@ def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
         "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
         "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
     }
+
+
+def _right(*names: str, no_wrap: bool = False) -> list[Column]:
+    return [Column(name, justify="right", no_wrap=no_wrap) for name in names]
 
 
 def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:

@@ -59,24 +59,6 @@ FP32 = {
     "mse_loss",
 }
 FP32_RESULT = {"sum", "prod", "softmax", "log_softmax", "cumsum", "cumprod", "linalg_vector_norm"}
-# functions that create tensors on the current device
-FACTORIES = {
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "tensor",
-    "linspace",
-    "eye",
-    "rand",
-    "randn",
-    "randint",
-    "scalar_tensor",
-    "tril_indices",
-    "triu_indices",
-    "empty_strided",
-}
 HALF = (torch.float16, torch.bfloat16)
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
     FP32.add("rms_norm")
@@ -119,7 +101,7 @@ def trace(
     uncounted = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     ledger, simulated_device = _Ledger(uncounted), _SimulatedDevice(device)
     try:
-        with ledger, simulated_device:
+        with ledger, simulated_device, META:
             with simulated_device.autocast(autocast):
                 sums = model(tokens[:, :-1], tokens[:, 1:])
                 loss = sums.total(z_loss)
@@ -195,8 +177,6 @@ class _SimulatedDevice(TorchFunctionMode):
         if func in self.properties:
             return self.properties[func]
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if name in FACTORIES:
-            kwargs["device"] = META
         if torch.is_autocast_enabled("cpu"):
             args, kwargs = self._cast(name, args, kwargs)
         if name == "scaled_dot_product_attention":

@@ -41,6 +41,8 @@ def print_help(topics: Sequence[str], config_dir: str | Path | None) -> None:
     """Print the help of each topic, or the complete help. Raises UserError for an unknown topic."""
     console = stdout_console(redirected_width=120)
     groups = available_groups(config_dir)
+    with hydra_at_conf():
+        raw = hydra.compose("config", return_hydra_config=True)
     for topic in topics:
         group, equals, option = topic.partition("=")
         if equals:
@@ -49,19 +51,17 @@ def print_help(topics: Sequence[str], config_dir: str | Path | None) -> None:
                 raise UserError(f"--help {topic}: no such option{close}")
             show_option(console, group, option, config_dir)
         else:
-            show_topic(console, topic, groups, config_dir)
+            show_topic(console, topic, groups, config_dir, raw)
     if not topics:
-        show_all(console, groups)
+        show_all(console, groups, raw)
 
 
-def show_all(console: Console, groups: dict[str, list[str]]) -> None:
-    """Print every group with its options, and every key."""
-    with hydra_at_conf():
-        raw = hydra.compose("config", return_hydra_config=True)
-    defaults = raw.hydra.runtime.choices
+def show_all(console: Console, groups: dict[str, list[str]], raw: DictConfig) -> None:
+    """Print every group with its options, and every key. raw: the default configuration, with that of Hydra."""
     console.print(USAGE.strip() + "\n")
     console.print("[bold]Groups: group=option[/bold]")
     table = Table("group", "options, the default first", box=box.SIMPLE)
+    defaults = raw.hydra.runtime.choices
     for name, options in groups.items():
         table.add_row(name, ", ".join(sorted(options, key=lambda option: option != defaults.get(name))))
     console.print(table)
@@ -73,13 +73,13 @@ def show_all(console: Console, groups: dict[str, list[str]]) -> None:
     )
 
 
-def show_topic(console: Console, topic: str, groups: dict[str, list[str]], config_dir: str | Path | None) -> None:
+def show_topic(
+    console: Console, topic: str, groups: dict[str, list[str]], config_dir: str | Path | None, raw: DictConfig
+) -> None:
     """Print a group: its options with their descriptions, and the keys of its section; or print one key."""
     topic_keys = [key for key in keys().values() if key.name == topic or key.name.startswith(f"{topic}.")]
     if topic not in groups and not topic_keys:
         raise UserError(f"--help {topic}: no such group or key{nearest(topic, [*groups, *keys()])}")
-    with hydra_at_conf():
-        raw = hydra.compose("config", return_hydra_config=True)
     if topic in groups:
         table = Table(topic, "", box=box.SIMPLE)
         default = raw.hydra.runtime.choices.get(topic)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from depthlm.console import stdout_console
 from depthlm.counts import bytes_text, count_text
@@ -63,9 +63,8 @@ def main(arguments: list[str], program: str) -> None:
 def show_runs(runs: Sequence[RunListing], root: Path, keys: Sequence[str] = ()) -> None:
     """Print the runs as a table. keys: additional values to show, by which the user has filtered or sorted."""
     extra = [key for key in dict.fromkeys(keys) if key not in COLUMNS]
-    table = Table("run", "state", "model", "size", "tokens", "loss", "validation", box=box.SIMPLE)
-    for key in (*map(escape, extra), "age"):
-        table.add_column(key)
+    columns = "run", "state", "model", "size", "tokens", "loss", "validation", *map(escape, extra), "age"
+    table = Table(*columns, box=box.SIMPLE)
     for run in runs:
         values = [run.values.get(key) for key in extra]
         shown = [f"{value:.6g}" if isinstance(value, float) else value_text(value) for value in values]
@@ -195,8 +194,7 @@ def _removal_fields(removal: Removal, outcomes: dict[Path, str | None]) -> dict[
 
 
 def _show_removals(planned: Sequence[Removal]) -> None:
-    table = Table("would be removed", "state", "size", "", box=box.SIMPLE)
-    table.columns[2].justify = "right"
+    table = Table("would be removed", "state", Column("size", justify="right"), "", box=box.SIMPLE)
     for removal in planned:
         note = f"kept: {removal.kept}" if removal.kept else ""
         table.add_row(escape(str(removal.path)), removal.state, bytes_text(removal.size), escape(note))

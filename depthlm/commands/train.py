@@ -163,26 +163,21 @@ def train_run(config: Config, line: CommandLine, program: str) -> None:
 
 
 def train_point(raw: DictConfig) -> float | None:
-    """Train one point. In a sweep, return its validation loss, or infinity if it failed."""
+    """Train one point. In a sweep, return its validation loss, or infinity if it failed.
+
+    In a sweep, an error is printed and does not stop the other points.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     from depthlm.config import resolve_and_check
-    from depthlm.training import train
+    from depthlm.runs.records import read_run
+    from depthlm.training import FAILED, STOPPED, train
 
     application = HydraConfig.get()
     overrides = list(application.overrides.task)
     if application.mode == RunMode.RUN:
         exit_on_mistake("train.py", lambda: sys.exit(train(resolve_and_check(raw, overrides))))
-    return point_of_sweep(raw, overrides)
-
-
-def point_of_sweep(raw: DictConfig, overrides: list[str]) -> float | None:
-    """Train one point of a sweep. An error is printed and does not stop the other points."""
-    from depthlm.config import resolve_and_check
-    from depthlm.runs.records import read_run
-    from depthlm.training import FAILED, STOPPED, train
-
     try:
         config = resolve_and_check(raw, overrides)
         code = train(config)

@@ -2,17 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from depthlm.data.corpora.documents import documents
+from depthlm.data.corpora.documents import documents, is_validation
 from depthlm.data.corpora.sources import text_files, train_sources, validation_sources
-from depthlm.data.errors import DataError
-from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, verify
 from depthlm.data.mixture import shares
 from depthlm.data.preparation.estimate import check_prepared
 from depthlm.data.preparation.prepare import prepare
-from depthlm.data.token_files import Corpus, TokenFiles, open_corpus
-from depthlm.data.token_folder import token_folder, token_folders
-from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, padded_vocab_size, train_bpe, vocab_size
+from depthlm.data.token_files import (
+    Corpus,
+    TokenFiles,
+    open_corpus,
+    padded_vocab_size,
+    token_folder,
+    token_folders,
+    vocab_size,
+)
+from depthlm.data.tokenizers import Tokenizer, bytes_tokenizer, is_on_hub, train_bpe
+from depthlm.errors import DataError
 from depthlm.lazy import lazy_attributes
 
 if TYPE_CHECKING:

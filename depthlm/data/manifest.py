@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from depthlm.data.errors import DataError
-from depthlm.files import digest, replace_text
+import numpy as np
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+
+from depthlm.errors import DataError
+from depthlm.files import digest, read_json, replace_text
 from depthlm.locations import command
 
 VERSION = 2
@@ -22,13 +26,15 @@ VERIFY = (
 )
 _REMEDY = f"Remove the folder and prepare it again: {_PREPARE} with the same overrides."
 
+Dtype = Literal["uint16", "uint32"]
+
 
 @dataclass(frozen=True)
 class Shard:
     """One file: its name in the folder, its number of tokens, and the sha256 of its bytes."""
 
-    name: str
-    tokens: int
+    name: Annotated[str, Field(pattern="^[^/]+$")]
+    tokens: NonNegativeInt
     sha256: str
 
 
@@ -40,12 +46,12 @@ class Split:
     number of unknown tokens.
     """
 
-    tokens: int
-    documents: int
-    bytes: int
+    tokens: NonNegativeInt
+    documents: NonNegativeInt
+    bytes: NonNegativeInt
     files: tuple[Shard, ...]
     unigram_entropy: float | None = None
-    unknown: int = 0
+    unknown: NonNegativeInt = 0
 
     @property
     def hides_text(self) -> bool:
@@ -70,11 +76,11 @@ class Manifest:
     name: str
     source: dict[str, Any]
     settings: dict[str, Any]
-    dtype: str
+    dtype: Dtype
     vocab_size: int
     tokenizer: str
     train: Split
-    validation: dict[str, Split]
+    validation: Annotated[dict[str, Split], Field(min_length=1, max_length=1)]
     left_out: dict[str, int]
     version: int = VERSION
 
@@ -90,20 +96,14 @@ class Manifest:
         if not file.is_file():
             raise DataError("no token files", folder, f"Prepare them: {_PREPARE} with the same overrides.")
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            if record["version"] != VERSION:
-                raise DataError(f"token files of version {record['version']}; expected {VERSION}", file, _REMEDY)
-            record["train"] = _split(record["train"])
-            record["validation"] = {name: _split(split) for name, split in record["validation"].items()}
-            if record["dtype"] not in ("uint16", "uint32") or not isinstance(record["vocab_size"], int):
-                raise ValueError(f"dtype {record['dtype']!r}, vocab_size {record['vocab_size']!r}")
-            if not all(isinstance(record[name], dict) for name in ("source", "settings")):
-                raise TypeError("source and settings must be objects")
-            if len(record["validation"]) != 1:
-                raise ValueError(f"{len(record['validation'])} validation sets")
-            return cls(**record)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"not a manifest of token files ({error!r})", file, _REMEDY) from error
+            manifest = TypeAdapter(cls).validate_python(read_json(file))
+        except ValidationError as error:
+            mistake = error.errors()[0]
+            why = f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}"
+            raise DataError(f"not a manifest of token files ({why})", file, _REMEDY) from error
+        if manifest.version != VERSION:
+            raise DataError(f"token files of version {manifest.version}; expected {VERSION}", file, _REMEDY)
+        return manifest
 
     def write(self, folder: str | Path) -> Path:
         """Write manifest.json into the folder and return the file's path."""
@@ -131,7 +131,7 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
     expected |= {shard.name: shard.sha256 for split in manifest.splits().values() for shard in split.files}
     for name, sha256 in expected.items():
         file = Path(folder, name)
-        if not file.is_file():
+        if not os.path.isfile(file):  # Path.is_file raises OSError for a name that is too long
             raise DataError("a token file is missing", file, _REMEDY)
         if digest(file) != sha256:
             raise DataError("a token file differs from its digest in the manifest", file, _REMEDY)
@@ -140,24 +140,22 @@ def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None
 
 def check_sizes(folder: str | Path, manifest: Manifest) -> None:
     """Raise DataError for a token file that is missing or is not as long as the manifest says."""
-    item_bytes = 2 if manifest.dtype == "uint16" else 4
+    item_bytes = little_endian(manifest.dtype).itemsize
     for split in manifest.splits().values():
         for shard in split.files:
             file = Path(folder, shard.name)
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise DataError("a token file is missing", file, _REMEDY)
             size, expected = file.stat().st_size, shard.tokens * item_bytes
             if size != expected:
                 raise DataError(f"a token file of {size} bytes where the manifest says {expected}", file, _REMEDY)
 
 
-def _split(record: dict[str, Any]) -> Split:
-    split = Split(**(record | {"files": tuple(Shard(**shard) for shard in record["files"])}))
-    counts = [split.tokens, split.documents, split.bytes, split.unknown, *(shard.tokens for shard in split.files)]
-    names = [shard.name for shard in split.files]
-    if not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise TypeError(f"counts {counts}")
-    # longer names raise OSError where the file is looked for
-    if not all(isinstance(name, str) and 0 < len(name.encode()) < 256 and not {"/", "\0"} & {*name} for name in names):
-        raise ValueError("a name that no file in the folder can have")
-    return split
+def dtype_of(vocab_size: int) -> Dtype:
+    """Return the dtype of the token files: uint16 where every id fits, else uint32."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def little_endian(dtype: str) -> np.dtype[Any]:
+    """Return the little-endian dtype, as stored in the files."""
+    return np.dtype(dtype).newbyteorder("<")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 # The longest period; computing its order of sources takes a second.
 LONGEST_PERIOD = 2**20

@@ -9,10 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from depthlm.data.errors import DataError
 from depthlm.data.mixture import schedule
 from depthlm.data.token_files import TokenFiles
-from depthlm.errors import UserError
+from depthlm.errors import DataError, UserError
 
 # Target of a position that has none: torch's cross entropy ignores it.
 IGNORED = -100

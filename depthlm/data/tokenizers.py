@@ -1,41 +1,34 @@
-"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or a tokenizer.json."""
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or a tokenizer.json; and the token that ends a document.
+
+A key or a file beside tokenizer.json names this token, or it has a usual name.
+"""
 
 import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from depthlm.data.corpora.documents import pieces
-from depthlm.data.corpora.sources import train_sources
-from depthlm.data.end_of_text import (
-    END_OF_TEXT,
-    FILES,
-    TOKENIZER_CONFIG,
-    choose,
-    is_character,
-    parsed,
-    read_files,
-    usual_end_of_text,
-)
-from depthlm.data.errors import DataError
-from depthlm.data.held_out import share
-from depthlm.data.manifest import Manifest
-from depthlm.data.settings import Data
+from depthlm.data.corpora.documents import pieces, share
+from depthlm.errors import DataError
 from depthlm.files import replace_text
 
-FILE_NAME = "tokenizer.json"
+FILE_NAME, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+END_OF_TEXT = "<|endoftext|>"
+_USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+# files beside a tokenizer that name its end of text, in the order of precedence
+FILES = ("generation_config.json", "config.json", TOKENIZER_CONFIG)
 PADDING = "<|padding|>"
 # Bytes of text per token of its vocabulary that the BPE is trained on, and the least and the most bytes. More text
 # changes few merges and takes longer.
@@ -45,6 +38,14 @@ REMEDY = "Set data.tokenizer to `bpe`, `bytes`, the path of a tokenizer.json or 
 # The library warns when a process forks after the library has used threads, and data loaders fork; only `prepare`
 # turns its threads on.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class EndOfText(NamedTuple):
+    """The token that ends a document, its id, and what names it: a key, a file, or its usual name."""
+
+    token: str
+    id: int
+    source: str
 
 
 class Tokenizer:
@@ -88,12 +89,11 @@ class Tokenizer:
     @classmethod
     def from_hub(cls, name: str, end_of_text: str | None = None) -> "Tokenizer":
         """Load the tokenizer of a model on the hub. Raises DataError where it is not available."""
-        from depthlm.data.corpora.hub import hub_tokenizer, model_files
+        from depthlm.data.corpora.hub import hub_tokenizer
 
-        text = hub_tokenizer(name)
-        return cls(
-            text, name, end_of_text, {file: parsed(content) for file, content in model_files(name, FILES).items()}
-        )
+        contents = hub_tokenizer(name, FILES)
+        text = contents.pop(FILE_NAME)
+        return cls(text, name, end_of_text, {file: parsed(content) for file, content in contents.items()})
 
     def vocabulary(self) -> dict[str, int]:
         """Return the id of each token."""
@@ -102,12 +102,18 @@ class Tokenizer:
     @cached_property
     def unknown(self) -> int | None:
         """The id of the token that stands for text which the tokenizer does not know; None if there is none."""
-        return unknown_token(self.text)
+        model = self._encoder.model
+        if isinstance(model, models.Unigram):
+            return json.loads(self.text)["model"].get("unk_id")
+        return None if model.unk_token is None else self._encoder.token_to_id(model.unk_token)
 
     @property
     def drops_unknown(self) -> bool:
         """Whether characters that the tokenizer does not know are lost, without a token for them."""
-        return drops_unknown(self.text)
+        model = self._encoder.model
+        if isinstance(model, models.Unigram) or model.unk_token is not None or getattr(model, "byte_fallback", False):
+            return False
+        return not self.vocabulary().keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
 
     def encode_batch(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[list[int]]:
         """Return the ids of each text; a special token's name inside a text is encoded as ordinary text.
@@ -166,6 +172,61 @@ class Tokenizer:
         return usual is None or usual.id != self.end_of_text
 
 
+def choose(encoder: Encoder, token: str | None, files: Mapping[str, Any], where: object) -> EndOfText:
+    """Return the end of text of a tokenizer.
+
+    token: the value of data.end_of_text, which may be any token. files: the content of FILES beside the tokenizer. An
+    id in them counts only if it is that of an added token, since they may have been written for another tokenizer.
+    Raises DataError where the token does not exist, or nothing names a token.
+    """
+    if token is not None:
+        number = encoder.token_to_id(token)
+        if number is None:
+            raise DataError(f"data.end_of_text={token}: the tokenizer has no such token", where, _remedy(encoder))
+        if is_character(token):
+            what = f"data.end_of_text={token}: a character of ordinary text, which has no other token"
+            raise DataError(what, where, _remedy(encoder))
+        return EndOfText(token, number, "data.end_of_text")
+    added = encoder.get_added_tokens_decoder()
+    for name in FILES:
+        for value in _named(files.get(name)):
+            named = added[value].content if type(value) is int and value in added else value
+            number = encoder.token_to_id(named) if isinstance(named, str) and not is_character(named) else None
+            if number is not None:
+                return EndOfText(named, number, name)
+    if (usual := usual_end_of_text(encoder)) is None:
+        what = "no end-of-text token among the added tokens, and none named in a file beside it"
+        raise DataError(what, where, _remedy(encoder))
+    return usual
+
+
+def usual_end_of_text(encoder: Encoder) -> EndOfText | None:
+    """Return the added token with a usual name, special tokens before others; None if there is none."""
+    for added in (_added(encoder, special=True), _added(encoder, special=False)):
+        for name in _USUAL_NAMES:
+            if name in added:
+                return EndOfText(name, added[name], "its usual name")
+    return None
+
+
+def is_character(token: str) -> bool:
+    """Return whether this is the token of a single character or byte, which text cannot be encoded without."""
+    return len(token) == 1 or re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
+
+
+def read_files(folder: Path) -> dict[str, Any]:
+    """Return the content of each of FILES that a folder has; null for a file that is not JSON."""
+    return {name: parsed((folder / name).read_bytes()) for name in FILES if (folder / name).is_file()}
+
+
+def parsed(content: str | bytes) -> Any:
+    """Return the value of a JSON text; None if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
 def bytes_tokenizer() -> Tokenizer:
     """Return the tokenizer in which byte b is token b, 256 the end of text and 257 the padding."""
     # A BPE without merges keeps each byte as it is. The byte-level alphabet represents byte b by chr(b) where that is
@@ -220,28 +281,6 @@ def is_on_hub(tokenizer: str) -> bool:
     )
 
 
-def vocab_size(data: Data) -> int:
-    """Return the number of tokens, without preparing anything; for `bpe` it is an upper bound.
-
-    Existing token files at data.path determine it. For a tokenizer on the hub, it is data.vocab_size, which preparing
-    checks. Raises DataError for a tokenizer that cannot be read.
-    """
-    folder = next(iter(train_sources(data).values())).path
-    if folder and Manifest.exists(folder):
-        return Manifest.read(folder).vocab_size
-    if data.tokenizer == "bytes":
-        return 258
-    if data.tokenizer == "bpe" or is_on_hub(data.tokenizer):
-        return data.vocab_size
-    return Tokenizer.load(data.tokenizer, data.end_of_text).vocab_size
-
-
-def padded_vocab_size(data: Data) -> int:
-    """Return `vocab_size`, rounded up to a multiple of data.pad_vocab_multiple."""
-    multiple = data.pad_vocab_multiple
-    return -(-vocab_size(data) // multiple) * multiple
-
-
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
     """Encode on all cores within this context."""
@@ -268,7 +307,10 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
         model["dropout"] = None
     special = {token["content"] for token in added if token["special"]}
     # a character or a byte may be text that only this token encodes
-    names = _unreachable_names(text, {token for token in special if not is_character(token)} | {end_of_text})
+    tokens = sorted({token for token in special if not is_character(token)} | {end_of_text})
+    # U+FDD0 is a noncharacter, and the digest is of the tokenizer itself
+    prefix_of_names = f"\ufdd0{hashlib.sha256(text.encode()).hexdigest()}"
+    names = {token: f"{prefix_of_names}:{number}" for number, token in enumerate(tokens)}
     for token in added:
         token["special"] = token["special"] or token["content"] == end_of_text
         token["content"] = names.get(token["content"], token["content"])
@@ -279,7 +321,9 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if "merges" in model:
         pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
-        model["merges"] = [merge for merge, (a, b) in pairs if not {a, b, _merged(model, a, b)} & names.keys()]
+        # a merge drops the prefix of its second part
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [merge for merge, (a, b) in pairs if not {a, b, a + b.removeprefix(prefix)} & names.keys()]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     encoder = Encoder.from_str(json.dumps(record))
@@ -287,22 +331,23 @@ def text_encoder(text: str, end_of_text: str) -> Encoder:
     return encoder
 
 
-def unknown_token(text: str) -> int | None:
-    """Return the id of the token that stands for what a tokenizer.json does not know; None if it has no such token."""
-    record = json.loads(text)
-    model = record["model"]
-    if isinstance(model["vocab"], list):
-        return model.get("unk_id")
-    added = {token["content"]: token["id"] for token in record.get("added_tokens") or []}
-    return model["vocab"].get(model.get("unk_token"), added.get(model.get("unk_token")))
+def _named(record: Any) -> Iterator[Any]:
+    """Yield the ids and the token that a file names, best first."""
+    if isinstance(record, dict):
+        ids, token = record.get("eos_token_id"), record.get("eos_token")
+        yield from ids if isinstance(ids, list) else [ids]
+        yield token.get("content") if isinstance(token, dict) else token
 
 
-def drops_unknown(text: str) -> bool:
-    """Return whether a tokenizer.json loses the characters that it does not know, without a token for them."""
-    model = json.loads(text)["model"]
-    if not isinstance(model["vocab"], dict) or model.get("unk_token") is not None or model.get("byte_fallback"):
-        return False
-    return not model["vocab"].keys() >= {*pre_tokenizers.ByteLevel.alphabet()}
+def _added(encoder: Encoder, special: bool) -> dict[str, int]:
+    added = encoder.get_added_tokens_decoder().items()
+    return {token.content: number for number, token in added if token.special == special}
+
+
+def _remedy(encoder: Encoder) -> str:
+    special = ", ".join(map(repr, list(_added(encoder, special=True))[:8]))
+    shown = f"; its special tokens: {special}" if special else ""
+    return f"Set data.end_of_text to the token that ends a document{shown}."
 
 
 def _byte_level(model: models.Model, split_words: bool) -> Encoder:
@@ -310,15 +355,3 @@ def _byte_level(model: models.Model, split_words: bool) -> Encoder:
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
     encoder.decoder = decoders.ByteLevel()
     return encoder
-
-
-def _unreachable_names(text: str, tokens: Collection[str]) -> dict[str, str]:
-    # U+FDD0 is a noncharacter, and the digest is of the tokenizer itself
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return {token: f"\ufdd0{digest}:{number}" for number, token in enumerate(sorted(tokens))}
-
-
-def _merged(model: dict[str, Any], first: str, second: str) -> str:
-    """Return the token into which BPE merges a pair, whose second part loses the prefix of a continuing subword."""
-    prefix = model.get("continuing_subword_prefix") or ""
-    return first + second.removeprefix(prefix)

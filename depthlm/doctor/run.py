@@ -10,11 +10,10 @@ from pathlib import Path
 from depthlm.config import Config, ConfigError, compose, compose_anywhere
 from depthlm.counts import gib_text
 from depthlm.distributed import launchers
-from depthlm.doctor import software
-from depthlm.doctor.item import OK, PROBLEM, WARNING, Item
+from depthlm.doctor.command import OK, PROBLEM, WARNING, Item, c_compiler, cpp_compiler
 from depthlm.errors import UserError
 from depthlm.machine import environment
-from depthlm.machine.gpu import probe
+from depthlm.machine.environment import probe
 from depthlm.machine.memory import cgroup_limits
 from depthlm.ops.backend import missing
 from depthlm.runs.weights_and_biases import has_key
@@ -27,14 +26,19 @@ LOW_MEMORY, LOW_SHARED_MEMORY, LOW_DISK = 2 * 2**30, 256 * 2**20, 5 * 2**30
 
 def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callable[[], Item | Iterable[Item]]]:
     """Return the checks for a run with these overrides, by name."""
-    config, errors = compose_or_default(overrides, config_dir)
+    errors: list[str] = []
+    try:
+        config = compose_anywhere(overrides, config_dir)
+    except ConfigError as error:
+        # the other checks are those of a run with the default configuration
+        config, errors = compose_anywhere(), error.errors
     device_type = environment.device_type(config.device)
     return {
         "device": partial(device, config.device),
         "driver": driver,
         "NCCL": partial(communication, device_type),
-        "C compiler": partial(software.c_compiler, device_type),
-        "C++ compiler": partial(software.cpp_compiler, device_type, config.training.compile is True),
+        "C compiler": partial(c_compiler, device_type),
+        "C++ compiler": partial(cpp_compiler, device_type, config.training.compile is True),
         "memory": memory,
         "shared memory": shared_memory,
         "disk, run": partial(disk, "disk, run", Path(config.output_dir or "outputs")),
@@ -45,14 +49,6 @@ def checks(overrides: Sequence[str], config_dir: str | None) -> dict[str, Callab
         "kernels": partial(kernels, device_type),
         "configuration": partial(configuration, overrides, config_dir, errors),
     }
-
-
-def compose_or_default(overrides: Sequence[str], config_dir: str | None) -> tuple[Config, list[str]]:
-    """Return the configuration, not checked against this machine, and its errors; if any, the default configuration."""
-    try:
-        return compose_anywhere(overrides, config_dir), []
-    except ConfigError as error:
-        return compose_anywhere(), error.errors
 
 
 def device(choice: str) -> Item:

@@ -1,7 +1,8 @@
 """The command `python -m depthlm evaluate`: record the losses or accuracies of a run."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +16,23 @@ from depthlm.config import Config
 from depthlm.config.saved import RUN, check_reach, is_own
 from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
+from depthlm.counts import counted
 from depthlm.data import Tokenizer
 from depthlm.errors import UserError
+from depthlm.evaluation.harness import (
+    SEED,
+    averages,
+    check_datasets,
+    hub_or_cache,
+    jobs_of,
+    language_model,
+    run_job,
+    task_manager,
+)
 from depthlm.evaluation.losses import add_results, folder_sets, measure_sets, run_sets
 from depthlm.fields import key
 from depthlm.machine.environment import Device, usable_device
+from depthlm.model import Decoder
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.manifest import Manifest
 from depthlm.runs.trackers import start_trackers
@@ -62,7 +75,7 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
         raise UserError(f"datasets={arguments.datasets}: no such folder")
     device = torch.device(usable_device(arguments.device))
     model, config, manifest = load_checkpoint(directory, device, arguments.trust or ())
-    results, failure = dict[str, Any](), None
+    results, failures = dict[str, Any](), dict[str, str]()
     if arguments.tasks is None:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
         tokenizer = Tokenizer.load(directory)
@@ -78,37 +91,54 @@ def evaluate(arguments: Evaluate) -> dict[str, Any]:
                 stdout_console().print(note, markup=False, soft_wrap=True)
         results = measure_sets(model, sets, config.training.sequence_length, arguments.batch_size, autocast)
     else:
-        from depthlm.evaluation.harness import FailedTasksError, run_tasks
-
-        datasets = None if arguments.datasets is None else Path(arguments.datasets)
-        try:
-            for scores in run_tasks(
-                model,
-                config,
-                directory,
-                arguments.tasks,
-                arguments.shots,
-                arguments.batch_size,
-                arguments.limit,
-                datasets,
-                arguments.precision,
-            ):
-                results |= scores
-                # a score on a part of the questions is not the task's score
-                if arguments.limit is None:
-                    _write(directory, manifest.step, scores)
-        except FailedTasksError as error:
-            failure = str(error)
+        for scores in run_tasks(model, config, arguments, failures):
+            results |= scores
+            # a score on a part of the questions is not the task's score
+            if arguments.limit is None:
+                add_results(RunDirectory(directory).evaluation, manifest.step, scores)
     _show(results)
     if arguments.limit is not None:
         name = RunDirectory(directory).evaluation.name
         stdout_console().print(f"limit={arguments.limit}: results are not written to {name}", markup=False)
     elif results:
         results = _record(directory, config, manifest, results, arguments.trust or ())
-    if failure is not None:
+    if failures:
+        listed = "\n".join(f"  - {key}: {why}" for key, why in failures.items())
+        what = f"{counted(len(failures), 'task')} failed, and the results of the others are kept"
         # the exit code is 1
-        sys.exit(f"depthlm evaluate: {failure}")
+        sys.exit(f"depthlm evaluate: {what}:\n{listed}")
     return results
+
+
+def run_tasks(
+    model: Decoder, config: Config, arguments: Evaluate, failures: dict[str, str]
+) -> Iterator[dict[str, float]]:
+    """Yield the accuracies of each task by the names of evaluation.json: `zero_shot/piqa`, `five_shot/average`, ...
+
+    A task of a suite has the paper's metric; any other task has all of its metrics, as `zero_shot/<task>/<metric>`.
+    failures: receives the reason of each job that fails, by its key. Raises UserError for unknown tasks and for tasks
+    whose dataset cannot be loaded, before the first task.
+    """
+    names = arguments.tasks or []
+    jobs, manager = jobs_of(names, arguments.shots), task_manager(names)
+    lm = language_model(model, config, Path(arguments.run), arguments.batch_size, arguments.precision)
+    # `datasets` prefers a folder of the dataset's name in the working directory to the hub
+    folder = nullcontext() if arguments.datasets is None else chdir(arguments.datasets)
+    results: dict[str, float] = {}
+    with hub_or_cache(jobs):
+        with folder:
+            check_datasets(manager, jobs)
+        for job in jobs:
+            torch.manual_seed(SEED)
+            try:
+                with folder:
+                    scores = run_job(lm, job, manager, arguments.limit)
+            except (Exception, SystemExit) as error:  # code of the harness and of the task's author
+                failures[job.key] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            results |= scores
+            yield scores
+    yield averages(names, results)
 
 
 def _check(arguments: Evaluate) -> None:
@@ -127,7 +157,8 @@ def _record(
     directory: Path, config: Config, manifest: Manifest, results: dict[str, Any], trust: Sequence[str]
 ) -> dict[str, Any]:
     """Add results to evaluation.json, and to the trackers of the user's own run."""
-    recorded = _write(directory, manifest.step, results)
+    path = RunDirectory(directory).evaluation
+    recorded = add_results(path, manifest.step, results)
     tracker = config.tracker
     if not is_own(directory) and RUN not in trust and tracker != Tracker():
         # with the user's credentials, but to the project that somebody else has chosen
@@ -139,17 +170,8 @@ def _record(
         replace(tracker, wandb=wandb, artifacts="none"), directory, asdict(config), manifest.wandb_id
     )
     trackers.close(recorded)
-    stdout_console().print(f"written: {RunDirectory(directory).evaluation}", markup=False, soft_wrap=True)
+    stdout_console().print(f"written: {path}", markup=False, soft_wrap=True)
     return recorded
-
-
-def _write(directory: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
-    """Add results of the checkpoint of a step to evaluation.json, and return its content. Raises UserError."""
-    path = RunDirectory(directory).evaluation
-    try:
-        return add_results(path, step, results)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def _show(results: dict[str, Any]) -> None:

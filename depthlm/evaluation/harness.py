@@ -6,16 +6,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from depthlm.config import Config
 from depthlm.config.errors import nearest
-from depthlm.counts import counted
 from depthlm.errors import UserError
 from depthlm.locations import install_command
 from depthlm.model import Decoder
@@ -55,54 +52,40 @@ class Job:
         return self.key in results or any(name.startswith(f"{self.key}/") for name in results)
 
 
-class FailedTasksError(Exception):
-    """Some tasks failed; the results of the others are recorded."""
-
-    def __init__(self, failures: Mapping[str, str]) -> None:
-        """failures: the reason of each job, by its key."""
-        listed = "\n".join(f"  - {key}: {why}" for key, why in failures.items())
-        super().__init__(f"{counted(len(failures), 'task')} failed, and the results of the others are kept:\n{listed}")
-
-
 @dataclass(frozen=True)
 class Suite:
-    """Tasks of the harness by their name in evaluation.json, each with its metric. `average` is over all tasks."""
+    """The metric of each task, by its name in evaluation.json. `average` is over all tasks."""
 
-    tasks: dict[str, tuple[str, str]]
+    tasks: dict[str, str]
     shots: list[int] = field(default_factory=lambda: [0])
 
 
 SUITES = {
     # Depth-Attention (arXiv 2606.05014), Table 1: "all downstream numbers are accuracies"
     "paper": Suite(
-        {
-            "lambada": ("lambada_openai", "acc"),
-            "piqa": ("piqa", "acc"),
-            "winogrande": ("winogrande", "acc"),
-            "sciq": ("sciq", "acc"),
-            "hellaswag": ("hellaswag", "acc"),
-            "arc_easy": ("arc_easy", "acc"),
-            "arc_challenge": ("arc_challenge", "acc"),
-            "race": ("race", "acc"),
-        },
+        dict.fromkeys(
+            ("lambada", "piqa", "winogrande", "sciq", "hellaswag", "arc_easy", "arc_challenge", "race"), "acc"
+        ),
         [0, 5],
     ),
     # MoDA (arXiv 2603.15619), section 4.3; it names no metrics, so these are those of OLMo's own evaluation
     "moda": Suite(
         {
-            "piqa": ("piqa", "acc_norm"),
-            "hellaswag": ("hellaswag", "acc_norm"),
-            "winogrande": ("winogrande", "acc"),
-            "openbookqa": ("openbookqa", "acc_norm"),
-            "boolq": ("boolq", "acc"),
-            "sciq": ("sciq", "acc"),
-            "arc_easy": ("arc_easy", "acc"),
-            "arc_challenge": ("arc_challenge", "acc_norm"),
-            "copa": ("copa", "acc"),
-            "mmlu": ("mmlu", "acc"),
+            "piqa": "acc_norm",
+            "hellaswag": "acc_norm",
+            "winogrande": "acc",
+            "openbookqa": "acc_norm",
+            "boolq": "acc",
+            "sciq": "acc",
+            "arc_easy": "acc",
+            "arc_challenge": "acc_norm",
+            "copa": "acc",
+            "mmlu": "acc",
         }
     ),
 }
+# tasks of suites that have another name in the harness
+HARNESS_NAMES = {"lambada": "lambada_openai"}
 
 
 def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
@@ -113,7 +96,9 @@ def jobs_of(names: Sequence[str], shots: Sequence[int] | None) -> list[Job]:
     suite = _suite(names)
     if suite is not None:
         counts = shots or suite.shots
-        return [Job(task, name, metric, n) for n in counts for name, (task, metric) in suite.tasks.items()]
+        return [
+            Job(HARNESS_NAMES.get(name, name), name, metric, n) for n in counts for name, metric in suite.tasks.items()
+        ]
     tasks = [_task_of(Path(name)) if _is_file(name) else name for name in names]
     return [Job(task, task, None, n) for n in shots or [0] for task in tasks]
 
@@ -130,45 +115,6 @@ def averages(names: Sequence[str], results: dict[str, Any]) -> dict[str, float]:
         if all(f"{prefix}/{name}" in results for name in suite.tasks)
     }
     return {f"{prefix}/average": sum(values) / len(values) for prefix, values in complete.items()}
-
-
-def run_tasks(
-    model: Decoder,
-    config: Config,
-    run: Path,
-    names: Sequence[str],
-    shots: Sequence[int] | None,
-    batch_size: int,
-    limit: int | None,
-    datasets: Path | None,
-    precision: str = "fp32",
-) -> Iterator[dict[str, float]]:
-    """Yield the accuracies of each task by the names of evaluation.json: `zero_shot/piqa`, `five_shot/average`, ...
-
-    names: `paper`, `moda`, tasks of the harness, or YAML files of tasks. A task of a suite has the paper's metric; any
-    other task has all of its metrics, as `zero_shot/<task>/<metric>`. shots: numbers of examples before the question.
-    limit: number of questions per task. datasets: a folder with the datasets, each under its name on the hub.
-    Raises UserError for unknown tasks and for tasks whose dataset cannot be loaded, before the first task, and
-    FailedTasksError after the last one if some failed.
-    """
-    jobs, manager = jobs_of(names, shots), task_manager(names)
-    lm = language_model(model, config, run, batch_size, precision)
-    results, failures = dict[str, float](), dict[str, str]()
-    # `datasets` prefers a folder of the dataset's name in the working directory to the hub
-    with contextlib.chdir(datasets) if datasets is not None else contextlib.nullcontext(), hub_or_cache(jobs):
-        check_datasets(manager, jobs)
-        for job in jobs:
-            torch.manual_seed(SEED)
-            try:
-                scores = run_job(lm, job, manager, limit)
-            except (Exception, SystemExit) as error:  # code of the harness and of the task's author
-                failures[job.key] = f"{type(error).__name__}: {error}".splitlines()[0]
-                continue
-            results |= scores
-            yield scores
-    yield averages(names, results)
-    if failures:
-        raise FailedTasksError(failures)
 
 
 def task_manager(names: Sequence[str]) -> Any:
@@ -194,7 +140,7 @@ def task_manager(names: Sequence[str]) -> Any:
 def language_model(model: Decoder, config: Config, run: Path, batch_size: int, precision: str) -> Any:
     """Return a decoder as the harness's language model. precision: fp32, or the dtype of its autocast."""
     from depthlm.evaluation.language_models import HarnessLM
-    from depthlm.hugging_face import as_causal_lm, as_tokenizer
+    from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer
 
     return HarnessLM(
         pretrained=as_causal_lm(model, config),

@@ -1,6 +1,7 @@
 """Language models of the harness (lm-eval): a decoder of this process, and one whose requests all ranks compute."""
 
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -35,19 +36,8 @@ class SharedLM(LM):
         super().__init__()
         self.call, self.ranks = call, ranks
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation in nats, and whether it is the greedy one."""
-        return self._shared("loglikelihood", requests)
-
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Return the log-likelihood of each text in nats."""
-        return self._shared("loglikelihood_rolling", requests)
-
-    def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Return the text generated for each request."""
-        return self._shared("generate_until", requests)
-
     def _shared(self, name: str, requests: Sequence[Instance]) -> list[Any]:
+        """Return the results of requests, in their order. name: of the method of the harness's language models."""
         results: list[Any] = []
         step = CHUNK * self.ranks
         for first in range(0, len(requests), step):
@@ -55,6 +45,10 @@ class SharedLM(LM):
             parts = self.call(name, arguments)
             results += [parts[number % self.ranks][number // self.ranks] for number in range(len(arguments))]
         return results
+
+    loglikelihood = partialmethod(_shared, "loglikelihood")
+    loglikelihood_rolling = partialmethod(_shared, "loglikelihood_rolling")
+    generate_until = partialmethod(_shared, "generate_until")
 
 
 def compute_part(lm: Any, name: str, arguments: Sequence[tuple[Any, ...]], rank: int, ranks: int) -> list[Any]:

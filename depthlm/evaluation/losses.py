@@ -14,6 +14,7 @@ from torch import Tensor
 from depthlm.config import Config
 from depthlm.data import DataError, Manifest, TokenFiles, Tokenizer, open_corpus, validation_batches
 from depthlm.data.manifest import Split
+from depthlm.errors import UserError
 from depthlm.files import read_json, replace_text
 from depthlm.model import Decoder
 from depthlm.runs.records import ValidationLosses, finite
@@ -30,13 +31,6 @@ class TotalLoss(NamedTuple):
         """Nats per token."""
         return self.nats / self.tokens
 
-    def bits_per_byte(self, text_bytes: float) -> float:
-        """Return the loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
-
-        text_bytes: bytes of the text that the targets encode.
-        """
-        return self.nats / math.log(2) / text_bytes
-
 
 @dataclass(frozen=True)
 class ValidationSet:
@@ -47,8 +41,11 @@ class ValidationSet:
     split: Split
 
     def bits_per_byte(self, total: TotalLoss) -> float | None:
-        """Return the bits per byte of a loss; None if it is not finite, or unknown tokens hide some of the text."""
-        return None if self.split.hides_text else finite(total.bits_per_byte(self.split.bytes))
+        """Return a loss in bits per byte, which is comparable across tokenizers (the Pile, arXiv 2101.00027, 3.1).
+
+        None if it is not finite, or unknown tokens hide some of the text.
+        """
+        return None if self.split.hides_text else finite(total.nats / math.log(2) / self.split.bytes)
 
 
 def total_loss(model: Decoder, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> TotalLoss:
@@ -131,12 +128,15 @@ def measure_sets(
 
 
 def add_results(path: Path, step: int, results: dict[str, Any]) -> dict[str, Any]:
-    """Add results of the checkpoint of a step to evaluation.json, and return its content. Raises OSError.
+    """Add results of the checkpoint of a step to evaluation.json, and return its content.
 
-    Results of another checkpoint are dropped.
+    Results of another checkpoint are dropped. Raises UserError if the file cannot be written.
     """
     before = read_json(path)
     kept = before if before.get("step") == step else {}
     recorded = {"step": step} | kept | results
-    replace_text(path, json.dumps(recorded, indent=1) + "\n")
+    try:
+        replace_text(path, json.dumps(recorded, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
     return recorded

@@ -7,6 +7,7 @@ weights, needs no collective operation inside the model at any ZeRO stage, and d
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from depthlm.evaluation.harness import (
     run_job,
     task_manager,
 )
-from depthlm.evaluation.losses import TotalLoss, ValidationSet, add_results, folder_sets, local_loss
+from depthlm.evaluation.losses import TotalLoss, add_results, folder_sets, local_loss
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import finite, perplexity
 
@@ -116,35 +117,28 @@ def record_results(config: Config, row: Mapping[str, Any]) -> None:
     results = {name: row[name] for name in names if name != LIMIT}
     if not results:
         return
-    path = RunDirectory.of(config.output_dir).evaluation
     try:
-        add_results(path, row["step"], results)
-    except OSError as error:
-        log.warning("%s cannot be written (%s); metrics.jsonl has the results", path, error.strerror or error)
+        add_results(RunDirectory.of(config.output_dir).evaluation, row["step"], results)
+    except UserError as error:
+        log.warning("%s; metrics.jsonl has the results", error)
 
 
+@dataclass
 class _EvaluatedModel:
     """This rank's model with the weights of a checkpoint, and what rank 0 can call on it."""
 
-    def __init__(
-        self,
-        config: Config,
-        step: int,
-        tokenizer: Tokenizer,
-        activity: Activity,
-        stopping: Callable[[], bool],
-        device: torch.device,
-    ) -> None:
-        self.config, self.tokenizer, self.device = config, tokenizer, device
-        self.activity, self.stopping = activity, stopping
-        self.run = RunDirectory.of(config.output_dir)
-        self.checkpoint = self.run.checkpoint(step)
-        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.lm: Any = None
+    config: Config
+    step: int
+    tokenizer: Tokenizer
+    activity: Activity
+    stopping: Callable[[], bool]
+    device: torch.device
+    lm: Any = None
 
     def load(self, _: None) -> None:
         """Load the weights."""
-        self.model = with_weights(self.config, self.checkpoint, self.device)
+        checkpoint = RunDirectory.of(self.config.output_dir).checkpoint(self.step)
+        self.model = with_weights(self.config, checkpoint, self.device)
         self.model.end_of_text = self.tokenizer.end_of_text if self.config.data.document_mask else None
         # a layer, since the harness does not call the decoder as a whole
         self.model.layers[0].register_forward_hook(self.mark)
@@ -160,10 +154,9 @@ class _EvaluatedModel:
         (validation_set,) = folder_sets([folder], self.tokenizer)
         settings, name = self.config.evaluation, self.config.precision.name
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        place = {"rank": torch.distributed.get_rank(), "ranks": torch.distributed.get_world_size()}
         length = self.config.training.sequence_length
-        batches = validation_batches(
-            validation_set.tokens, length, settings.batch_size, rank=self.rank, ranks=self.ranks
-        )
+        batches = validation_batches(validation_set.tokens, length, settings.batch_size, **place)
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             nats, tokens = local_loss(self.model, batches, self.device).tolist()
         return nats, tokens
@@ -173,11 +166,11 @@ class _EvaluatedModel:
         from depthlm.evaluation.language_models import compute_part
 
         if self.lm is None:
-            batch_size, precision = self.config.evaluation.batch_size, self.config.precision.name
-            self.lm = language_model(self.model, self.config, self.run.path, batch_size, precision)
+            run, precision = RunDirectory.of(self.config.output_dir).path, self.config.precision.name
+            self.lm = language_model(self.model, self.config, run, self.config.evaluation.batch_size, precision)
         # for sampled answers
         torch.manual_seed(SEED)
-        return compute_part(self.lm, name, arguments, self.rank, self.ranks)
+        return compute_part(self.lm, name, arguments, torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
 def _results(
@@ -186,10 +179,13 @@ def _results(
     """Yield the results that are not known yet, each as it is measured. known: grows while this runs."""
     for folder in _missing_sets(config, known):
         (validation_set,) = folder_sets([folder], tokenizer)
-        parts = call("loss", folder)
-        yield _losses(
-            validation_set, TotalLoss(sum(nats for nats, _ in parts), int(sum(tokens for _, tokens in parts)))
-        )
+        nats, tokens = map(sum, zip(*call("loss", folder), strict=True))
+        total, name = TotalLoss(nats, int(tokens)), f"evaluation/{validation_set.name}"
+        loss = finite(total.mean)
+        losses = {f"{name}/loss": loss, f"{name}/perplexity": perplexity(loss)}
+        if not validation_set.split.hides_text:
+            losses[f"{name}/bits_per_byte"] = validation_set.bits_per_byte(total)
+        yield losses
     if not (jobs := _missing_jobs(config, known)):
         return
     import lm_eval.api.task
@@ -212,7 +208,7 @@ def _results(
 
 
 def _missing_sets(config: Config, row: Mapping[str, Any]) -> list[str]:
-    return [folder for folder in config.evaluation.sets or [] if f"{_set_prefix(folder)}/loss" not in row]
+    return [folder for folder in config.evaluation.sets or [] if f"evaluation/{Path(folder).name}/loss" not in row]
 
 
 def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
@@ -220,16 +216,6 @@ def _missing_jobs(config: Config, row: Mapping[str, Any]) -> list[Job]:
     # scores on another number of questions are measured again
     known = dict(row) if row.get(LIMIT) == settings.limit else {}
     return [job for job in jobs_of(settings.tasks, settings.shots) if not job.is_in(known)] if settings.tasks else []
-
-
-def _set_prefix(folder: str) -> str:
-    return f"evaluation/{Path(folder).name}"
-
-
-def _losses(validation_set: ValidationSet, total: TotalLoss) -> dict[str, float | None]:
-    prefix, loss = f"evaluation/{validation_set.name}", finite(total.mean)
-    bits = {} if validation_set.split.hides_text else {f"{prefix}/bits_per_byte": validation_set.bits_per_byte(total)}
-    return {f"{prefix}/loss": loss, f"{prefix}/perplexity": perplexity(loss), **bits}
 
 
 def _text(results: Mapping[str, float | None]) -> str:

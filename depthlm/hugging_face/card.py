@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ def write_card(
     step: of the exported checkpoint. native: whether the model is part of transformers. name: the argument of
     `from_pretrained`. license: of the weights, as the hub names it; None: not stated. Raises OSError.
     """
-    record, environment = read_run(run), environment_of(run)
+    record, environment = read_run(run), read_json(RunDirectory(run).environment)
     results = results_at(record, step)
     if any(training_loss(row) is not None and finite(row.get("tokens")) is not None for row in record.rows):
         plot_loss(run, finite(record.summary.get("unigram_entropy")), folder / CURVE)
@@ -100,11 +100,6 @@ def results_at(record: RunRecord, step: int) -> Results:
     return Results(step, is_complete, evaluated, step, True, bits, training)
 
 
-def environment_of(run: Path) -> dict[str, Any]:
-    """Return the content of a run's environment.json; {} where it is missing or damaged."""
-    return read_json(RunDirectory(run).environment)
-
-
 def version_of(environment: Mapping[str, Any]) -> str:
     """Return the version of depthlm that trained a run, and its commit; empty where they are not recorded."""
     versions, git = environment.get("versions"), environment.get("git")
@@ -119,10 +114,11 @@ def version_of(environment: Mapping[str, Any]) -> str:
 def metadata(config: Config, results: Results, license: str | None) -> ModelCardData:
     """Return the metadata of the card, which the hub indexes; losses only of a complete run."""
     hubs = list(dict.fromkeys(source.hub for source in (config.data, *config.data.sources.values()) if source.hub))
+    sources = config.data.validation | config.data.sources
     evaluations = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=hub_of(config, name) or name,
+            dataset_type=sources.get(name, config.data).hub or name,
             dataset_name=f"{name} (validation)",
             metric_type=metric,
             metric_name=f"validation {metric}",
@@ -141,11 +137,6 @@ def metadata(config: Config, results: Results, license: str | None) -> ModelCard
         model_name=title(config),
         eval_results=evaluations or None,
     )
-
-
-def hub_of(config: Config, name: str) -> str | None:
-    """Return the dataset of the hub that a validation set is from; None if it is from elsewhere."""
-    return (config.data.validation | config.data.sources).get(name, config.data).hub
 
 
 def title(config: Config) -> str:
@@ -175,19 +166,15 @@ def mechanism(model: Decoder, config: Config) -> str:
             about = " ".join(comment(option_file(f"model/{part}", option, None)))
         else:
             about = (inspect.getdoc(mechanism_class) or "a class of its own").partition("\n\n")[0]
-        lines.append(f"- **{part.capitalize()}** `{option or mechanism_class.__qualname__}`: {linked(about)}")
+        about = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(about.split()))
+        name = option or mechanism_class.__qualname__
+        lines.append(f"- **{part.capitalize()}** `{name}`: {about.removesuffix('.')}.")
         if settings:
             values = ", ".join(f"`{key}={json.dumps(value)}`" for key, value in settings.items())
             lines[-1] += f"\n  Settings: {values}."
     if model.loops > 1:
         lines.append(f"- **Loops**: {model.loops} passes through the same layers.")
     return "## Mechanism\n\nHow a layer uses the results of earlier layers:\n\n" + "\n".join(lines)
-
-
-def linked(text: str) -> str:
-    """Return a text whose arXiv numbers are links, with a full stop."""
-    text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
-    return text if text.endswith(".") else f"{text}."
 
 
 def architecture(model: Decoder, config: Config) -> str:
@@ -209,7 +196,7 @@ def architecture(model: Decoder, config: Config) -> str:
     if "activated" in counts:
         experts = f"{size.num_experts} of width {size.expert_size:,}, {size.experts_per_token} per token"
         rows |= {"experts": experts, "activated parameters": f"{counts['activated']:,} per token"}
-    return f"## Architecture\n\n{table(['', ''], [[*row] for row in rows.items()])}"
+    return f"## Architecture\n\n{table(['', ''], rows.items())}"
 
 
 def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -> str:
@@ -227,7 +214,7 @@ def protocol(config: Config, results: Results, environment: Mapping[str, Any]) -
     if environment.get("device"):
         ranks = finite(environment.get("world_size")) or 1
         rows["device"] = str(environment["device"]) + (f", {ranks:g} ranks" if ranks > 1 else "")
-    return f"## Training\n\n{table(['', ''], [[*row] for row in rows.items()])}"
+    return f"## Training\n\n{table(['', ''], rows.items())}"
 
 
 def losses(config: Config, results: Results, has_curve: bool) -> str:
@@ -310,7 +297,7 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.4f}"
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *([" ".join(cell.replace("|", r"\|").split()) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

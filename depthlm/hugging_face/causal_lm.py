@@ -1,4 +1,4 @@
-"""A decoder with the interface of transformers: `forward` and `generate`, with transformers' own cache.
+"""A decoder with the interface of transformers: its config.json, `forward` and `generate`, with transformers' cache.
 
 Shapes: b batch, t new tokens, s tokens in the cache and new, v vocabulary, k key/value heads, e head size.
 """
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from depthlm.hugging_face.configuration import DepthLMConfig
 from depthlm.mechanisms.residual import Residual
 from depthlm.model.attention.self_attention import SelfAttention
 from depthlm.model.connection import Connection
@@ -21,6 +20,46 @@ from depthlm.model.parameters import initialize
 from depthlm.model.shape import Backbone, Size
 
 UNSUPPORTED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
+
+
+class DepthLMConfig(PretrainedConfig):
+    """Size, backbone and depth mechanism of a decoder, and the standard fields that tools expect, derived from them.
+
+    size, backbone: the fields of `Size` and `Backbone`. loops: passes through the layers.
+    mechanism: its name. connection, attention: the settings of the two classes that the modeling code names.
+    end_of_text: the token that ends a document, if attention is limited to one document; else None.
+    max_position_embeddings: sequence length of training; longer sequences are possible, since positions are computed.
+    """
+
+    model_type = "depthlm"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        size: dict[str, Any] | None = None,
+        backbone: dict[str, Any] | None = None,
+        loops: int = 1,
+        mechanism: str = "",
+        connection: dict[str, Any] | None = None,
+        attention: dict[str, Any] | None = None,
+        end_of_text: int | None = None,
+        max_position_embeddings: int = 2048,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.size, self.backbone, self.loops = size or {}, backbone or {}, loops
+        self.mechanism, self.connection, self.attention = mechanism, connection or {}, attention or {}
+        self.end_of_text, self.max_position_embeddings, self.use_cache = end_of_text, max_position_embeddings, use_cache
+        # transformers also calls the constructor without arguments
+        if size:
+            # a cache has one layer for each pass through a layer
+            kwargs["num_hidden_layers"] = loops * size["num_layers"]
+            kwargs |= {key: size[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+            kwargs |= {"num_attention_heads": size["num_heads"], "num_key_value_heads": size["num_kv_heads"]}
+            kwargs |= {"head_dim": size["head_size"], "initializer_range": size["init_std"]}
+        if backbone:
+            kwargs["tie_word_embeddings"] = backbone["tie_embeddings"]
+        super().__init__(**kwargs)
 
 
 class StateLayer(DynamicLayer):

@@ -30,9 +30,9 @@ from depthlm.config import Config
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import PADDING
 from depthlm.errors import UserError
-from depthlm.files import digest, set_default_mode
+from depthlm.files import digest, read_json, set_default_mode
 from depthlm.hugging_face.card import CARD, write_card
-from depthlm.hugging_face.configuration import DepthLMConfig
+from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.hugging_face.source import auto_map, write_code
 from depthlm.model import Decoder
 from depthlm.pretrained.native import export_weight, native_config, native_type, split_experts
@@ -63,16 +63,7 @@ def export(
     license: str | None = None,
     repository: str | None = None,
 ) -> Export:
-    """Write the newest valid checkpoint of a run directory as a folder that AutoModelForCausalLM loads.
-
-    A vanilla model on a backbone of transformers becomes a folder of that model. Any other export includes its code,
-    and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.
-
-    to: the folder; None: `export` in the run directory. trust: modules whose mechanisms may be built and copied, as in
-    `depthlm.load`. license, repository: of the weights, as the hub names them, for the model card.
-    Raises UserError for a run without a checkpoint, a folder that contains other files or cannot be written, and a
-    mechanism that cannot be copied.
-    """
+    """Write the folder of an export, as `depthlm.hugging_face.export` does. repository: of the hub, for the card."""
     folder = RunDirectory(Path(run)).export if to is None else Path(to)
     check_folder(folder)
     model, config, manifest = load_checkpoint(run, trust=trust)
@@ -168,14 +159,12 @@ def check_folder(folder: Path) -> None:
     existing_files = {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
     if not existing_files:
         return
-    try:
-        about = json.loads((folder / ABOUT).read_text())
-        written = {*about["files"], ABOUT}
-    except (OSError, ValueError, KeyError, TypeError):
+    about = read_json(folder / ABOUT)
+    if not isinstance(about.get("files"), list):
         raise UserError(
             f"to={folder}: the folder has files ({sorted(existing_files)[0]}), but no export; give a new folder"
-        ) from None
-    if foreign := sorted(existing_files - written):
+        )
+    if foreign := sorted(existing_files - {*about["files"], ABOUT}):
         raise UserError(
             f"to={folder}: {foreign[0]} is not part of the export in this folder, and would be lost; move "
             "it, or give a new folder"
@@ -237,6 +226,11 @@ def lock_folder(folder: Path, flags: int = 0) -> Iterator[None]:
         os.close(descriptor)
 
 
+def as_causal_lm(model: Decoder, config: Config) -> CausalLM:
+    """Wrap a decoder, as returned by `depthlm.load`, for code that expects a transformers model. Shares the weights."""
+    return CausalLM(causal_lm_config(model, config), model).eval()
+
+
 def as_tokenizer(
     tokenizer: Tokenizer | PreTrainedTokenizerFast | str | Path, max_length: int | None = None
 ) -> PreTrainedTokenizerFast:
@@ -263,7 +257,6 @@ def as_tokenizer(
     if encoder.num_special_tokens_to_add(is_pair=False):
         encoder.post_processor = None
     end = tokenizer.end.token
-    lengths = {} if max_length is None else {"model_max_length": max_length}
     return PreTrainedTokenizerFast(
         tokenizer_object=encoder,
         eos_token=end,
@@ -272,5 +265,5 @@ def as_tokenizer(
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
-        **lengths,
+        model_max_length=max_length,
     )

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from depthlm.errors import UserError
-from depthlm.hugging_face.causal_lm import CausalLM
-from depthlm.hugging_face.configuration import DepthLMConfig
+from depthlm.hugging_face.causal_lm import CausalLM, DepthLMConfig
 from depthlm.model import Decoder
 from depthlm.model.attention import attention_class
 

@@ -5,6 +5,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,16 +39,11 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[int]:
             mounts, name = ["sys/fs/cgroup/memory"], "memory.limit_in_bytes"
         else:
             continue
-        for mount in mounts:
-            folders = [mount]
-            for part in Path(path).parts[1:]:
-                folders.append(f"{folders[-1]}/{part}")
-            for folder in folders:
-                # in a container, the path may exist only on the host
-                try:
-                    text = (root / folder / name).read_text().strip()
-                except OSError:
-                    continue
+        group = Path(path.lstrip("/"))
+        for folder in (root / mount / parent for mount in mounts for parent in (group, *group.parents)):
+            # in a container, the path may exist only on the host
+            with suppress(OSError):
+                text = (folder / name).read_text().strip()
                 if text != "max":
                     yield int(text)
 

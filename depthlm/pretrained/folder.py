@@ -125,19 +125,13 @@ def load_weights(source: Pretrained) -> dict[str, Tensor]:
 
 def _has_separate_head(source: Pretrained) -> bool:
     """Return whether the files contain an embedding and a head that differ."""
-    places: dict[str, Path] = {}
+    matrices: dict[str, Tensor] = {}
     for file in source.files:
         # a file that cannot be read is reported when the weights are loaded
         with suppress(OSError, SafetensorError), safe_open(file, "pt") as stored:
-            places |= dict.fromkeys(stored.keys(), file)
-    names = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in places]
-    if len(names) < 2:
-        return False
-    matrices = []
-    for name in names:
-        with safe_open(places[name], "pt") as stored:
-            matrices.append(stored.get_tensor(name))
-    return not torch.equal(*matrices)
+            names = {"model.embed_tokens.weight", "lm_head.weight"} & {*stored.keys()}
+            matrices |= {name: stored.get_tensor(name) for name in names}
+    return len(matrices) == 2 and not torch.equal(*matrices.values())
 
 
 def _settings_of_export(config: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -94,18 +94,9 @@ NATIVE = {
     ),
     "kimi_linear": Native(
         "KimiLinearForCausalLM",
-        {
-            "norm": "rmsnorm",
-            "norm_placement": "pre",
-            "qk_norm": "none",
-            "mlp": "experts",
-            "router_scores": "sigmoid",
-            "position": "none",
-            "attention_bias": False,
-            "mlp_bias": False,
-            "head_bias": False,
-            "tie_embeddings": False,
-        },
+        FIXED
+        | {"mlp": "experts", "position": "none", "norm_placement": "pre", "qk_norm": "none", "router_scores": "sigmoid"}
+        | {"attention_bias": False, "tie_embeddings": False},
         {
             "norm_eps": 1e-5,
             "shared_experts": 1,

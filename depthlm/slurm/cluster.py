@@ -58,13 +58,8 @@ class Cluster:
     def options(self) -> list[str]:
         """Return the options of sbatch."""
         tasks = self.tasks_per_node or max(1, self.gpus_per_node)
-        values = {
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "time": self.time,
-            "mem": self.mem,
-            "nodes": self.nodes,
+        values = {name: getattr(self, name) for name in ("partition", "account", "qos", "time", "mem", "nodes")}
+        values |= {
             "ntasks-per-node": tasks,
             "cpus-per-task": self.cpus_per_task,
             "gpus-per-node": self.gpus_per_node or None,

@@ -103,10 +103,10 @@ def submit(points: list[Point], cluster: Cluster, folder: Path, dry_run: bool) -
     else:
         take_snapshot(snapshot, lines)
     previous_jobs: list[str] = []
-    offset = 0
+    offset, size = 0, max_array_size()
     for wave in waves:
         jobs = []
-        for part in split_directories(wave, max_array_size()):
+        for part in (wave[start : start + size] for start in range(0, len(wave), size)):
             jobs.append(submit_array(cluster, snapshot, offset, len(part), previous_jobs, dry_run))
             if not dry_run:
                 record_array(snapshot, jobs[-1], part)
@@ -135,11 +135,6 @@ def point_command(point: Point) -> str:
     flags = [] if point.config_dir is None else ["--config-dir", str(Path(point.config_dir).resolve())]
     # shlex writes a line break as it is, within single quotes
     return shlex.join(["train.py", *flags, *point.overrides]).replace("\n", "'$'\\n''")
-
-
-def split_directories(directories: list[str], size: int) -> list[list[str]]:
-    """Split a list into parts of at most `size` entries, the maximum size of a job array."""
-    return [directories[start : start + size] for start in range(0, len(directories), size)]
 
 
 def submit_array(cluster: Cluster, snapshot: Path, offset: int, size: int, after: Sequence[str], dry_run: bool) -> str:
@@ -229,24 +224,18 @@ def lock_sweeps(folder: Path) -> Iterator[None]:
         yield
 
 
-def _files() -> Iterator[Path]:
-    """Yield every file of the code, relative to the checkout or to the folder of installed packages."""
-    files = _git_files() if IS_CHECKOUT else None
-    if files is None:
-        folders = [PACKAGE, CONF, REPOSITORY / "hydra_plugins/points_sweeper.py"]
-        paths = [path for folder in folders for path in (folder, *folder.rglob("*")) if "__pycache__" not in path.parts]
-        files = list(dict.fromkeys(path.relative_to(REPOSITORY) for path in paths))
-    # git also lists deleted files
-    return (file for file in files if (REPOSITORY / file).is_file())
+def _files() -> list[Path]:
+    """Return every file of the code, relative to the checkout or to the folder of installed packages.
 
-
-def _git_files() -> list[Path] | None:
-    """Return tracked files and new files that git does not ignore, or None outside a git checkout."""
-    if not (REPOSITORY / ".git").exists():
-        return None
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return [Path(name) for name in done.stdout.split("\0") if name]
+    In a git checkout, these are tracked files and new files that git does not ignore.
+    """
+    if IS_CHECKOUT and (REPOSITORY / ".git").exists():
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        with suppress(OSError, subprocess.CalledProcessError):
+            done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+            # git also lists deleted files
+            return [Path(name) for name in done.stdout.split("\0") if (REPOSITORY / name).is_file()]
+    folders = [PACKAGE, CONF, REPOSITORY / "hydra_plugins/points_sweeper.py"]
+    paths = (path for folder in folders for path in (folder, *folder.rglob("*")))
+    files = (path for path in paths if path.is_file() and "__pycache__" not in path.parts)
+    return list(dict.fromkeys(path.relative_to(REPOSITORY) for path in files))

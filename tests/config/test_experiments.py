@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.accounting.parameters import count_parameters
+from depthlm.accounting.cost import count_parameters
 from depthlm.config import Config, compose_anywhere, run_steps
 from depthlm.config.resolve import matrices
 from depthlm.locations import REPOSITORY

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from depthlm.data import Batches, DataError, TokenFiles, loader
 from depthlm.data.mixture import schedule, shares
-from depthlm.data.preparation.split_writer import SplitWriter
+from depthlm.data.preparation.progress import SplitWriter
 
 OLMO2 = (3710.0, 83.0, 58.6, 20.8, 12.2, 11.8, 3.7)
 WEIGHTS = st.lists(st.one_of(st.integers(1, 200), st.integers(1, 40).map(lambda n: n / 8)), min_size=1, max_size=8)

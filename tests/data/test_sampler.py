@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthlm.data import IGNORED, Batches, DataError, TokenFiles, loader, sample_windows, validation_batches
-from depthlm.data.preparation.split_writer import SplitWriter
+from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.sampler import key_of, permute
 from depthlm.errors import UserError
 from depthlm.model.attention.context import find_documents

@@ -22,7 +22,7 @@ from depthlm.data import (
     text_files,
     verify,
 )
-from depthlm.data.preparation.split_writer import SplitWriter
+from depthlm.data.preparation.progress import SplitWriter
 from depthlm.data.settings import Data, Source
 
 Local = Callable[..., Data]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Encoder
 
 from depthlm.data import DataError, Tokenizer, bytes_tokenizer, padded_vocab_size, train_bpe, vocab_size
 from depthlm.data.settings import Data
-from depthlm.data.tokenizers import drops_unknown, text_encoder, unknown_token
+from depthlm.data.tokenizers import text_encoder
 
 ANY_TEXT = st.text(st.characters(codec="utf-8"))
 CODE_AND_PROSE = ["def f(x):\n    return x\n", "the cat and the hat — naïve\n"] * 20
@@ -224,7 +224,7 @@ def test_the_ids_of_all_tokens_are_those_of_the_file(kind: str) -> None:
     ours, theirs = text_encoder(text_of(kind), "</s>").get_vocab(), Encoder.from_str(text_of(kind)).get_vocab()
     assert sorted(ours.values()) == sorted(theirs.values())
     assert {token for token in theirs if ours.get(token) != theirs[token]} == {*SPECIAL}
-    assert unknown_token(text_of(kind)) == (None if kind == "byte_level" else 0)
+    assert tokenizer_of(kind).unknown == (None if kind == "byte_level" else 0)
 
 
 def test_dropout_is_off_and_known() -> None:
@@ -236,7 +236,7 @@ def test_dropout_is_off_and_known() -> None:
 
 def test_a_tokenizer_that_drops_characters_is_recognized() -> None:
     record = json.loads(text_of("sentencepiece_bpe"))
-    assert not any(drops_unknown(text_of(kind)) for kind in KINDS)
+    assert not any(tokenizer_of(kind).drops_unknown for kind in KINDS)
     record["model"] |= {"unk_token": None, "byte_fallback": False}
     tokenizer = Tokenizer(json.dumps(record))
     assert tokenizer.decode(tokenizer.encode_batch(["the 五 cat"])[0]) == "the  cat"

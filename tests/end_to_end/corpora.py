@@ -16,7 +16,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Encoder
 
 from depthlm.data import Manifest, Tokenizer, is_validation
-from depthlm.data.held_out import held_out_share
+from depthlm.data.corpora.documents import held_out_share
 
 Row = dict[str, Any]
 

@@ -1,6 +1,7 @@
 """The harness on a run, with tasks on local data."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,15 @@ def test_results_on_a_part_of_the_questions_are_not_written(trained: Path, task:
     assert not (trained / "evaluation.json").exists()
 
 
+def test_relative_paths_are_those_of_the_folder_of_the_command(
+    trained: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained / "evaluation.json").unlink(missing_ok=True)
+    monkeypatch.chdir(trained.parent)
+    results = run(f"run={trained.name}", f"tasks={task}", f"datasets={os.path.relpath(tmp_path)}")
+    assert json.loads((trained / "evaluation.json").read_text()) == results
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("read_once")
 def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path, tmp_path: Path) -> None:
@@ -181,7 +191,7 @@ def test_a_task_of_the_harness_runs_on_a_local_copy_of_its_dataset(trained: Path
 def test_without_the_hub_every_missing_dataset_is_listed_with_remedies(trained: Path) -> None:
     with pytest.raises(UserError, match="8 of 8 tasks have no dataset here") as error:
         run(f"run={trained}", "tasks=paper")
-    for task, _ in SUITES["paper"].tasks.values():
+    for task in [job.task for job in jobs_of(["paper"], [0])]:
         assert f"- {task}: " in str(error.value)
     assert "datasets=<folder>" in str(error.value)
 
@@ -189,8 +199,8 @@ def test_without_the_hub_every_missing_dataset_is_listed_with_remedies(trained: 
 @pytest.mark.slow
 def test_the_harness_knows_the_tasks_of_the_papers_and_their_metrics(all_tasks: Any) -> None:
     known = all_tasks.all_tasks
-    for suite in SUITES.values():
-        assert {task for task, _ in suite.tasks.values()} <= set(known)
+    for name in SUITES:
+        assert {job.task for job in jobs_of([name], [0])} <= set(known)
     assert {name: len(suite.tasks) for name, suite in SUITES.items()} == {"paper": 8, "moda": 10}
 
 

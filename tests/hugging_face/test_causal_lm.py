@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import depthlm
-from depthlm.hugging_face import as_causal_lm, as_tokenizer
+from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer
 from depthlm.model import Decoder
 
 # of transformers, which takes seconds to import, and ours

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 import depthlm
-from depthlm.hugging_face import as_causal_lm, as_tokenizer, export
+from depthlm.hugging_face import export
+from depthlm.hugging_face.folder import as_causal_lm, as_tokenizer
 
 COMMON = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
 TASKS = {

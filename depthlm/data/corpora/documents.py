@@ -7,13 +7,15 @@ import codecs
 import io
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TextIO
 
 from depthlm.data.corpora import formats
 from depthlm.data.corpora.formats import TextFile
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -120,28 +122,23 @@ class Reader:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(formats.CHUNK)
             if number >= start and too_long:
-                yield self._too_long(f"{self.file.name}:{number}", number, f"line {number + 1}")
+                yield self._text(number, "line", b"", f"{self.file.name}:{number}", self.longest + 1)
             elif number >= start and not line.isspace():
                 yield self._json_document(number, line)
 
     def _rows(self, raw: BinaryIO, start: int) -> Iterator[Record]:
         for number, value, size in values(raw, self.text_field, start, self.longest, self.file.location):
-            name = f"{self.file.name}:{number}"
-            if size > self.longest:
-                yield self._too_long(name, number, _place("row", number))
-            else:
-                yield self._text(number, "row", value, name)
+            yield self._text(number, "row", value, f"{self.file.name}:{number}", size)
 
     def _whole(self, stream: io.BufferedReader) -> Record:
         content = stream.read(self.longest + 1)
-        if len(content) <= self.longest:
-            if (what := formats.other_format(content)) is not None:
-                return Record(self.file.name, 1, None, "utf8", f"the file is {what}, not UTF-8")
-            return self._text(0, "", content, self.file.name)
-        # a compressed file may end early, which is an error even if its document is too long
-        while stream.read(formats.CHUNK):
-            pass
-        return self._too_long(self.file.name, 0, "the file")
+        if len(content) > self.longest:
+            # a compressed file may end early, which is an error even if its document is too long
+            while stream.read(formats.CHUNK):
+                pass
+        elif (what := formats.other_format(content)) is not None:
+            return Record(self.file.name, 1, None, "utf8", f"the file is {what}, not UTF-8")
+        return self._text(0, "", content, self.file.name)
 
     def _pieces(self, stream: io.BufferedReader, start: int) -> Iterator[Record]:
         size = max(1, min(PIECE, self._size // PIECES))
@@ -169,26 +166,27 @@ class Reader:
             return Record(name, number + 1, None, "field", why)
         return self._text(number, "line", text, name)
 
-    def _too_long(self, name: str, number: int, place: str) -> Record:
-        why = f"{place} is longer than data.max_document_bytes={self.longest}"
-        return Record(name, number + 1, None, "long", why)
+    def _text(self, number: int, unit: str, text: Any, name: str, size: int | None = None) -> Record:
+        """Return the record of a text.
 
-    def _text(self, number: int, unit: str, text: Any, name: str) -> Record:
-        """Return the record of a text. unit: what the number counts; empty: the file is one document."""
-        if text and len(text) <= self.longest:
-            try:
-                # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
-                text.encode("utf-8") if isinstance(text, str) else (text := text.decode("utf-8"))
-            except UnicodeError as error:
-                why = f"{_place(unit, number)} is not UTF-8 ({error.reason})"  # type: ignore[attr-defined]
-                return Record(name, number + 1, None, "utf8", why)
-            return Record(name, number + 1, text)
-        place = _place(unit, number)
+        unit: what the number counts; empty: the file is one document. size: of the text, which is not given if it is
+        too long; None: its length.
+        """
+        place = f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
         if text is None:
             return Record(name, number + 1, None, "field", f"{place} has no {self.text_field!r}")
-        if text:
-            return self._too_long(name, number, place)
-        return Record(name, number + 1, None, "empty", f"{place} is empty")
+        if (len(text) if size is None else size) > self.longest:
+            why = f"{place} is longer than data.max_document_bytes={self.longest}"
+            return Record(name, number + 1, None, "long", why)
+        if not text:
+            return Record(name, number + 1, None, "empty", f"{place} is empty")
+        try:
+            # JSON may contain half of a surrogate pair, which UTF-8 cannot encode
+            text.encode("utf-8") if isinstance(text, str) else (text := text.decode("utf-8"))
+        except UnicodeError as error:
+            why = f"{place} is not UTF-8 ({error.reason})"  # type: ignore[attr-defined]
+            return Record(name, number + 1, None, "utf8", why)
+        return Record(name, number + 1, text)
 
 
 def documents(
@@ -199,6 +197,27 @@ def documents(
         for record in Reader(file, text_field, cut, longest).records():
             if record.text is not None:
                 yield record.name, record.text
+
+
+def is_validation(name: str, fraction: float) -> bool:
+    """Return whether the document of this name is held out: true for a share `fraction` of all names."""
+    return fraction >= 1 or (fraction > 0 and share(name) < fraction)
+
+
+def held_out_share(names: Iterable[str], fraction: float) -> float:
+    """Return the fraction, raised where needed so that at least one document with these names is held out."""
+    lowest = 1.0
+    for name in names:
+        lowest = min(lowest, share(name))
+        if lowest < fraction:
+            return fraction
+    return math.nextafter(lowest, 1.0)
+
+
+def share(name: str) -> float:
+    """Return a hash of the name, uniform in [0, 1)."""
+    # A float holds 53 bits: more could round up to 1.
+    return (int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 11) / 2**53
 
 
 def pieces(stream: TextIO, size: int) -> Iterator[str]:
@@ -238,10 +257,6 @@ def values(raw: BinaryIO, column: str, start: int, longest: int, where: str) -> 
                 if number >= start:
                     yield number, value, size
                 number += 1
-
-
-def _place(unit: str, number: int) -> str:
-    return f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
 
 
 def _check(schema: "pa.Schema", column: str, where: str) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 
 CHUNK = 2**20
 DOWNLOAD = "Download or copy the file again."
@@ -27,8 +27,7 @@ _SIGNATURES = {
     b"\xfd7zXZ\0": "compressed by xz",
 }
 _REMEDIES = {
-    "UTF-16": "Convert it: iconv -f UTF-16 -t UTF-8 <file> > <new file>.",
-    "UTF-32": "Convert it: iconv -f UTF-32 -t UTF-8 <file> > <new file>.",
+    **{f"UTF-{bits}": f"Convert it: iconv -f UTF-{bits} -t UTF-8 <file> > <new file>." for bits in (16, 32)},
     "compressed by gzip": "Add .gz to its name (and to data.suffixes).",
     "compressed by zstd": "Add .zst to its name (and to data.suffixes).",
     "compressed by xz": "Decompress it: only .gz and .zst are read.",

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-from depthlm.data.errors import DataError
+from depthlm.data.corpora.formats import TextFile
+from depthlm.errors import DataError
 
 # `datasets` and `huggingface_hub` take a second to import, and most runs need neither, so each function imports them.
 
@@ -20,17 +21,10 @@ _BLOCK = 2**24
 _TOKENIZER = "tokenizer.json"
 
 
-class HubFile(NamedTuple):
-    """A file of a dataset: its path in the repository, and a url for `open_url`, which includes the commit."""
-
-    name: str
-    url: str
-
-
 def hub_files(
     repo: str, subset: str | None, revision: str | None, splits: Sequence[str]
-) -> tuple[str, dict[str, list[HubFile]]]:
-    """Return the commit to which the revision (null: main) resolves, and the files of each split.
+) -> tuple[str, dict[str, list[TextFile]]]:
+    """Return the commit to which the revision (null: main) resolves, and the files of each split, for `open_url`.
 
     The repository's README defines the subsets (null: its default) and splits; without a definition, a subset is a
     folder, and a split follows from names such as `train/` or `val.jsonl`. This reads no data files and runs no code of
@@ -59,7 +53,7 @@ def hub_files(
                 raise DataError(f"no file of text ({', '.join(_FORMATS)})", where, remedy)
             remedy = f"Set data.split and data.validation_split to some of: {', '.join(available)}."
             raise DataError(f"no such split {missing[0]!r}", f"{where}, subset {subset}" if subset else where, remedy)
-    files = {split: [HubFile(url.removeprefix(f"{root}/"), url) for url in urls[split]] for split in splits}
+    files = {split: [TextFile(url.removeprefix(f"{root}/"), url) for url in urls[split]] for split in splits}
     return info.sha, files
 
 
@@ -76,45 +70,28 @@ def open_url(url: str) -> BinaryIO:
         return io.BufferedReader(_Stream(HfFileSystem().open(url, "rb", block_size=_BLOCK), explained))
 
 
-def hub_tokenizer(name: str) -> str:
-    """Return the text of a model's tokenizer.json, from the local cache where the hub cannot be reached.
+def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, str]:
+    """Return the content of a model's tokenizer.json, and of those of `others` that exist beside it, by name.
 
-    Raises DataError where neither the hub nor the cache has it.
+    Where the hub cannot be reached, they come from the local cache. Raises DataError where neither has the tokenizer.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 
+    load: Callable[[str, str], Any] = hf_hub_download
     with _explained(name, name, model=True):
         try:
             # Without this request, an unreachable hub makes the download retry for minutes.
             HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
-            path = hf_hub_download(name, _TOKENIZER)
+            path = load(name, _TOKENIZER)
         except Exception as error:
-            cached = try_to_load_from_cache(name, _TOKENIZER) if _is_unreachable(error) else None
-            if not isinstance(cached, str):
+            load = try_to_load_from_cache
+            if not _is_unreachable(error) or not isinstance(path := load(name, _TOKENIZER), str):
                 raise
-            path = cached
-        return Path(path).read_bytes().decode("utf-8")
-
-
-def model_files(name: str, files: Sequence[str]) -> dict[str, bytes]:
-    """Return the content of those of a model's files that exist on the hub, or in the cache if it cannot be reached.
-
-    Call it after `hub_tokenizer`, which reports a hub that cannot be read.
-    """
-    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-
-    try:
-        HfApi().model_info(name, timeout=constants.HF_HUB_ETAG_TIMEOUT, expand=["sha"])
-        reachable = True
-    except Exception:
-        reachable = False
-    contents = {}
-    for file in files:
+        contents = {_TOKENIZER: Path(path).read_bytes().decode("utf-8")}
+    for file in others:
         # the libraries raise many types of errors, and a file that cannot be read counts as missing
         with suppress(Exception):
-            path = hf_hub_download(name, file) if reachable else try_to_load_from_cache(name, file)
-            if isinstance(path, str):
-                contents[file] = Path(path).read_bytes()
+            contents[file] = Path(load(name, file)).read_text("utf-8")
     return contents
 
 

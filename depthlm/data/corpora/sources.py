@@ -7,13 +7,14 @@ import os
 import platform
 import re
 import sysconfig
+from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from depthlm.data.corpora.formats import TextFile, is_records, split_codec
-from depthlm.data.errors import DataError
 from depthlm.data.settings import Data, Source
+from depthlm.errors import DataError
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 # Files in the top folder of a data set of the hub that describe it.
@@ -40,22 +41,6 @@ class TextFiles:
     state: str = ""
     times: str = ""
     unread: tuple[str, ...] = ()
-
-
-@dataclass
-class Folder:
-    """The files to read, sorted, and the names of unread entries by the reason; hidden files are in neither."""
-
-    files: list[TextFile]
-    unread: dict[str, list[str]] = field(default_factory=dict)
-
-    def skip(self, why: str, name: str) -> None:
-        """Record that an entry is not read."""
-        self.unread.setdefault(why, []).append(name)
-
-    def notes(self) -> list[str]:
-        """Return the entries that are not read, one line per reason."""
-        return [f"{why}: {len(names):,} ({_some(names)})" for why, names in sorted(self.unread.items())]
 
 
 def train_sources(data: Data) -> dict[str, Source]:
@@ -121,37 +106,36 @@ def root_of(name: str, source: Source) -> Path:
     )
 
 
-def walk(root: Path, suffixes: tuple[str, ...]) -> Folder:
-    """Return the files below a folder with one of the suffixes, in any case.
+def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[str, list[str]]]:
+    """Return the files below a folder with one of the suffixes, in any case, and the other entries by the reason.
 
-    Raises DataError where there is no such folder or file.
+    Both are sorted, and hidden files are in neither. Raises DataError where there is no such folder or file.
     """
     if not root.is_dir():
         raise DataError("no such folder or file", root, "Set data.source to the folder or file of your text.")
-    result = Folder([])
-    unreadable: list[str] = []
-    names = _names(root, unreadable)
-    for name in unreadable:
-        result.skip("folders that cannot be listed", name)
+    files: list[TextFile] = []
+    unread: dict[str, list[str]] = defaultdict(list)
+    names = _names(root, unread["folders that cannot be listed"])
     suffixes = tuple(suffix.lower() for suffix in suffixes)
-    regular = [name for name in names if (root / name).is_file()]
-    about = _about(root, regular, suffixes)
-    for name in sorted({*names} - {*regular}):
-        dangling = (root / name).is_symlink() and not (root / name).exists()
-        result.skip("dangling links" if dangling else "entries that are not regular files", name)
-    for name in sorted(regular):
-        if name in about:
-            result.skip("files about the data set", name)
+    about = _about(root, [name for name in names if (root / name).is_file()], suffixes)
+    for name in sorted(names):
+        plain, codec = split_codec(name)
+        if not (root / name).exists() and (root / name).is_symlink():
+            unread["dangling links"].append(name)
+        elif not (root / name).is_file():
+            unread["entries that are not regular files"].append(name)
+        elif name in about:
+            unread["files about the data set"].append(name)
         elif name.lower().endswith(suffixes):
-            result.files.append(TextFile(name, str(root / name)))
+            files.append(TextFile(name, str(root / name)))
         else:
-            suffix = Path(split_codec(name)[0]).suffix + (split_codec(name)[1] or "")
-            result.skip(f"files ending in {suffix}" if suffix else "files without a suffix", name)
-    if not result.files:
-        notes = "; ".join(result.notes())
+            suffix = Path(plain).suffix + (codec or "")
+            unread[f"files ending in {suffix}" if suffix else "files without a suffix"].append(name)
+    if not files:
+        notes = "; ".join(_notes(unread))
         what = f"no file ending in {', '.join(suffixes)}{f', only {notes}' if notes else ''}"
         raise DataError(what, root, "Set data.suffixes to those of your text.")
-    return result
+    return files, unread
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -171,7 +155,7 @@ def _hub_files(source: Source, revision: str | None) -> TextFiles:
     assert source.hub is not None
     splits = [split for split in (source.split or "train", source.validation_split) if split]
     commit, files = hub_files(source.hub, source.subset, revision or source.revision, splits)
-    train, *held_out = ([TextFile(*file) for file in files[split]] for split in splits)
+    train, *held_out = (files[split] for split in splits)
     description = {"hub": source.hub, "subset": source.subset, "revision": commit, "files": len(train)}
     return TextFiles(train, held_out[0] if held_out else None, description)
 
@@ -183,19 +167,19 @@ def _local_files(name: str, source: Source) -> TextFiles:
     if root.is_file():
         train, held_out = [TextFile(root.name, str(root))], None
     else:
-        folder = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
-        train, held_out = _matching(folder.files, source, root)
-        for file in sorted({*folder.files} - {*train, *(held_out or ())}):
-            folder.skip("files that data.files does not match", file.name)
+        files, others = walk(root, tuple(source.suffixes or ()) if source.source else (".py",))
+        train, held_out = _matching(files, source, root)
+        unmatched = sorted({*files} - {*train, *(held_out or ())})
+        others["files that data.files does not match"] = [file.name for file in unmatched]
         # the default corpus is Python's standard library, of which no user chose the files
-        unread = tuple(folder.notes()) if source.source else ()
-    files = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
-    description |= {"files": len(files), "bytes": sum(stat.st_size for _, stat in files)}
-    description["listing"] = _digest([(name, stat.st_size) for name, stat in files])
+        unread = tuple(_notes(others)) if source.source else ()
+    stats = [(file.name, os.stat(file.location)) for file in (*train, *(held_out or ()))]
+    description |= {"files": len(stats), "bytes": sum(stat.st_size for _, stat in stats)}
+    description["listing"] = _digest([(name, stat.st_size) for name, stat in stats])
     if not source.source:
         description["python"] = platform.python_version()
-    state = _digest([(name, stat.st_mtime_ns) for name, stat in files])
-    times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in files])
+    state = _digest([(name, stat.st_mtime_ns) for name, stat in stats])
+    times = _digest([(name, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats])
     return TextFiles(train, held_out, description, state, times, unread)
 
 
@@ -230,19 +214,14 @@ def _names(root: Path, unreadable: list[str]) -> list[str]:
 
     unreadable: receives the names of folders that cannot be listed.
     """
-
-    def record_error(error: OSError) -> None:
-        unreadable.append(os.path.relpath(error.filename, root))
-
     names = []
     # a mirror may consist of links
     visited = {os.path.realpath(root)}
-    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=record_error):
-        subfolders[:] = [
-            name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")
-        ]
-        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        subfolders[:] = [name for name in subfolders if real_paths[name] not in visited]
+    tree = os.walk(root, True, lambda error: unreadable.append(os.path.relpath(error.filename, root)), followlinks=True)
+    for folder, subfolders, files in tree:
+        visible = [name for name in sorted(subfolders) if name not in _SKIPPED_FOLDERS and not name.startswith(".")]
+        real_paths = {name: os.path.realpath(os.path.join(folder, name)) for name in visible}
+        subfolders[:] = [name for name in visible if real_paths[name] not in visited]
         visited |= set(real_paths.values())
         names += [Path(folder, name).relative_to(root).as_posix() for name in files if not name.startswith(".")]
     return names
@@ -268,5 +247,10 @@ def _is_data_set(root: Path) -> bool:
         return False
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+def _notes(unread: dict[str, list[str]]) -> list[str]:
+    """Return a line for each reason why entries are not read, with their number and the names of some."""
+    return [
+        f"{why}: {len(names):,} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
+        for why, names in sorted(unread.items())
+        if names
+    ]

@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from depthlm.data.corpora.documents import REASONS, Reader, documents
+from depthlm.data.corpora.documents import REASONS, Reader, documents, held_out_share, is_validation
 from depthlm.data.corpora.formats import TextFile
 from depthlm.data.corpora.sources import TextFiles
-from depthlm.data.errors import DataError
-from depthlm.data.held_out import held_out_share, is_validation
-from depthlm.data.manifest import Manifest
-from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile
-from depthlm.data.preparation.split_writer import SplitWriter, dtype_of, little_endian
+from depthlm.data.manifest import Manifest, dtype_of, little_endian
+from depthlm.data.preparation.progress import Position, ProgressBar, ProgressFile, SplitWriter
 from depthlm.data.settings import Data
 from depthlm.data.tokenizers import Tokenizer
+from depthlm.errors import DataError
 from depthlm.machine import environment
 
 # Characters of a batch. Each core encodes another batch, which takes less processor time than all cores encoding one
@@ -48,6 +46,15 @@ MIN_CHECKED_TOKENS = 2**20
 # Batches that are read before a core is free to encode them.
 AHEAD = 2
 
+# The states of a document, stored by their index: good, or the reason why it is bad.
+STATES = ["", *REASONS]
+# A piece after encoding: the position after it, the number of its ids and of its bytes of text, whether it is held out,
+# whether it is the last one of its document, and the index of its state.
+ROW = np.dtype(
+    [(name, "<i8") for name in (*Position._fields, "tokens", "bytes")]
+    + [("held_out", "?"), ("last", "?"), ("state", "<i8")]
+)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -55,7 +62,7 @@ class Job:
 
     cut: whether a plain-text file is cut into many documents. validation_only: all documents are held out.
     quota: the number of training tokens after which to stop; null: all. vocab_size: an upper bound of the ids; a
-    tokenizer that is trained on little text may have fewer tokens.
+    tokenizer that is trained on little text may have fewer tokens. folder: where the token files are prepared.
     """
 
     name: str
@@ -67,6 +74,9 @@ class Job:
     vocab_size: int
     settings: dict[str, Any]
     data: Data
+    tokenizer: Tokenizer
+    folder: Path
+    console: Console
 
     @cached_property
     def sections(self) -> list["Section"]:
@@ -99,92 +109,77 @@ class Section(NamedTuple):
     fraction: float
 
 
-class Batch(NamedTuple):
-    """Pieces that are encoded at once. done: the share of the source that has been read."""
+class Encoded(NamedTuple):
+    """Pieces that were encoded at once: a ROW of each, and the ids of all, [n]. done: the share of the source read."""
 
-    pieces: list[Piece]
+    rows: NDArray[np.void]
+    ids: NDArray[np.integer]
     done: float
 
-
-class Encoded(NamedTuple):
-    """The ids of a batch, [n], and the number of ids and of text bytes of each piece."""
-
-    ids: NDArray[np.integer]
-    tokens: list[int]
-    bytes: list[int]
+    @property
+    def after(self) -> Position:
+        """The position after the last piece."""
+        return Position(*(int(self.rows[name][-1]) for name in Position._fields))
 
 
-def encode(
-    job: Job,
-    tokenizer: Tokenizer,
-    folder: Path,
-    console: Console,
-    read: Callable[[Position], Generator[tuple[Batch, Encoded]]] | None = None,
-) -> Manifest:
+def encode(job: Job, read: Callable[[Job, Position], Generator[Encoded]]) -> Manifest:
     """Write the token files of both splits into the folder and return their manifest without writing it.
 
     Resumes from the folder's progress file where there is one. Each document is followed by the end-of-text token.
-    read: returns stored batches from a position on; None: the text is encoded.
+    read: returns the batches from a position on (`encoded_batches`, or those that parts have stored).
     Raises DataError where a document or file is bad, a split has no document, or too many tokens are unknown.
     """
-    read = read or partial(encoded_batches, job, tokenizer)
     size, dtype = job.vocab_size, dtype_of(job.vocab_size)
     stems = {False: "train", True: f"validation-{job.name}"}
-    writers = {held: SplitWriter(folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
+    writers = {held: SplitWriter(job.folder, stem, dtype, size, job.data.shard_tokens) for held, stem in stems.items()}
     skipped: Counter[str] = Counter()
-    progress = ProgressFile(folder, job.settings, job.files, tokenizer.fingerprint)
+    progress = ProgressFile(job.folder, job.settings, job.files, job.tokenizer.fingerprint)
     position = progress.restore(writers, skipped) or Position(0, 0, 0)
     saved = sum(len(writer.shards) for writer in writers.values())
-    bar = ProgressBar(console, job.name, job.quota)
-    with bar, closing(read(position)) as batches:
-        for batch, encoded in batches:
-            full = _write(writers, skipped, batch.pieces, encoded, job)
+    bar = ProgressBar(job.console, job.name, job.quota)
+    with bar, closing(read(job, position)) as batches:
+        for batch in batches:
+            full = _write(writers, skipped, batch, job)
             if sum(writer.tokens for writer in writers.values()) > MIN_CHECKED_TOKENS:
-                _check_unknown(job, tokenizer, writers)
+                _check_unknown(job, writers)
             bar.show(batch.done, writers)
             if full:
                 break
             # a position lies between documents: a shard completed within a document is recorded at the document's end
-            if batch.pieces[-1].last and (shards := sum(len(writer.shards) for writer in writers.values())) > saved:
-                progress.save(batch.pieces[-1].after, writers, skipped)
+            if batch.rows["last"][-1] and (shards := sum(len(writer.shards) for writer in writers.values())) > saved:
+                progress.save(batch.after, writers, skipped)
                 saved = shards
     train, validation = writers[False], writers[True]
     _check_splits(job, train.documents, validation.documents, skipped)
-    _check_unknown(job, tokenizer, writers)
+    _check_unknown(job, writers)
     return Manifest(
         name=job.name,
         source=job.files.description | ({"times": job.files.times} if job.files.times else {}),
         settings=job.settings,
         dtype=dtype,
         vocab_size=size,
-        tokenizer=tokenizer.fingerprint,
-        train=train.finish(tokenizer.unknown, entropy=bool(train.tokens)),
-        validation={job.name: validation.finish(tokenizer.unknown)},
+        tokenizer=job.tokenizer.fingerprint,
+        train=train.finish(job.tokenizer.unknown, entropy=bool(train.tokens)),
+        validation={job.name: validation.finish(job.tokenizer.unknown)},
         left_out=dict(skipped),
     )
 
 
-def encoded_batches(
-    job: Job, tokenizer: Tokenizer, position: Position, files: Iterable[tuple[int, int]] | None = None
-) -> Generator[tuple[Batch, Encoded]]:
-    """Encode the source from a position on, some batches ahead of the one that is yielded.
-
-    files: the section and the number of the only files to read; None: all.
-    """
+def encoded_batches(job: Job, position: Position, one_file: bool = False) -> Generator[Encoded]:
+    """Encode the source, or only one file, from a position on, some batches ahead of the one that is yielded."""
     dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
-        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
-        batches = _batches(job, tokenizer, position, None if files is None else set(files))
+        waiting: deque[Future[Encoded]] = deque()
+        batches = _batches(job, position, one_file)
         try:
             while True:
                 while len(waiting) < environment.cores() + AHEAD and (batch := next(batches, None)) is not None:
-                    waiting.append((batch, pool.submit(_encode, tokenizer, batch.pieces, dtype)))
+                    waiting.append(pool.submit(_encode, job.tokenizer, *batch, dtype))
                 if not waiting:
                     return
-                batch, encoded = waiting.popleft()
-                yield batch, encoded.result()
+                yield waiting.popleft().result()
         finally:
-            for _, future in waiting:
+            for future in waiting:
                 future.cancel()
 
 
@@ -218,29 +213,28 @@ def cut(text: str, tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     yield text[max(0, start - CONTEXT) : start], text[start:]
 
 
-def _batches(job: Job, tokenizer: Tokenizer, start: Position, only: set[tuple[int, int]] | None) -> Iterator[Batch]:
+def _batches(job: Job, start: Position, one_file: bool) -> Iterator[tuple[list[Piece], float]]:
+    """Yield the pieces that are encoded at once, and the share of the source that has been read."""
     total = sum(len(files) for files, _ in job.sections)
     batch: list[Piece] = []
     characters = 0
-    for piece, files_read, reader in _pieces(job, tokenizer, start, only):
+    for piece, files_read, reader in _pieces(job, start, one_file):
         batch.append(piece)
         characters += len(piece.text)
         if characters >= BATCH:
-            yield Batch(batch, (files_read + reader.share_read) / total)
+            yield batch, (files_read + reader.share_read) / total
             batch, characters = [], 0
     if batch:
-        yield Batch(batch, 1.0)
+        yield batch, 1.0
 
 
-def _pieces(
-    job: Job, tokenizer: Tokenizer, start: Position, only: set[tuple[int, int]] | None
-) -> Iterator[tuple[Piece, int, Reader]]:
+def _pieces(job: Job, start: Position, one_file: bool) -> Iterator[tuple[Piece, int, Reader]]:
     """Yield each piece with the number of files fully read before it and the reader of its file."""
     files_read = -1
     for section, (files, fraction) in enumerate(job.sections):
         for index, file in enumerate(files):
             files_read += 1
-            if (section, index) < start[:2] or (only is not None and (section, index) not in only):
+            if (section, index) < start[:2] or (one_file and (section, index) > start[:2]):
                 continue
             first_record = start.record if (section, index) == start[:2] else 0
             reader = Reader(file, job.text_field, job.cut, job.data.max_document_bytes)
@@ -254,60 +248,55 @@ def _pieces(
                     yield Piece(False, "", True, after, record.bad), files_read, reader
                     continue
                 held_out, end = is_validation(record.name, fraction), len(record.text)
-                for before, text in cut(record.text, tokenizer):
+                for before, text in cut(record.text, job.tokenizer):
                     end -= len(text)
                     yield Piece(held_out, text, not end, after, before=before), files_read, reader
 
 
-def _encode(tokenizer: Tokenizer, batch: list[Piece], dtype: np.dtype[Any]) -> Encoded:
+def _encode(tokenizer: Tokenizer, batch: list[Piece], done: float, dtype: np.dtype[Any]) -> Encoded:
     good = [piece for piece in batch if not piece.bad]
     encoded = iter(tokenizer.encode_batch([piece.text for piece in good], [piece.before for piece in good]))
     ids: list[int] = []
-    tokens = []
+    rows = []
     for piece in batch:
         before = len(ids)
         if not piece.bad:
             ids += next(encoded)
             if piece.last:
                 ids.append(tokenizer.end_of_text)
-        tokens.append(len(ids) - before)
-    return Encoded(np.array(ids, dtype=dtype), tokens, [len(piece.text.encode()) for piece in batch])
+        counts = len(ids) - before, len(piece.text.encode())
+        rows.append((*piece.after, *counts, piece.held_out, piece.last, STATES.index(piece.bad)))
+    return Encoded(np.array(rows, ROW), np.array(ids, dtype), done)
 
 
-def _write(
-    writers: dict[bool, SplitWriter], skipped: Counter[str], batch: list[Piece], encoded: Encoded, job: Job
-) -> bool:
+def _write(writers: dict[bool, SplitWriter], skipped: Counter[str], batch: Encoded, job: Job) -> bool:
     """Write the pieces up to the end of the document that fills the quota; return whether the quota is full.
 
     A quota does not count as full, however small it is, before a document has been held out.
     """
-    num_written, full = len(batch), False
-    train_tokens, held_out = writers[False].tokens, writers[True].documents
-    for number, piece in enumerate(batch if job.quota is not None else ()):
-        train_tokens += 0 if piece.held_out else encoded.tokens[number]
-        held_out += piece.held_out and piece.last
-        if piece.last and held_out and job.quota is not None and train_tokens >= job.quota:
-            num_written, full = number + 1, True
-            break
-    good = np.array([not piece.bad for piece in batch[:num_written]])
-    held = np.array([piece.held_out for piece in batch[:num_written]])
-    last = np.array([piece.last for piece in batch[:num_written]])
-    tokens, sizes = np.array(encoded.tokens[:num_written]), np.array(encoded.bytes[:num_written])
-    for held_out, writer in writers.items():
-        in_split = good & (held == held_out)
+    rows, full = batch.rows, False
+    if job.quota is not None:
+        train = writers[False].tokens + np.cumsum(rows["tokens"] * ~rows["held_out"])
+        held_out = writers[True].documents + np.cumsum(rows["held_out"] & rows["last"])
+        fills = rows["last"] & (held_out > 0) & (train >= job.quota)
+        if full := bool(fills.any()):
+            rows = rows[: fills.argmax() + 1]
+    ids, good = batch.ids[: rows["tokens"].sum()], rows["state"] == 0
+    for held, writer in writers.items():
+        in_split = good & (rows["held_out"] == held)
         if in_split.any():
-            ids = encoded.ids[: tokens.sum()][np.repeat(in_split, tokens)]
-            writer.add(ids, int(last[in_split].sum()), int(sizes[in_split].sum()))
-    skipped.update(piece.bad for piece in batch[:num_written] if piece.bad)
+            split_ids = ids[np.repeat(in_split, rows["tokens"])]
+            writer.add(split_ids, int(rows["last"][in_split].sum()), int(rows["bytes"][in_split].sum()))
+    skipped.update(STATES[state] for state in rows["state"][~good])
     return full
 
 
-def _check_unknown(job: Job, tokenizer: Tokenizer, writers: dict[bool, SplitWriter]) -> None:
+def _check_unknown(job: Job, writers: dict[bool, SplitWriter]) -> None:
     """Raise DataError if a larger share than data.max_unknown of the tokens so far is the unknown token."""
-    tokens = sum(writer.tokens for writer in writers.values())
-    if tokenizer.unknown is None or not tokens:
+    tokens, unknown = sum(writer.tokens for writer in writers.values()), job.tokenizer.unknown
+    if unknown is None or not tokens:
         return
-    share = sum(int(writer.counts[tokenizer.unknown]) for writer in writers.values()) / tokens
+    share = sum(int(writer.counts[unknown]) for writer in writers.values()) / tokens
     if share > job.data.max_unknown:
         what = f"{share:.1%} of {tokens:,} tokens stand for text that the tokenizer does not know"
         remedy = (

@@ -4,18 +4,17 @@ import functools
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from depthlm.counts import count_text
 from depthlm.data.corpora.formats import PARQUET, compression, split_codec
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files
-from depthlm.data.errors import DataError
-from depthlm.data.manifest import Manifest
-from depthlm.data.preparation.split_writer import dtype_of, little_endian
+from depthlm.data.manifest import Manifest, dtype_of, little_endian
 from depthlm.data.settings import Data, Source
-from depthlm.data.token_folder import quota, token_folder
-from depthlm.data.tokenizers import vocab_size
+from depthlm.data.token_files import quota, token_folder, vocab_size
+from depthlm.errors import DataError
 from depthlm.machine import environment
 
 log = logging.getLogger("depthlm")
@@ -57,12 +56,9 @@ class Estimate:
         cores = environment.cores()
         download = f"{_size(self.download_bytes)} of download, " if self.download_bytes else ""
         count = "one core" if cores == 1 else f"{cores} cores"
-        return f"{self._disk()}, {download}{_duration(self.seconds)} on {count} of this machine"
-
-    def _disk(self) -> str:
-        if not self.disk_bytes:
-            return "almost no disk"
-        return f"about {_size(self.disk_bytes)} of disk for {count_text(round(self.tokens))} tokens"
+        tokens = count_text(round(self.tokens))
+        disk = f"about {_size(self.disk_bytes)} of disk for {tokens} tokens" if self.disk_bytes else "almost no disk"
+        return f"{disk}, {download}{_duration(self.seconds)} on {count} of this machine"
 
 
 def estimate(name: str, source: Source, data: Data) -> Estimate | None:
@@ -73,8 +69,10 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
         files = text_files(name, source)
         local = [Path(file.location) for file in (*files.train, *(files.held_out or ()))]
         # measuring each of many files would take minutes
-        measured = {*local[:: -(-len(local) // _MEASURED_FILES)]} if local else set()
-        text_bytes, download = round(sum(_text_bytes(file, file in measured) for file in local)), 0
+        measured = {*local[:: -(-len(local) // _MEASURED_FILES)]}
+        sizes = {file: file.stat().st_size for file in local}
+        text_bytes = round(sum(size * _compression(file, size, file in measured) for file, size in sizes.items()))
+        download = 0
     if text_bytes is None:
         return None
     known_tokens = source.num_tokens if is_remote(source) and data.tokenizer != "bytes" else None
@@ -88,27 +86,21 @@ def estimate(name: str, source: Source, data: Data) -> Estimate | None:
     )
 
 
-def _text_bytes(file: Path, measure: bool) -> float:
-    """Return about how many bytes of text a local file has. measure: whether to check if its compression is absurd."""
-    if split_codec(file.name)[1] is None and not file.name.lower().endswith(PARQUET):
-        return file.stat().st_size
-    size = file.stat().st_size
-    return size * max(_COMPRESSION, (measure and _absurd_compression(file, size)) or 0.0)
-
-
 @functools.cache
-def _absurd_compression(file: Path, size: int) -> float | None:
-    """Return the compression of a file if it is absurd, and log it once; None otherwise, also for a damaged file."""
-    if split_codec(file.name)[1] is None or size < _SMALL:
-        return None
-    try:
-        ratio = compression(file)
-    except DataError:
-        return None  # reading its documents reports it
-    if ratio < _ABSURD:
-        return None
-    log.warning("%s: its text is about %.0f times as long as the compressed file, which no usual text is", file, ratio)
-    return ratio
+def _compression(file: Path, size: int, measure: bool) -> float:
+    """Return about how many bytes of text a byte of a local file holds.
+
+    size: of the file. measure: whether to check if its compression is absurd, which is logged once.
+    """
+    plain, codec = split_codec(file.name)
+    if codec is None:
+        return _COMPRESSION if plain.endswith(PARQUET) else 1.0
+    with suppress(DataError):  # reading its documents reports a damaged file
+        if measure and size >= _SMALL and (ratio := compression(file)) >= _ABSURD:
+            words = "%s: its text is about %.0f times as long as the compressed file, which no usual text is"
+            log.warning(words, file, ratio)
+            return ratio
+    return _COMPRESSION
 
 
 def check_disk_space(name: str, source: Source, data: Data, folder: Path, copies: int = 1) -> Estimate | None:

@@ -16,20 +16,19 @@ from typing import Any
 from rich.console import Console
 
 from depthlm.console import stderr_console
-from depthlm.data.corpora.documents import REASONS, documents
+from depthlm.data.corpora.documents import REASONS, documents, is_validation
 from depthlm.data.corpora.sources import all_sources, is_remote, text_files, train_sources
-from depthlm.data.end_of_text import END_OF_TEXT, TOKENIZER_CONFIG
-from depthlm.data.errors import DataError
-from depthlm.data.held_out import is_validation
 from depthlm.data.manifest import Manifest, check_sizes
 from depthlm.data.preparation import progress as progress_file
-from depthlm.data.preparation.encode import Job, encode, held_out_fraction
+from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction
 from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
-from depthlm.data.preparation.progress import training_bar
 from depthlm.data.settings import Data, Source
-from depthlm.data.token_folder import check_settings, quota, settings, token_folder
+from depthlm.data.token_files import check_settings, quota, settings, token_folder
+from depthlm.data.token_files import vocab_size as vocab_size_of
 from depthlm.data.tokenizers import (
+    END_OF_TEXT,
+    TOKENIZER_CONFIG,
     Tokenizer,
     bytes_tokenizer,
     is_on_hub,
@@ -38,7 +37,7 @@ from depthlm.data.tokenizers import (
     sample_bytes,
     train_bpe,
 )
-from depthlm.data.tokenizers import vocab_size as vocab_size_of
+from depthlm.errors import DataError
 from depthlm.files import sync
 
 _MAY_HAVE_CHANGED = "may have changed (the same names and sizes, but files were written, copied or renamed)"
@@ -66,7 +65,7 @@ def prepare(data: Data, progress: bool = True, only: Collection[str] = (), part:
         raise DataError("no such source", ", ".join(unknown), f"There are: {', '.join(sources)}.")
     tokenizer = functools.cache(lambda: make_tokenizer(data, console))
     return {
-        name: _prepare(name, source, data, tokenizer, console, part)
+        name: _Preparation(name, source, data, tokenizer, console).run(part)
         for name, source in sources.items()
         if not only or name in only
     }
@@ -83,12 +82,11 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
-        sources = len(train_sources(data))
-        with (
-            parallel_tokenizers(),
-            training_bar(console, data.vocab_size, sources * sample_bytes(data.vocab_size)) as counted,
-        ):
-            return train_bpe(counted(_text_for_training(data)), data.vocab_size)
+        training = f"training a tokenizer of {data.vocab_size:,} tokens"
+        if not console.is_terminal:
+            console.print(training)
+        with parallel_tokenizers(), console.status(training):
+            return train_bpe(_text_for_training(data), data.vocab_size)
     on_hub = is_on_hub(data.tokenizer)
     tokenizer = (Tokenizer.from_hub if on_hub else Tokenizer.load)(data.tokenizer, data.end_of_text)
     end = tokenizer.end
@@ -117,17 +115,23 @@ def _text_for_training(data: Data) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Preparation:
-    """The preparation of one source.
-
-    tokenizer: returns the tokenizer, which the first call makes. target: the folder of the token files.
-    """
+    """The preparation of one source. tokenizer: returns the tokenizer, which the first call makes."""
 
     name: str
     source: Source
     data: Data
     tokenizer: Callable[[], Tokenizer]
-    target: Path
     console: Console
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the token files."""
+        return token_folder(self.name, self.source, self.data)
+
+    @cached_property
+    def target(self) -> Path:
+        """The absolute path of this folder."""
+        return self.folder.resolve()
 
     @property
     def partial(self) -> Path:
@@ -139,28 +143,63 @@ class _Preparation:
         """What determines the bytes of the token files, except the text."""
         return settings(self.name, self.source, self.data)
 
+    def run(self, part: Part | None) -> Path:
+        """Make the token files, or encode a part of the source, unless they exist; return their folder."""
+        if Manifest.exists(self.folder):
+            self.check_existing()
+            return self.folder
+        if not is_remote(self.source):
+            text_files(self.name, self.source)  # raises for missing text before anything is created
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            if part is not None:
+                self.encode_part(part)
+                return self.folder
+            with self.lock() as complete:
+                if complete:
+                    self.check_existing()
+                else:
+                    self.make()
+        except OSError as error:
+            remedy = (
+                "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
+            )
+            raise DataError(f"cannot prepare token files ({error})", self.folder, remedy) from error
+        return self.folder
+
+    @contextmanager
+    def lock(self) -> Iterator[bool]:
+        """Hold the lock of the folder, and yield whether its token files are complete."""
+        # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
+        with open(self.target.with_name(f".{self.target.name}.lock"), "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.console.print(f"waiting for the process that prepares {self.target}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield Manifest.exists(self.target)
+
     def encode_part(self, part: Part) -> None:
         """Encode a part of the source, and make the token files if no other part is missing."""
-        with _lock(self.target, self.console):
-            if Manifest.exists(self.target):
+        with self.lock() as complete:
+            if complete:
                 return
             job = self.begin(copies=2)
-            fingerprint = Tokenizer.load(self.partial).fingerprint
-            progress_file.ProgressFile(self.partial, job.settings, job.files, fingerprint).begin()
+            progress_file.ProgressFile(self.partial, job.settings, job.files, job.tokenizer.fingerprint).begin()
         start = time.monotonic()
         # without the lock, since the other parts are encoded at the same time
         try:
-            encoded = encode_part(job, Tokenizer.load(self.partial), self.partial, part, self.console)
+            encoded = encode_part(job, part)
         except FileNotFoundError:
-            with _lock(self.target, self.console):
-                if Manifest.exists(self.target):
+            with self.lock() as complete:
+                if complete:
                     # a process that prepares the whole source has removed the folder of parts
                     return
             raise
-        with _lock(self.target, self.console):
-            if Manifest.exists(self.target):
+        with self.lock() as complete:
+            if complete:
                 return
-            missing = missing_files(job, self.partial, self.console)
+            missing = missing_files(job)
             self.console.print(f"{part}: {encoded} files encoded in {time.monotonic() - start:.1f} s")
             if missing:
                 self.console.print(
@@ -178,12 +217,11 @@ class _Preparation:
             _publish(partial, self.target)
             return
         job = self.begin()
-        read = None
-        if folder_of(job, partial).is_dir():
+        has_parts = folder_of(job).is_dir()
+        if has_parts:
             # encode the files that no part has encoded
-            encode_part(job, Tokenizer.load(partial), partial, Part(0, 1), self.console)
-            read = functools.partial(stored_batches, job, Tokenizer.load(partial), partial, self.console)
-        manifest = encode(job, Tokenizer.load(partial), partial, self.console, read)
+            encode_part(job, Part(0, 1))
+        manifest = encode(job, stored_batches if has_parts else encoded_batches)
         manifest.write(partial)
         _publish(partial, self.target)
         _print_summary(manifest, self.target, time.monotonic() - start, self.console)
@@ -232,34 +270,27 @@ class _Preparation:
             vocab_size=vocab_size_of(self.data),
             settings=self.settings,
             data=self.data,
+            tokenizer=Tokenizer.load(partial),
+            folder=partial,
+            console=console,
         )
 
-
-def _prepare(
-    name: str, source: Source, data: Data, tokenizer: Callable[[], Tokenizer], console: Console, part: Part | None
-) -> Path:
-    folder = token_folder(name, source, data)
-    if Manifest.exists(folder):
-        _check_existing(name, source, data, folder, console)
-        return folder
-    if not is_remote(source):
-        text_files(name, source)  # raises for missing text before anything is created
-    try:
-        target = folder.resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        preparation = _Preparation(name, source, data, tokenizer, target, console)
-        if part is not None:
-            preparation.encode_part(part)
-        else:
-            with _lock(target, console):
-                if not Manifest.exists(target):
-                    preparation.make()
-                else:
-                    _check_existing(name, source, data, folder, console)
-    except OSError as error:
-        remedy = "Free some space or fix the cause, then run the same command: it resumes from the last complete shard."
-        raise DataError(f"cannot prepare token files ({error})", folder, remedy) from error
-    return folder
+    def check_existing(self) -> None:
+        """Check complete token files, and note a change of their text. Raises DataError if they cannot be used."""
+        source, folder = self.source, self.folder
+        manifest = Manifest.read(folder)
+        check_settings(self.name, source, self.data, manifest)
+        check_sizes(folder, manifest)
+        _warn_of_unknown(manifest, folder, self.console)
+        if not source.source or not Path(source.source).exists():
+            return
+        files, prepared = text_files(self.name, source), {**manifest.source}
+        times = prepared.pop("times", files.times)
+        if files.description != prepared or files.times != times:
+            changed = "has changed" if files.description != prepared else _MAY_HAVE_CHANGED
+            self.console.print(
+                f"note: {source.source} {changed} since {folder} was prepared; remove {folder} to prepare it again"
+            )
 
 
 def _publish(partial: Path, target: Path) -> None:
@@ -302,31 +333,3 @@ def _warn_of_unknown(manifest: Manifest, folder: Path, console: Console) -> None
                 f"warning: {folder}, {stem}: {split.unknown_share:.1%} of the tokens stand for text that the tokenizer "
                 "does not know: this text is lost, and bits per byte mean nothing; set data.tokenizer to one for it"
             )
-
-
-def _check_existing(name: str, source: Source, data: Data, folder: Path, console: Console) -> None:
-    manifest = Manifest.read(folder)
-    check_settings(name, source, data, manifest)
-    check_sizes(folder, manifest)
-    _warn_of_unknown(manifest, folder, console)
-    if not source.source or not Path(source.source).exists():
-        return
-    files, prepared = text_files(name, source), {**manifest.source}
-    times = prepared.pop("times", files.times)
-    if files.description != prepared or files.times != times:
-        changed = "has changed" if files.description != prepared else _MAY_HAVE_CHANGED
-        console.print(
-            f"note: {source.source} {changed} since {folder} was prepared; remove {folder} to prepare it again"
-        )
-
-
-@contextmanager
-def _lock(target: Path, console: Console) -> Iterator[None]:
-    # The lock file is never removed: a third process could then lock a new file while the second holds the old one.
-    with open(target.with_name(f".{target.name}.lock"), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.print(f"waiting for the process that prepares {target}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,25 +1,27 @@
-"""The progress of a preparation: the file from which the next call resumes, and the bars on the terminal."""
+"""The progress of a preparation: token files as far as written, the record to resume from, bars on the terminal."""
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from depthlm.data.corpora.sources import TextFiles
-from depthlm.data.end_of_text import TOKENIZER_CONFIG
-from depthlm.data.errors import DataError
 from depthlm.data.manifest import FILE_NAME as MANIFEST
-from depthlm.data.preparation.split_writer import SplitWriter
-from depthlm.data.token_folder import differences
+from depthlm.data.manifest import Shard, Split, little_endian
+from depthlm.data.token_files import differences
+from depthlm.data.tokenizers import TOKENIZER_CONFIG
+from depthlm.errors import DataError
 from depthlm.files import read_json, replace_text, sync
 
 FILE_NAME = "progress.json"
@@ -38,6 +40,103 @@ class Position(NamedTuple):
     record: int
 
 
+class SplitWriter:
+    """Writes <stem>-00000.bin, <stem>-00001.bin, ... of shard_tokens tokens each; the last may be shorter.
+
+    tokens, documents, bytes: counts so far; bytes are of UTF-8 text. shards: the complete files.
+    """
+
+    def __init__(self, folder: Path, stem: str, dtype: str, vocab_size: int, shard_tokens: int) -> None:
+        self.folder, self.stem, self.dtype, self.shard_tokens = folder, stem, little_endian(dtype), shard_tokens
+        self.counts = np.zeros(vocab_size, dtype=np.int64)
+        self.documents = self.bytes = self.tokens = 0
+        self.shards: list[Shard] = []
+        self._file: IO[bytes] | None = None
+        self._length = 0
+
+    def add(self, ids: NDArray[np.integer], documents: int, text_bytes: int) -> None:
+        """Append tokens, ids[n], that end `documents` documents and encode `text_bytes` bytes of text."""
+        self.tokens += len(ids)
+        self.documents += documents
+        self.bytes += text_bytes
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        encoded = np.ascontiguousarray(ids, dtype=self.dtype)
+        while len(encoded):
+            if self._file is None:
+                self._open("wb")
+            part, encoded = np.split(encoded, [self.shard_tokens - self._length])
+            self._write(part.tobytes())
+            self._length += len(part)
+            if self._length == self.shard_tokens:
+                self._close()
+
+    def state(self) -> dict[str, Any]:
+        """Flush the open file to the disk and return what `restore` needs."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        numbers = {name: getattr(self, name) for name in ("tokens", "documents", "bytes")}
+        lengths = {shard.name: shard.tokens for shard in self.shards} | {self._name: self._length}
+        return numbers | {
+            "shards": [asdict(shard) for shard in self.shards],
+            "open": self._length,
+            "open_sha256": self._digest.hexdigest() if self._file is not None else None,
+            "sizes": {name: tokens * self.dtype.itemsize for name, tokens in lengths.items() if tokens},
+            "counts": self.counts.tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from a state; each file must be at least as long as its `sizes` say.
+
+        Raises DataError if the content of the file that was open is not what was written.
+        """
+        self.tokens, self.documents, self.bytes = (state[name] for name in ("tokens", "documents", "bytes"))
+        self.counts = np.array(state["counts"], dtype=np.int64)
+        self.shards = [Shard(**shard) for shard in state["shards"]]
+        if state["open"]:
+            self._open("r+b")
+            assert self._file is not None
+            self._file.truncate(state["open"] * self.dtype.itemsize)
+            self._digest = hashlib.file_digest(self._file, "sha256")  # type: ignore[arg-type]
+            if self._digest.hexdigest() != state["open_sha256"]:
+                remedy = "Check the disk, remove this folder by hand, and run the same command again."
+                raise DataError(f"{self._name} is damaged: it differs from its SHA-256", self.folder, remedy)
+            self._length = state["open"]
+
+    def finish(self, unknown: int | None = None, entropy: bool = False) -> Split:
+        """Close the last file and return the record of the split.
+
+        unknown: the id of the unknown token, if there is one. entropy: whether the record has the unigram entropy.
+        """
+        self._close()
+        share = self.counts[self.counts > 0] / max(1, self.counts.sum())
+        nats = float(-(share * np.log(share)).sum()) if entropy else None
+        hidden = 0 if unknown is None else int(self.counts[unknown])
+        return Split(self.tokens, self.documents, self.bytes, tuple(self.shards), nats, hidden)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.stem}-{len(self.shards):05d}.bin"
+
+    def _open(self, mode: str) -> None:
+        # unbuffered: after a full disk has refused a write, a destructor would try it again
+        self._file = open(self.folder / self._name, mode, buffering=0)  # noqa: SIM115 -- closed in `_close`
+        self._digest, self._length = hashlib.sha256(), 0
+
+    def _write(self, content: bytes) -> None:
+        assert self._file is not None
+        self._digest.update(content)
+        view = memoryview(content)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self.shards.append(Shard(self._name, self._length, self._digest.hexdigest()))
+            self._file, self._length = None, 0
+
+
 class ProgressFile:
     """progress.json of a folder in preparation, written whenever a shard is complete.
 
@@ -47,19 +146,18 @@ class ProgressFile:
     def __init__(self, folder: Path, settings: dict[str, Any], files: TextFiles, tokenizer: str) -> None:
         self.file = folder / FILE_NAME
         self.key = {"settings": settings, "source": files.description, "state": files.state, "tokenizer": tokenizer}
-        self.times = {"times": files.times}
+        self.times = files.times
 
     def begin(self) -> None:
         """Record that parts of the source are being encoded, unless a shard is complete already."""
         if read(self.file.parent) is None:
-            empty = {"position": Position(0, 0, 0), "writers": {}, "left_out": {}}
-            write_record(self.file, self.key | self.times | empty)
+            self.save(Position(0, 0, 0), {}, Counter())
 
     def save(self, position: Position, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> None:
         """Record that everything before the position is on the disk."""
         states = {writer.stem: writer.state() for writer in writers.values()}
         progress = {"position": position, "writers": states, "left_out": skipped}
-        write_record(self.file, self.key | self.times | progress)
+        write_record(self.file, self.key | {"times": self.times} | progress)
 
     def restore(self, writers: dict[bool, SplitWriter], skipped: Counter[str]) -> Position | None:
         """Restore the writers and counts and return the position; without a valid file, only return None."""
@@ -75,14 +173,13 @@ class ProgressFile:
 def read(folder: Path) -> dict[str, Any] | None:
     """Return the folder's progress record; None without a valid one, or if a file it lists is missing or too short."""
     record = read_record(folder / FILE_NAME)
-    if record is None:
+    if record is None or not (folder / "tokenizer.json").is_file():
         return None
-    try:
-        sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
-        complete = all((folder / name).stat().st_size >= size for name, size in sizes.items())
-        return record if complete and (folder / "tokenizer.json").is_file() else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+    sizes = {name: size for state in record["writers"].values() for name, size in state["sizes"].items()}
+    with suppress(OSError):
+        if all((folder / name).stat().st_size >= size for name, size in sizes.items()):
+            return record
+    return None
 
 
 def write_record(file: Path, record: dict[str, Any]) -> None:
@@ -110,7 +207,9 @@ def check_mark(folder: Path, settings: dict[str, Any]) -> None:
     """Raise DataError if a folder exists, is not empty, and is not marked as one in preparation with these settings."""
     if not folder.exists():
         return
-    marked = _marked_settings(folder)
+    # when a complete folder is published, its mark may be removed before the other files
+    records = (read_json(folder / name).get("settings") for name in (MARK, MANIFEST))
+    marked = next((value for value in records if isinstance(value, dict)), None)
     # a kill may leave a mark half-written
     if marked is None and folder.is_dir() and all(file.name == f".{MARK}.tmp" for file in folder.iterdir()):
         return
@@ -131,48 +230,14 @@ def clear(folder: Path) -> None:
     sync(folder)
 
 
-def _marked_settings(folder: Path) -> dict[str, Any] | None:
-    # when a complete folder is published, its mark may be removed before the other files
-    for name in (MARK, MANIFEST):
-        settings = read_json(folder / name).get("settings")
-        if isinstance(settings, dict):
-            return settings
-    return None
-
-
-@contextmanager
-def training_bar(
-    console: Console, vocab_size: int, total_bytes: int
-) -> Iterator[Callable[[Iterable[str]], Iterator[str]]]:
-    """Show a bar while a tokenizer is trained: first for the text it reads, then for the search for merges.
-
-    Yields a function that counts the texts passing through it.
-    """
-    label = f"training a tokenizer of {vocab_size:,} tokens"
-    if not console.is_terminal:
-        console.print(label)
-    columns = TextColumn(label), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn()
-    hidden = console.quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
-        task = bar.add_task("", total=total_bytes, doing="reading")
-
-        def counted(texts: Iterable[str]) -> Iterator[str]:
-            for text in texts:
-                bar.advance(task, len(text))
-                yield text
-            bar.update(task, total=None, doing="finding merges")
-
-        yield counted
-
-
-class ProgressBar:
+class ProgressBar(Progress):
     """MB/s of text, tokens and remaining time: a bar on a terminal, a line every LINE_EVERY seconds elsewhere.
 
     quota: the number of training tokens to prepare; null: all of the source.
     """
 
     def __init__(self, console: Console, name: str, quota: int | None) -> None:
-        self.console, self.name, self.quota = console, name, quota
+        self.name, self.quota = name, quota
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -181,8 +246,8 @@ class ProgressBar:
             TextColumn("{task.fields[tokens]:,} tokens"),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
-        self._task = self._bar.add_task(f"tokenising {name}", total=1.0, rate=0.0, tokens=0)
+        super().__init__(*columns, console=console, disable=console.quiet or not console.is_terminal)
+        self._bar = self.add_task(f"tokenising {name}", total=1.0, rate=0.0, tokens=0)
         self._started: tuple[float, int, float] | None = None
         self._line_at = time.monotonic() + LINE_EVERY
 
@@ -195,7 +260,7 @@ class ProgressBar:
             self._started = now, text_bytes, done
         since, bytes_before, done_before = self._started
         rate = (text_bytes - bytes_before) / max(now - since, 1e-9) / 1e6
-        self._bar.update(self._task, completed=min(done, 1.0), rate=rate, tokens=tokens)
+        self.update(self._bar, completed=min(done, 1.0), rate=rate, tokens=tokens)
         if not self.console.is_terminal and now >= self._line_at:
             self._line_at = now + LINE_EVERY
             remaining = (now - since) / max(done - done_before, 1e-9) * (1 - min(done, 1.0))
@@ -203,12 +268,3 @@ class ProgressBar:
                 f"tokenising {self.name}: {100 * min(done, 1.0):.1f}%, {rate:.1f} MB/s, {tokens:,} tokens, "
                 f"about {remaining / 60:.0f} minutes left"
             )
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()

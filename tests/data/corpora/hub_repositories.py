@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 PRELUDE = """
 import json, sys, time
-from depthlm.data.errors import DataError
+from depthlm.errors import DataError
 from depthlm.data.corpora.hub import hub_files, hub_tokenizer, open_url
 
 def ask(call, *args):

@@ -32,14 +32,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
         yield url
 
 
-# as text, since JSON has no bytes
-BESIDE = """
-from depthlm.data.corpora.hub import model_files
-beside = model_files("EleutherAI/gpt-neox-20b", ["generation_config.json", "config.json"])
-out["beside"] = {name: content.decode() for name, content in beside.items()}
-"""
-
-
 @pytest.fixture(scope="module")
 def asked(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The answers to QUESTIONS and about tokenizers, the requests made for them, and the resulting cache."""
@@ -50,9 +42,8 @@ def asked(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> SimpleNames
     code = """
 out = {name: ask(hub_files, *question) for name, question in given.items()}
 for name in ("EleutherAI/gpt-neox-20b", "some/model", "some/nowhere", "some/null-model"):
-    out[name] = ask(hub_tokenizer, name)
+    out[name] = ask(hub_tokenizer, name, ["generation_config.json", "config.json"])
 """
-    code += BESIDE
     answers = ask(code, hub.environment(folder / "home"), folder, QUESTIONS)
     return SimpleNamespace(answers=answers, requests=list(hub.requests), data=hub.data_requests(), home=folder / "home")
 
@@ -193,7 +184,7 @@ out["no repository"] = ask(open_url, f"hf://datasets/some/nowhere@{'0' * 40}/row
 out["gated"] = ask(lambda: open_url(given["gated"]).read())
 out["now"] = hub_files("some/moving", None, None, ["train"])[0]
 commit, files = hub_files("some/moving", None, given["old"], ["train"])
-out["then"] = [commit, open_url(files["train"][0].url).read().decode()]
+out["then"] = [commit, open_url(files["train"][0].location).read().decode()]
 """
 
 
@@ -245,7 +236,7 @@ questions = {
     "files": (hub_files, "allenai/c4", "en", None, ["train"]),
     "branch": (hub_files, "billion-word-benchmark/lm1b", None, "refs/convert/parquet", ["train"]),
     "open": (open_url, f"hf://datasets/allenai/c4@{zeros}/a.jsonl"),
-    "cached": (hub_tokenizer, "EleutherAI/gpt-neox-20b"),
+    "cached": (hub_tokenizer, "EleutherAI/gpt-neox-20b", ["generation_config.json", "config.json"]),
     "not cached": (hub_tokenizer, "some/other"),
 }
 out = {}
@@ -271,13 +262,13 @@ def test_an_unreachable_hub_is_an_error_with_a_remedy(
         port = free.getsockname()[1]
     away = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_ETAG_TIMEOUT": "1"}
     variables = {"HF_HUB_OFFLINE": "1"} if offline else away
-    out = ask(AWAY + BESIDE, hub.environment(asked.home, **variables), tmp_path, None if offline else port)
+    out = ask(AWAY, hub.environment(asked.home, **variables), tmp_path, None if offline else port)
     if not offline:
         silent = out.pop("silent")
         assert silent["what"] == "the Hugging Face hub cannot be read (timed out)"
         assert silent["seconds"] < 5
-    assert out.pop("cached") == TOKENIZER == asked.answers["EleutherAI/gpt-neox-20b"]
-    assert out.pop("beside") == {"config.json": '{"eos_token_id": 0}'} == asked.answers["beside"]
+    files = {"tokenizer.json": TOKENIZER, "config.json": '{"eos_token_id": 0}'}
+    assert out.pop("cached") == files == asked.answers["EleutherAI/gpt-neox-20b"]
     reason = "HF_HUB_OFFLINE is set" if offline else "[Errno 111] Connection refused"
     for name, answer in out.items():
         assert answer["what"] == f"the Hugging Face hub cannot be read ({reason})"

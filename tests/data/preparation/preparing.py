@@ -13,7 +13,8 @@ import sys, time
 from depthlm.data.settings import Data
 from depthlm.data import prepare
 from depthlm.data.preparation import encode
-from depthlm.data.preparation.split_writer import SplitWriter
+
+from depthlm.data.preparation.progress import SplitWriter
 encode.BATCH = 200
 add = SplitWriter.add
 SplitWriter.add = lambda *arguments: (time.sleep(0.005), add(*arguments))

@@ -174,10 +174,11 @@ def test_a_part_that_is_damaged_again_while_it_is_joined_is_an_error(
 ) -> None:
     write = parts._write
 
-    def damaging(file: IO[bytes], rows: NDArray[np.int64], ids: NDArray[np.integer]) -> None:
-        write(file, rows, ids)
+    def damaging(file: IO[bytes], rows: NDArray[np.void], ids: NDArray[np.integer]) -> bytes:
+        written = write(file, rows, ids)
         file.seek(-1, os.SEEK_CUR)
         file.write(b"?")
+        return written
 
     data = local(path="tokens", shard_tokens=500)
     monkeypatch.setattr(parts, "_write", damaging)

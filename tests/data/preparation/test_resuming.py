@@ -19,6 +19,7 @@ import pytest
 
 from depthlm.data import DataError, Manifest, prepare, token_folders
 from depthlm.data.corpora.documents import Reader
+from depthlm.data.corpora.formats import TextFile
 from depthlm.data.preparation.encode import encode
 from depthlm.data.preparation.parts import Part
 from depthlm.data.preparation.progress import ProgressFile
@@ -293,7 +294,7 @@ def test_a_hub_corpus_resumes_at_the_commit_it_started_with(
 
     def hub_files(repo: str, subset: str | None, revision: str | None, splits: list[str]) -> tuple[str, dict[str, Any]]:
         asked.append(revision)
-        return revision or f"commit-{len(asked)}", {split: [("a.jsonl", "a.jsonl")] for split in splits}
+        return revision or f"commit-{len(asked)}", {split: [TextFile("a.jsonl", "a.jsonl")] for split in splits}
 
     monkeypatch.setattr("depthlm.data.corpora.hub.hub_files", hub_files)
     monkeypatch.setattr("depthlm.data.preparation.encode.BATCH", 100)
@@ -335,14 +336,14 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from depthlm.data.settings import Data
 from depthlm.data import DataError, prepare
 from depthlm.data.preparation import encode
-from depthlm.data.preparation import split_writer
+from depthlm.data.preparation import progress
 encode.BATCH = 200
-write = split_writer.SplitWriter._write
+write = progress.SplitWriter._write
 def full(self, content):
     if len(self.shards) == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, {limits[1]}))
     write(self, content)
-split_writer.SplitWriter._write = full
+progress.SplitWriter._write = full
 try:
     prepare(Data(name="local", source={data.source!r}, vocab_size=300, validation_fraction=0.2, shard_tokens=500,
                  path="tokens"))

@@ -1,4 +1,4 @@
-"""Floating-point operations per token, from each module's formula.
+"""Parameters by part of the model, and floating-point operations per token, from each module's formula.
 
 A multiplication and an addition count as two operations. Only matrix products and attention count. Norms, activations,
 positions and embedding lookups do not, as in `torch.utils.flop_counter`, which the tests compare with.
@@ -10,6 +10,10 @@ from torch import nn
 
 from depthlm.model.decoder import Decoder
 from depthlm.model.experts import Mixture
+from depthlm.model.layers import Embedding, Head, Norm
+from depthlm.model.parameters import OwnedParameter, owned_parameters
+
+PARTS = ("embedding", "attention", "mlp", "norms", "head", "connection")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,24 @@ class Flops:
     def training(self) -> float:
         """Forward and backward: three times forward (arXiv 2001.08361). Recomputation does not count, as in MFU."""
         return 3 * self.forward
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """Return the number of parameters of each part, and the "total"; works on the meta device.
+
+    With experts, also return "activated", which excludes the experts to which a token is not sent.
+
+    norms: the norms of the layers, of q and k, and the final norm. attention: including the mechanism's parameters.
+    connection: all parameters of the connections, norms included. head: 0 if tied, since it counts as embedding.
+    """
+    counts = dict.fromkeys(PARTS, 0)
+    for owned in owned_parameters(model):
+        counts[_part(owned)] += owned.parameter.numel()
+    total, idle = sum(counts.values()), 0
+    for mixture in (module for module in model.modules() if isinstance(module, Mixture)):
+        experts = sum(parameter.numel() for parameter in mixture.experts.parameters())
+        idle += experts - experts * mixture.router.top_k // mixture.router.weight.shape[0]
+    return counts | {"total": total} | ({"activated": total - idle} if idle else {})
 
 
 def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True) -> Flops:
@@ -55,3 +77,13 @@ def flops_per_token(model: Decoder, sequence_length: float, causal: bool = True)
 def linear_flops(module: nn.Module) -> float:
     """Return the FLOPs per token of the linear layers in a module: two per weight."""
     return sum(2.0 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def _part(owned: OwnedParameter) -> str:
+    if owned.name.startswith("connections."):
+        return "connection"
+    if isinstance(owned.owner, Norm):
+        return "norms"
+    if isinstance(owned.owner, Embedding | Head):
+        return "embedding" if isinstance(owned.owner, Embedding) else "head"
+    return "mlp" if ".mlp." in owned.name else "attention"

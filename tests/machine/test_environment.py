@@ -8,7 +8,7 @@ import pytest
 from depthlm.config import ConfigError, compose, compose_anywhere
 from depthlm.errors import UserError
 from depthlm.machine import environment
-from depthlm.machine.gpu import Gpu, driver_version, unusable
+from depthlm.machine.environment import Gpu, driver_version, unusable
 
 OLD = Gpu(
     devices=("/dev/nvidia0", "/dev/nvidia1"),
