@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from depthlm.inspect.figures import Grid, draw_grid, scale, write_labels
-from depthlm.inspect.picture import Array, Means, Picture
+from depthlm.inspect.picture import Array, Grid, Means, Picture, draw_grid, scale, write_labels
 from depthlm.model import Connection, Decoder, Observer, SublayerSpec
 from depthlm.model.connection import Inputs, State
 from depthlm.report.figures.style import subplots

@@ -6,19 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from depthlm.inspect.figures import (
+from depthlm.inspect.picture import (
     NOTHING,
     TOKENS,
+    Array,
+    FigureOverDepth,
     Grid,
+    Picture,
+    Place,
+    averaged,
     draw_curves,
     draw_grids,
     draw_matrices,
     draw_token_maps,
     named_tokens,
     side,
+    spread,
     write_labels,
 )
-from depthlm.inspect.picture import Array, FigureOverDepth, Picture, Place, averaged, spread
 from depthlm.model.figures import Figure
 from depthlm.report.figures.style import subplots
 

@@ -1,15 +1,29 @@
-"""Base classes: a picture with its arrays, means over tokens, and a figure over the places in depth."""
+"""Pictures, and the functions that draw them: grids of weights, curves over depth, small matrices, maps over tokens."""
 
+import re
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from depthlm.data import Tokenizer
 from depthlm.model.figures import Figure
+from depthlm.report.figures.style import DASHES, MARKERS, grid, ink, log_ticks, subplots
 
 Array = NDArray[np.floating]
+# from the palette of Okabe and Ito
+HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+NOTHING = "#DADADA"
+# with more rows or columns, numbers in the cells are too small to read
+NUMBERED = 12
+# the tokens of a map, the names on its axis, and the longest name
+TOKENS, NAMED, LONGEST = 256, 64, 14
+# inches per name
+PITCH = 0.11
+SPACE = "\u2423"
 
 
 class Picture(NamedTuple):
@@ -31,6 +45,18 @@ class Place(NamedTuple):
     def suffix(self) -> str:
         """The end of the name of an array of this place alone."""
         return "_final" if self.kind == "final" else f"{self.kind and '_'}{self.kind}_{self.layer}"
+
+
+class Grid(NamedTuple):
+    """A panel of cells [row, column], empty where nan.
+
+    last_row: a label for the last row instead of its number. rows: labels for all rows.
+    """
+
+    title: str
+    values: Array
+    last_row: str | None = None
+    rows: Sequence[str] = ()
 
 
 class Means:
@@ -84,3 +110,165 @@ def averaged(values: Array, axes: Sequence[str], over: Sequence[str]) -> tuple[A
 def spread(count: int, wanted: int) -> list[int]:
     """Return `wanted` evenly spaced numbers below `count`, including the first and the last one."""
     return sorted({round(number) for number in np.linspace(0, count - 1, wanted)})
+
+
+def draw_grids(grids: Sequence[Grid], title: str, rows: str, columns: str, values: str) -> Any:
+    """Draw panels side by side with one colour scale. rows, columns, values: axis labels."""
+    height, width = (max(grid.values.shape[axis] for grid in grids) for axis in (0, 1))
+    wide = 1.0 + max(2.2, width * np.clip(5.5 / width, 0.075, 0.5))
+    high = 0.8 + max(0.7, height * np.clip(5.0 / height, 0.105, 0.4))
+    figure, axes = subplots(len(grids), wide * len(grids) + 0.9, high + 0.5)
+    norm, colours = scale([grid.values for grid in grids])
+    for place, panel in zip(axes[0], grids, strict=True):
+        image = draw_grid(place, panel, norm, colours)
+        # align the rows of all panels
+        place.set_ylim(height - 0.5, -0.5)
+    axes[0, 0].set_ylabel(rows)
+    write_labels(figure, title, columns)
+    beyond = max(np.nanmax(grid.values) for grid in grids) > norm.vmax
+    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values, extend="max" if beyond else "neither")
+    return figure
+
+
+def scale(values: Sequence[Array]) -> tuple[Any, Any]:
+    """Return a norm and a colour map from 0 to the largest value, or symmetric around 0 if there are negative values.
+
+    Rows with one cell are ignored: a single source has all the weight, which would hide differences in other rows.
+    """
+    import matplotlib
+    from matplotlib.colors import Normalize
+
+    rows = [row[np.isfinite(row)] for part in values for row in part]
+    finite = np.concatenate([row for row in rows if row.size > 1] or rows)
+    most = float(np.abs(finite).max(initial=0)) or 1.0
+    signed = bool((finite < 0).any())
+    colours = matplotlib.colormaps["PuOr_r" if signed else "viridis_r"].with_extremes(bad=NOTHING)
+    return Normalize(-most if signed else 0.0, most), colours
+
+
+def draw_grid(axes: Any, panel: Grid, norm: Any, colours: Any) -> Any:
+    """Draw one panel. Return the image, for a colour bar."""
+    height, width = panel.values.shape
+    image = axes.imshow(panel.values, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    axes.set_title(panel.title, fontsize="medium")
+    last = height - (panel.last_row is not None)
+    down = [*range(height)] if panel.rows else _ticks(last)
+    names = [*panel.rows] or [str(number) for number in down]
+    if panel.last_row is not None:
+        down, names = [*down, last], [*names, panel.last_row]
+        axes.axhline(last - 0.5, color="white", lw=3)
+    axes.set_yticks(down, names)
+    axes.set_xticks(_ticks(width))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if max(height, width) <= NUMBERED:
+        for (row, column), value in np.ndenumerate(panel.values):
+            if np.isfinite(value):
+                colour, text = ink(colours(norm(value))), number_text(float(value))
+                axes.text(column, row, text, ha="center", va="center", size=7, color=colour)
+    return image
+
+
+def draw_curves(panels: Mapping[str, Mapping[str, Array]], title: str, x: str, y: str) -> Any:
+    """Draw curves over depth, with one panel per group."""
+    figure, axes = subplots(len(panels), 5.2 * len(panels) + 0.6, 3.8, sharey=True)
+    every = np.concatenate([values[np.isfinite(values)] for curves in panels.values() for values in curves.values()])
+    low, high, largest = every.min(), every.max(), np.abs(every).max() or 1.0
+    for place, (name, curves) in zip(axes[0], panels.items(), strict=True):
+        for number, (label, values) in enumerate(curves.items()):
+            # many markers would hide the line
+            marker = MARKERS[number % len(MARKERS)] if len(values) <= 40 else ""
+            style = {"color": HUES[number % len(HUES)], "ls": DASHES[number % len(DASHES)], "marker": marker}
+            place.plot(values, **style, ms=3.5, lw=1.5, label=label)
+        place.set_title(name, fontsize="medium")
+        place.xaxis.get_major_locator().set_params(integer=True)
+        grid(place)
+    if low > 0 and high > 10 * low:
+        axes[0, 0].set_yscale("log")
+        log_ticks(axes[0, 0].yaxis, (low, high))
+    elif high - low < 0.1 * largest:
+        # without a margin, the axis would magnify rounding errors
+        axes[0, 0].set_ylim(low - 0.1 * largest, high + 0.1 * largest)
+    axes[0, 0].set_ylabel(y)
+    if max(map(len, panels.values())) > 1:
+        axes[0, -1].legend(frameon=False)
+    write_labels(figure, title, x)
+    return figure
+
+
+def draw_matrices(rows: Sequence[Sequence[tuple[str, Array]]], title: str, sums: str) -> Any:
+    """Draw square matrices with their numbers and with the sum of each row and column. sums: what these are.
+
+    Each matrix has its own colour scale, since a product of many matrices may be larger by any factor.
+    """
+    size = len(rows[0][0][1])
+    side = 0.8 + 0.34 * size
+    figure, axes = subplots(len(rows[0]), side * len(rows[0]) + 0.9, (side + 0.25) * len(rows) + 0.5, rows=len(rows))
+    for line, row in zip(axes, rows, strict=True):
+        for place, (name, matrix) in zip(line, row, strict=True):
+            draw_grid(place, Grid(name, matrix), *scale([matrix]))
+            place.set_xticks(range(size), [number_text(total) for total in matrix.sum(0)], size=7, rotation=90)
+            place.set_yticks(range(size), [number_text(total) for total in matrix.sum(1)], size=7)
+    write_labels(figure, title, sums)
+    return figure
+
+
+def write_labels(figure: Any, title: str, x: str) -> None:
+    """Write the title above a figure, in as many lines as its width needs, and the label of its columns below it."""
+    figure.supxlabel(x, fontsize="medium")
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize="medium")
+
+
+def number_text(value: float) -> str:
+    """Format a number with at most five characters and a sign."""
+    if abs(value) < 100:
+        return f"{round(value, 2) + 0.0:.2f}"  # no minus before 0.00
+    return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _ticks(count: int) -> list[int]:
+    return list(range(0, count, -(-count // 12) or 1))
+
+
+def token_names(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
+    """Return the text of each token as a label: spaces and line breaks are visible, dollar signs escaped."""
+    return [_label(tokenizer.decode([token])) for token in tokens]
+
+
+def _label(text: str) -> str:
+    letters = [SPACE if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in text]
+    visible = "".join(letters)
+    shown = visible if len(visible) <= LONGEST else f"{visible[: LONGEST - 1]}…"
+    # matplotlib reads text between two dollar signs as a formula
+    return re.sub(r"\$", r"\\$", shown)
+
+
+def named_tokens(count: int) -> list[int]:
+    """Return which of `count` tokens have a name on an axis: all, or every k-th where there are too many to read."""
+    return list(range(0, count, -(-count // NAMED) or 1))
+
+
+def side(count: int, least: float, pitch: float = PITCH) -> float:
+    """Return the length of an axis over `count` tokens, at least `least`, in inches. pitch: the inches of a name."""
+    return max(least, pitch * len(named_tokens(count)))
+
+
+def draw_token_maps(maps: Sequence[Sequence[Grid]], names: Sequence[str], title: str, rows: str, values: str) -> Any:
+    """Draw rows of maps [source, token] on one colour scale, with the names of the tokens below each column."""
+    down, across = len(maps), len(maps[0])
+    heights = [0.5 + max(0.8, 0.2 * max(len(panel.rows) for panel in row)) for row in maps]
+    width = side(len(names), 3.0) + 0.5
+    size = width * across + 1.2, sum(heights) + 1.4
+    figure, axes = subplots(across, *size, rows=down, gridspec_kw={"height_ratios": heights})
+    norm, colours = scale([panel.values for row in maps for panel in row])
+    shown = named_tokens(len(names))
+    for number, (line, row) in enumerate(zip(axes, maps, strict=True)):
+        for place, panel in zip(line, row, strict=True):
+            image = draw_grid(place, panel, norm, colours)
+            place.tick_params(axis="y", labelsize=8)
+            last = number == down - 1
+            place.set_xticks(shown, [names[token] for token in shown] if last else [], size=7, rotation=90)
+    figure.supylabel(rows, fontsize="medium")
+    write_labels(figure, title, "token")
+    figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values)
+    return figure

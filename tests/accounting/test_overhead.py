@@ -12,7 +12,7 @@ import pytest
 import depthlm
 from depthlm.__main__ import main
 from depthlm.accounting import count_parameters, flops_per_token
-from depthlm.accounting.overhead import Overhead, overhead
+from depthlm.accounting.summary import Overhead, overhead
 from depthlm.config import mechanisms
 from depthlm.locations import REPOSITORY
 from depthlm.model import Decoder

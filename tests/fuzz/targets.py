@@ -22,7 +22,7 @@ from depthlm.data.corpora.documents import Reader
 from depthlm.data.corpora.sources import TextFile
 from depthlm.data.settings import Data
 from depthlm.hugging_face import export
-from depthlm.inspect.recorded import expert_picture
+from depthlm.inspect.command import expert_picture
 from depthlm.pretrained.folder import load_weights, read_pretrained
 from depthlm.runs.checkpoints import missing_part, newest_checkpoint
 from depthlm.runs.directory import read_summary

@@ -11,8 +11,7 @@ import torch
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.inspect.command import windows
-from depthlm.inspect.recorded import sublayer_norm_picture
+from depthlm.inspect.command import sublayer_norm_picture, windows
 from depthlm.training import train
 
 ROWS = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from depthlm.inspect.recorded import expert_picture
+from depthlm.inspect.command import expert_picture
 
 
 def row(step: int, layers: int = 2, experts: int = 4, **changes: object) -> dict[str, object]:

@@ -10,8 +10,7 @@ import torch
 from depthlm.data import Tokenizer
 from depthlm.data.tokenizers import bytes_tokenizer
 from depthlm.inspect import collect
-from depthlm.inspect.figures import NAMED, named_tokens, token_names
-from depthlm.inspect.picture import Picture
+from depthlm.inspect.picture import NAMED, Picture, named_tokens, token_names
 from depthlm.model import Decoder
 
 from .conftest import TOKENS

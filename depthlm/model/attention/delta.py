@@ -15,8 +15,7 @@ from depthlm.model.layers import Linear, Rope
 from depthlm.model.shape import Backbone, Size
 from depthlm.ops.dtypes import upcast
 from depthlm.ops.functions import linear_together
-from depthlm.ops.kimi_delta.attention import delta_attention
-from depthlm.ops.kimi_delta.convolution import gated_rms_norm, l2_norm, short_convolution
+from depthlm.ops.kimi_delta.attention import delta_attention, gated_rms_norm, l2_norm, short_convolution
 
 TAPS = 4
 

@@ -24,9 +24,8 @@ from depthlm.training.engine.experts import detect_experts, mark_experts, spread
 from depthlm.training.engine.fp32 import keep_fp32, take_fp32
 from depthlm.training.engine.interface import Engine, copy_to_cpu
 from depthlm.training.engine.optimizers import averaged_weights, copy_to_model, count_updates, split_matrices
-from depthlm.training.engine.partitions import nonfinite
+from depthlm.training.engine.partitions import load_repartitioned, nonfinite
 from depthlm.training.engine.reduction import Reducer, agree_on_bf16_norm, guard_step
-from depthlm.training.engine.repartition import load_repartitioned
 from depthlm.training.engine.sharding import (
     configure_deepspeed,
     deepspeed_settings,

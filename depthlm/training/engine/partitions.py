@@ -1,15 +1,26 @@
-"""Where DeepSpeed's ZeRO 1 to 3 keep the elements of each parameter: flat partitions, one per group and rank.
+"""Where ZeRO 1 to 3 of DeepSpeed keep the elements of each parameter: flat partitions, one per group and rank.
 
-And whether the state of an engine, partitioned or not, is finite.
+The elements are checked for non-finite values, and loaded from a checkpoint that other ranks wrote, or whose experts
+were spread over another number of ranks: each rank reads the elements that it has now from the files of all ranks that
+wrote it. DeepSpeed's own converter knows only the two moments of Adam.
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from depthlm.model.experts import spread_of
+from depthlm.runs.manifest import CheckpointError
+from depthlm.training.engine.experts import expert_weights, part_name
+
+# the name of the fp32 weights among the states of a parameter
+MASTER = "fp32"
 
 
 class Fragment(NamedTuple):
@@ -38,6 +49,15 @@ class Partition(NamedTuple):
         rank = torch.distributed.get_rank(self.ranks)
         for parameter, fragments in self.parameters:
             yield from ((parameter, fragment) for fragment in fragments if fragment.rank == rank)
+
+
+class Piece(NamedTuple):
+    """A part of a parameter in a file. states: flat tensors of one length, among them MASTER; values: all others."""
+
+    states: dict[str, Tensor]
+    values: dict[str, Any]
+    offset: int
+    length: int
 
 
 def partitions(optimizer: Any) -> list[Partition]:
@@ -121,3 +141,107 @@ def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer, zero: Any) -> I
             for key, state in states.items():
                 if isinstance(state, Tensor):
                     yield f"{key} of {name}", state[elements] if state.shape == flat.shape else state
+
+
+def load_repartitioned(folder: Path, zero: Any, model: nn.Module, saved_experts: int) -> None:
+    """Load the states of DeepSpeed's ZeRO optimizer from the files in a folder.
+
+    saved_experts: over how many ranks the checkpoint spreads the experts. Raises CheckpointError if a file or a
+    parameter is missing.
+    """
+    files = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)
+    if not files:
+        raise CheckpointError(f"{folder}: there are no states of an optimizer")
+    contents = [torch.load(file, mmap=True, weights_only=False, map_location="cpu") for file in files]
+    contents = [content["optimizer_state_dict"] for content in contents]
+    pieces = pieces_of(contents, folder)
+    names, experts = {parameter: name for name, parameter in model.named_parameters()}, expert_weights(model)
+    optimizer = zero.optimizer
+    for partition in partitions(zero):
+        parts = {}
+        for parameter, _ in partition.parameters:
+            name = names[parameter]
+            ranks = saved_experts if name in experts else 1
+            saved = [part_name(name, rank, ranks) for rank in range(ranks)]
+            if missing := set(saved) - pieces.keys():
+                raise CheckpointError(f"{folder}: there are no states of {min(missing)}")
+            parts[name] = [piece for part in saved for piece in pieces[part]]
+        optimizer.state[partition.flat] = fill(partition, names, parts)
+    optimizer_state = contents[0].get("base_optimizer_state") or contents[0]["optimizer_state_dict"]
+    for group, saved_group in zip(optimizer.param_groups, optimizer_state["param_groups"], strict=True):
+        group |= {key: value for key, value in saved_group.items() if key != "params"}
+    if hasattr(zero, "_load_global_state_stage3"):
+        zero._load_global_state_stage3(contents[0])
+        for number in range(len(zero.fp32_partitioned_groups_flat)):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
+    else:
+        # DeepSpeed gathers the weights itself after this
+        zero._load_global_state(contents[0])
+
+
+def rank_of(file: Path) -> int:
+    """Return the rank that wrote a file of DeepSpeed."""
+    match = re.search(r"zero_pp_rank_(\d+)_", file.name)
+    assert match is not None
+    return int(match[1])
+
+
+def pieces_of(contents: list[dict[str, Any]], folder: Path) -> dict[str, list[Piece]]:
+    """Return the pieces of each parameter by its name, in the order of its elements. contents: by rank."""
+    shapes = None
+    if "fp32_flat_groups" in contents[0]:
+        model_states = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        shapes = torch.load(model_states, mmap=True, weights_only=False, map_location="cpu")["param_shapes"]
+    pieces: dict[str, list[Piece]] = {}
+    for rank, content in enumerate(contents):
+        if shapes is None:
+            flats, states = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]["state"]
+        else:
+            flats, states = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
+        for number, flat in enumerate(flats):
+            state = states.get(number, {})
+            # at ZeRO 2, DeepSpeed saves what pads the last partition in the states, but not in the weights
+            sharded = {
+                key: value for key, value in state.items() if getattr(value, "ndim", 0) == 1 and len(value) >= len(flat)
+            }
+            values = {key: value for key, value in state.items() if key not in sharded}
+            if shapes is None:
+                slices = content["param_slice_mappings"][number].items()
+                places = [(name, address.start, address.numel) for name, address in slices]
+            else:
+                fragments = divide_each([shape.numel() for shape in shapes[number].values()], 0, len(contents))
+                places = [
+                    (name, fragment.offset, fragment.length)
+                    for name, all_fragments in zip(shapes[number], fragments, strict=True)
+                    for fragment in all_fragments
+                    if fragment.rank == rank
+                ]
+            for name, offset, length in places:
+                pieces.setdefault(name, []).append(Piece({MASTER: flat, **sharded}, values, offset, length))
+    return pieces
+
+
+def fill(partition: Partition, names: dict[nn.Parameter, str], parts: dict[str, list[Piece]]) -> dict[str, Any]:
+    """Set the weights of a partition, and return the states of the optimizer. parts: the pieces of each parameter."""
+    flat, example = partition.flat.data, next(iter(parts.values()))[0]
+    states = {key: torch.zeros_like(flat) for key in example.states.keys() - {MASTER}}
+    for parameter, fragment in partition.local_fragments():
+        spread = spread_of(parameter)
+        begin = fragment.start + (0 if spread is None else spread.rank * parameter.numel())
+        for start, piece in overlapping(parts[names[parameter]], begin, begin + fragment.length):
+            first, last = max(begin, start), min(begin + fragment.length, start + piece.length)
+            target_elements = slice(fragment.offset + first - begin, fragment.offset + last - begin)
+            saved_elements = slice(piece.offset + first - start, piece.offset + last - start)
+            for key, target in ({MASTER: flat} | states).items():
+                target[target_elements] = piece.states[key][saved_elements]
+    values = {key: value.clone() if isinstance(value, Tensor) else value for key, value in example.values.items()}
+    return states | values
+
+
+def overlapping(pieces: list[Piece], begin: int, end: int) -> Iterator[tuple[int, Piece]]:
+    """Yield the pieces that have elements from `begin` to `end` of a parameter, and where each of them starts."""
+    start = 0
+    for piece in pieces:
+        if start < end and begin < start + piece.length:
+            yield start, piece
+        start += piece.length

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthlm.ops.kimi_delta.convolution import gated_rms_norm, l2_norm, short_convolution
+from depthlm.ops.kimi_delta.attention import gated_rms_norm, l2_norm, short_convolution
 
 from ..inputs import normal
 

@@ -5,8 +5,8 @@ from inspect import unwrap
 import pytest
 import torch
 
+from depthlm.ops.kimi_delta.attention import gated_rms_norm, l2_norm, short_convolution
 from depthlm.ops.kimi_delta.chunked import CHUNK, chunked
-from depthlm.ops.kimi_delta.convolution import gated_rms_norm, l2_norm, short_convolution
 
 from ..inputs import normal
 from .inputs import inputs
