@@ -164,7 +164,10 @@ def test_all_ranks_have_the_fp32_weights(two_ranks: TwoRanks, small_run: Overrid
     assert not torch.equal(together, together.bfloat16().float())
 
 
-@pytest.mark.parametrize(("stage", "model"), cases([("zero2", "mhc")], SOME))
+@pytest.mark.parametrize(
+    ("stage", "model"),
+    cases([("zero2", "mhc")], [("zero1", "mhc"), ("zero3", "kimi_linear"), ("zero3_offload", "mhc")]),
+)
 def test_runs_resume_bit_for_bit_and_on_other_ranks(
     two_ranks: TwoRanks, small_run: Overrides, tmp_path: Path, stage: str, model: str
 ) -> None:
