@@ -45,6 +45,13 @@ def cheap_garbage_collection() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def same_working_directory(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Leave the folder of a test, which is removed."""
+    yield
+    os.chdir(pytestconfig.rootpath)
+
+
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of 40 small text files, the same in every session."""

@@ -200,6 +200,12 @@ def rank_decoder(config: "Config") -> Decoder:
 
 
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
-    """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits."""
+    """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
+
+    The totals ascend, but for that of the last size, which may be smaller: a step of a single micro-batch does not
+    accumulate gradients.
+    """
+    if total(sizes[-1]) <= available:
+        return sizes[-1]
     count = bisect_right(sizes, available, key=total)
     return sizes[count - 1] if count else None

@@ -1,5 +1,6 @@
 """The manifest of a folder of token files: what it contains and what it was made from."""
 
+import functools
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from depthlm.errors import DataError
-from depthlm.files import digest, read_json, replace_text
+from depthlm.files import digest, read_text, replace_text
 from depthlm.locations import command
 
 VERSION = 2
@@ -96,14 +97,17 @@ class Manifest:
         if not file.is_file():
             raise DataError("no token files", folder, f"Prepare them: {_PREPARE} with the same overrides.")
         try:
-            manifest = TypeAdapter(cls).validate_python(read_json(file))
+            text = read_text(file)
+            record = json.loads(text)
+            if isinstance(record, dict) and record.get("version") != VERSION:
+                raise DataError(f"token files of version {record.get('version')}; expected {VERSION}", file, _REMEDY)
+            return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             mistake = error.errors()[0]
             why = f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}"
-            raise DataError(f"not a manifest of token files ({why})", file, _REMEDY) from error
-        if manifest.version != VERSION:
-            raise DataError(f"token files of version {manifest.version}; expected {VERSION}", file, _REMEDY)
-        return manifest
+        except (OSError, ValueError, RecursionError) as error:
+            why = repr(error)
+        raise DataError(f"not a manifest of token files ({why})", file, _REMEDY)
 
     def write(self, folder: str | Path) -> Path:
         """Write manifest.json into the folder and return the file's path."""
@@ -119,6 +123,11 @@ class Manifest:
     def splits(self) -> dict[str, Split]:
         """Return all splits, keyed by the stem of their files: train, validation-<set>."""
         return {"train": self.train} | {f"validation-{name}": split for name, split in self.validation.items()}
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def verify(folder: str | Path, show: Callable[[int], object] = lambda read: None) -> None:

@@ -142,10 +142,10 @@ def _write_table(x_ptrs, grad_ptrs, wide, added, table_ptr, first, n):
 @triton.jit
 def address(ptrs, j):
     """Return the address of tensor j of a tuple of pointers."""
-    address = tl.cast(ptrs[0], tl.int64)
+    selected = tl.cast(ptrs[0], tl.int64)
     for k in tl.static_range(1, len(ptrs)):
-        address = tl.where(j == k, tl.cast(ptrs[k], tl.int64), address)
-    return address
+        selected = tl.where(j == k, tl.cast(ptrs[k], tl.int64), selected)
+    return selected
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Checks of the decoder: its shape, and the classes of its mechanism, which exist and accept their settings.
+"""Checks of the decoder: its shape is valid, and the classes of its mechanism and of the optimizer take their settings.
 
 The class of a mechanism or an optimizer defines its settings and their allowed values.
 """
@@ -84,7 +84,7 @@ def check_target(name: str, settings: Any) -> list[str]:
         f"{name}.{setting}: {target} has no such setting; allowed: {listed(allowed) or 'none'}"
         + nearest(setting, allowed)
         for setting in settings
-        if not setting.startswith("_") and setting not in allowed
+        if setting != "_target_" and setting not in allowed
     ]
 
 

@@ -117,13 +117,13 @@ def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[TextFile], dict[st
     unread: dict[str, list[str]] = defaultdict(list)
     names = _names(root, unread["folders that cannot be listed"])
     suffixes = tuple(suffix.lower() for suffix in suffixes)
-    about = _about(root, [name for name in names if (root / name).is_file()], suffixes)
+    regular = {name for name in names if (root / name).is_file()}
+    about = _about(root, sorted(regular), suffixes)
     for name in sorted(names):
         plain, codec = split_codec(name)
-        if not (root / name).exists() and (root / name).is_symlink():
-            unread["dangling links"].append(name)
-        elif not (root / name).is_file():
-            unread["entries that are not regular files"].append(name)
+        if name not in regular:
+            dangling = (root / name).is_symlink() and not (root / name).exists()
+            unread["dangling links" if dangling else "entries that are not regular files"].append(name)
         elif name in about:
             unread["files about the data set"].append(name)
         elif name.lower().endswith(suffixes):

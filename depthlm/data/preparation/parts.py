@@ -161,7 +161,7 @@ def _totals(path: Path) -> Totals | None:
 def _is_intact(path: Path) -> bool:
     """Return whether a complete file has the content of which its summary has the SHA-256."""
     summary = read_record(path.with_suffix(".json"))
-    return summary is not None and digest(path) == summary["sha256"]
+    return summary is not None and digest(path) == summary.get("sha256")
 
 
 def _encode_file(job: Job, path: Path, section: int, index: int) -> bool:
@@ -177,7 +177,7 @@ def _encode_file(job: Job, path: Path, section: int, index: int) -> bool:
             job.console.print(f"{path} {_DAMAGED}", markup=False)
         elif mark is not None:
             file.truncate(mark["size"])
-            if (prefix := hashlib.file_digest(file, "sha256")).hexdigest() == mark["sha256"]:
+            if (prefix := hashlib.file_digest(file, "sha256")).hexdigest() == mark.get("sha256"):
                 record, totals, sha256 = mark["record"], Totals(**mark["totals"]), prefix
         if record == 0:
             file.seek(0)

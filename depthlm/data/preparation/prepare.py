@@ -82,11 +82,9 @@ def make_tokenizer(data: Data, console: Console) -> Tokenizer:
     if data.tokenizer == "bytes":
         return bytes_tokenizer()
     if data.tokenizer == "bpe":
-        training = f"training a tokenizer of {data.vocab_size:,} tokens"
-        if not console.is_terminal:
-            console.print(training)
-        with parallel_tokenizers(), console.status(training):
-            return train_bpe(_text_for_training(data), data.vocab_size)
+        total_bytes = len(train_sources(data)) * sample_bytes(data.vocab_size)
+        with parallel_tokenizers(), training_bar(console, data.vocab_size, total_bytes) as counted:
+            return train_bpe(counted(_text_for_training(data)), data.vocab_size)
     on_hub = is_on_hub(data.tokenizer)
     tokenizer = (Tokenizer.from_hub if on_hub else Tokenizer.load)(data.tokenizer, data.end_of_text)
     end = tokenizer.end

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthlm.ops import call
+from depthlm.ops import autograd
 from depthlm.ops.attention_residuals.cpu import Start
 from depthlm.ops.attention_residuals.naive import depth_attend
 
@@ -41,7 +41,7 @@ def test_reads_equal_the_formula(
 
 
 def test_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "CHUNK", 12)
+    monkeypatch.setattr(autograd, "CHUNK", 12)
     q, xs = normal(2, 4), [normal(2, 5, 4, seed=j) for j in range(1, 4)]
     start = normal(2, 2, 5, 4, seed=30), normal(2, 2, 5, seed=31)
     assert_same(depth_attend(q, xs, 1e-5, None, start), formula(q, xs, 1e-5, None, start), [q, *xs, *start])

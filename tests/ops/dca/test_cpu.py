@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.ops import call
+from depthlm.ops import autograd
 from depthlm.ops.dca.naive import gated_reads
 
 from ..inputs import assert_same_gradients, normal
@@ -23,7 +23,7 @@ def test_reads_equal_the_formula(chunk: int, reads: int, n: int, t: int, d: int,
     start = normal(reads, 2, t, d, seed=30) if started else None
     inputs = [b, w, *xs] if start is None else [b, w, *xs, start]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "CHUNK", chunk)
+        patch.setattr(autograd, "CHUNK", chunk)
         assert_same_gradients(gated_reads(b, w, xs, start), formula(b, w, xs, start), inputs)
 
 

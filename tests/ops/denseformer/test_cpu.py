@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthlm.ops import call
+from depthlm.ops import autograd
 from depthlm.ops.denseformer.naive import weighted_reads
 
 from ..inputs import assert_same_gradients, normal
@@ -23,7 +23,7 @@ def test_reads_equal_the_formula(chunk: int, reads: int, n: int, t: int, d: int,
     start = normal(reads, 2, t, d, seed=30) if started else None
     inputs = [weights, *xs] if start is None else [weights, *xs, start]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "CHUNK", chunk)
+        patch.setattr(autograd, "CHUNK", chunk)
         assert_same_gradients(weighted_reads(weights, xs, start), formula(weights, xs, start), inputs)
 
 
