@@ -1,4 +1,6 @@
-"""The overhead of each mechanism in inference: prefill, decoding, peak memory and cache, every preset against vanilla.
+"""The overhead of each mechanism in inference: every preset against vanilla.
+
+Measured are prefill, decoding, the cache, and peak memory on a GPU.
 
     python benchmarks/inference.py [key=value ...] [--presets mhc dca] [--prompt 128] [--new 64]
     python benchmarks/inference.py --table depth_attention_3b        # a paper's rows, shape and numbers

@@ -82,7 +82,7 @@ def configuration(name: str, mode: str) -> Config:
 
 
 def contender(name: str, mode: str, device: torch.device) -> Step:
-    """Return a training step, which returns the loss before it, but for `products`."""
+    """Return a training step. It returns the loss before the update; that of `products` returns no loss."""
     config = configuration(name, mode)
     if name == "products":
         return products(config, torch.bfloat16 if MODES[mode][0] == "bf16" else torch.float32, device)

@@ -78,7 +78,7 @@ _run, _compile = JITFunction.run, JITFunction._do_compile
 
 
 def record_launches(launched: Callable[[Specialization, dict[str, Any]], None]) -> None:
-    """From now on call `launched` with the version of a kernel and its arguments by name instead of launching it."""
+    """From now on, call `launched` with the version of a kernel and its arguments by name instead of launching it."""
     known: dict[tuple[int, Any], Specialization] = {}
 
     def recorded(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -133,7 +133,10 @@ def _widths(instructions: list[str], *names: str) -> dict[int, int]:
 
 
 def backend(region: Callable[[int, Callable[[], Any]], Any]) -> Any:
-    """Return a backend of torch.compile that calls `region` with the launches of a region and what runs it."""
+    """Return a backend of torch.compile that calls `region` for each region.
+
+    It calls it with the number of launches of the region and a function that runs it.
+    """
     torch.version.cuda = "13.0"  # type: ignore[attr-defined]
     config.compile_threads = 1
     scheduler.has_triton = lambda *_: True

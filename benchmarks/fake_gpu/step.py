@@ -37,7 +37,7 @@ INTERMEDIATE = (__name__, "torch._compile", "torch._dynamo.eval_frame", "torch._
 
 
 def rehearse(overrides: list[str], micro_batch_size: int, precision: str, compiled: bool, code: bool) -> dict[str, Any]:
-    """Return what one micro-batch of a configuration requires. Call `prepare` first.
+    """Return what one micro-batch of a configuration requires. Call `benchmarks.rehearsal.prepare` first.
 
     precision: autocast: fp32 weights under bf16 autocast, as at ZeRO 0; bf16: bf16 weights, as at ZeRO 1 and above.
     compiled: whether torch.compile compiles the sublayers; the estimate is that of a step without it.
@@ -137,8 +137,8 @@ def compile_regions(model: Decoder, counter: "LaunchCounter") -> None:
 class Traffic(NamedTuple):
     """launches and moved: of the forward and the backward pass. saved: bytes kept for the backward pass, inputs aside.
 
-    kernels: the launches of each version of a Triton kernel. A launch moves each of its tensors once, and a tensor to
-    which it adds twice.
+    kernels: the launches of each version of a Triton kernel. A tensor counts once per launch, or twice if the launch
+    adds to it.
     """
 
     launches: int

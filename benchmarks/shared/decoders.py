@@ -33,7 +33,10 @@ class Training(NamedTuple):
     batch: Tensor
 
     def step(self) -> float:
-        """Train on the batch. Wait for the loss per token, since a GPU computes a step while the host continues."""
+        """Train on the batch, and return the loss per token.
+
+        Reading it waits for a GPU, which computes while the host continues.
+        """
         return train_step(self.engine, self.batch, self.plan, 0.0).item() / self.plan.tokens_per_step
 
 
@@ -54,7 +57,7 @@ def random_tokens(config: Config, *batch: int) -> Tensor:
 
 
 def plain_step(model: nn.Module, loss: Callable[[], Tensor], learning_rate: float) -> Callable[[], float]:
-    """Return a training step in a plain loop: fused AdamW, clipped gradients, the loss read in every step."""
+    """Return a training step in a plain loop: fused AdamW, clipped gradients, and a loss that is read in every step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
 
     def step() -> float:

@@ -77,9 +77,9 @@ def peak_gib_above(used: int) -> float | None:
 def measure_lines(
     jobs: Iterable[tuple[dict[str, Any], Callable[[], dict[str, Any]]]], results: Results, output: Path
 ) -> None:
-    """Measure lines of a table, and write the results after each. A job is what names its line, and what measures it.
+    """Measure lines of a table, and write the results after each. A line that fails has an error.
 
-    A line that fails has an error.
+    A job is a pair: the fields that identify its line, and the function that measures it.
     """
     results["lines"] = []
     for line, job in jobs:

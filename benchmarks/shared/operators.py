@@ -247,7 +247,7 @@ def causal_flash(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor) -> Tensor:
 
 CASES: dict[str, Callable[[Shape, Make], Case]] = {
     "depth_value_mix": value_mix,
-    # of an eighth of the sublayers, and of single outputs
+    # blocks of an eighth of the sublayers, and blocks of one output
     "depth_attend_block": lambda shape, make: residual_reads(shape, make, -(-2 * shape.layers // 8)),
     "depth_attend_full": lambda shape, make: residual_reads(shape, make, 1),
     "weighted_reads": dense_reads,

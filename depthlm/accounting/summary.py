@@ -1,7 +1,7 @@
 """The command `python -m depthlm summary`: the cost of a configuration, and the overhead of every mechanism.
 
-The overhead is that over the vanilla decoder of the same size and backbone, as the papers count it. The decoders are on
-the device `meta`, so nothing is allocated.
+The overhead is what a mechanism adds to the vanilla decoder of the same size and backbone, counted as in the papers.
+The decoders are on the device `meta`, so nothing is allocated.
 """
 
 import json
@@ -209,31 +209,6 @@ def recomputed_flops(model: Decoder, how: bool | int | str, sequence_length: int
     return (flops.forward - flops.head) * layers / passes
 
 
-def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
-    """Return the columns of an overhead as text."""
-    return {
-        "parameters": f"{cost['parameters']:,}",
-        "FLOPs/token": f"{cost['flops_per_token']:.2e}",
-        "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
-        "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
-    }
-
-
-def _right(*names: str, no_wrap: bool = False) -> list[Column]:
-    return [Column(name, justify="right", no_wrap=no_wrap) for name in names]
-
-
-def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:
-    return [str(size or "none") for size in largest_sizes.values()]
-
-
-def _bytes_text(count: float) -> str:
-    if count < 2**20:
-        return f"{count / 2**10:.0f} KiB"
-    # round halves up, as the papers do
-    return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"
-
-
 def overhead(model: Decoder) -> Overhead:
     """Return the overhead of a decoder; works on the meta device."""
     with torch.device("meta"):
@@ -279,3 +254,28 @@ def retained_tensors(state: NamedTuple) -> list[Tensor]:
     """Return the distinct tensors of a state, but not those of its fields `ahead` and `pending`."""
     fields = [value for name, value in state._asdict().items() if name not in ("ahead", "pending")]
     return list({id(x): x for x in tree_leaves(fields) if isinstance(x, Tensor)}.values())
+
+
+def overhead_texts(cost: dict[str, int]) -> dict[str, str]:
+    """Return the columns of an overhead as text."""
+    return {
+        "parameters": f"{cost['parameters']:,}",
+        "FLOPs/token": f"{cost['flops_per_token']:.2e}",
+        "I/O/token": _bytes_text(cost["io_bytes_per_token"]),
+        "128K prefill": f"{cost['prefill_bytes'] / 2**30:.1f} GiB",
+    }
+
+
+def _right(*names: str, no_wrap: bool = False) -> list[Column]:
+    return [Column(name, justify="right", no_wrap=no_wrap) for name in names]
+
+
+def _sizes(largest_sizes: dict[str, int | None]) -> list[str]:
+    return [str(size or "none") for size in largest_sizes.values()]
+
+
+def _bytes_text(count: float) -> str:
+    if count < 2**20:
+        return f"{count / 2**10:.0f} KiB"
+    # round halves up, as the papers do
+    return f"{math.floor(count / 2**20 * 100 + 0.5) / 100:.2f} MiB"

@@ -57,7 +57,7 @@ def print_help(topics: Sequence[str], config_dir: str | Path | None) -> None:
 
 
 def show_all(console: Console, groups: dict[str, list[str]], raw: DictConfig) -> None:
-    """Print every group with its options, and every key. raw: the default configuration, with that of Hydra."""
+    """Print every group with its options, and every key. raw: the default configuration, including Hydra's own."""
     console.print(USAGE.strip() + "\n")
     console.print("[bold]Groups: group=option[/bold]")
     table = Table("group", "options, the default first", box=box.SIMPLE)

@@ -1,4 +1,7 @@
-"""A configuration for its readers: the protocol in words, the overrides that compose it, the command for its data."""
+"""A configuration for its readers.
+
+It is given as the protocol in words, the overrides that compose it, and the command that prepares its data.
+"""
 
 import shlex
 from dataclasses import asdict
@@ -25,6 +28,37 @@ GROUPS = ("model", "backbone", "size", "data", "optimizer", "schedule", "precisi
 IGNORED = ("data.path", "budget", "experiment", "model.name")
 # keys that do not affect the preparation
 _UNUSED = {"num_workers", "shuffle_seed", "fraction", "document_mask", "pad_vocab_multiple"}
+
+
+def protocol_texts(config: Config) -> dict[str, str]:
+    """Return the protocol by name: size, data, length, batch, optimizer, schedule, precision, budget."""
+    # it imports torch
+    from depthlm.optimizers.build import arguments
+
+    training, optimizer, schedule = config.training, config.optimizer, config.schedule
+    steps = run_steps(config)
+    batch = training.batch_size * training.sequence_length
+    if schedule.warmup_steps is not None:
+        warmup = f"{schedule.warmup_steps:,} steps of warm-up"
+    else:
+        warmup = f"{100 * (schedule.warmup_ratio or 0):.3g}% of the steps as warm-up"
+    used, betas = arguments(optimizer), " and ".join(f"{beta:g}" for beta in optimizer.betas)
+    floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
+    return {
+        "size": config.size.name,
+        "backbone": config.backbone.name,
+        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}",
+        "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
+        "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
+        "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
+        "optimizer": optimizer.name
+        + (f", betas {betas}" if "betas" in used else "")
+        + f", weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
+        "peak learning rate": f"{optimizer.lr:.4g}",
+        "schedule": f"{schedule.name}, {warmup}{floor}",
+        "precision": config.precision.name,
+        "budget": config.budget.name,
+    }
 
 
 def train_overrides(config: Config) -> list[str] | None:
@@ -57,6 +91,17 @@ def train_overrides(config: Config) -> list[str] | None:
     return None
 
 
+def prepare_command(config: Config) -> str:
+    """Return the command that prepares `data=<name>`, with every setting that differs from conf/data/<name>.yaml."""
+    name = config.data.name
+    chosen = [f"data={name}"] if (CONF / "data" / f"{name}.yaml").is_file() else []
+    with hydra_at_conf():
+        defaults = OmegaConf.to_container(compose_raw(chosen, None).data)
+    return " ".join(
+        [command("data/prepare.py", "prepare"), *chosen, *_differing("data", asdict(config.data), defaults)]
+    )
+
+
 def _differences(saved: dict[str, Any], composed: dict[str, Any]) -> list[str]:
     return [name for name in compare(saved, composed) if not any(f"{name}.".startswith(f"{part}.") for part in IGNORED)]
 
@@ -84,17 +129,6 @@ def _public(value: Any) -> Any:
     return f"/path/to/{Path(value).name}" if is_private else value
 
 
-def prepare_command(config: Config) -> str:
-    """Return the command that prepares `data=<name>`, with every setting that differs from conf/data/<name>.yaml."""
-    name = config.data.name
-    chosen = [f"data={name}"] if (CONF / "data" / f"{name}.yaml").is_file() else []
-    with hydra_at_conf():
-        defaults = OmegaConf.to_container(compose_raw(chosen, None).data)
-    return " ".join(
-        [command("data/prepare.py", "prepare"), *chosen, *_differing("data", asdict(config.data), defaults)]
-    )
-
-
 def _differing(prefix: str, values: dict[str, Any], defaults: Any) -> list[str]:
     words = [shlex.quote(f"~{prefix}.{key}") for key in defaults or () if key not in values]
     for key, value in values.items():
@@ -110,34 +144,3 @@ def _same(value: Any, default: Any) -> bool:
     if isinstance(default, str) and isinstance(value, int):
         return parse_count(default) == value
     return value == default
-
-
-def protocol_texts(config: Config) -> dict[str, str]:
-    """Return the protocol by name: size, data, length, batch, optimizer, schedule, precision, budget."""
-    # it imports torch
-    from depthlm.optimizers.build import arguments
-
-    training, optimizer, schedule = config.training, config.optimizer, config.schedule
-    steps = run_steps(config)
-    batch = training.batch_size * training.sequence_length
-    if schedule.warmup_steps is not None:
-        warmup = f"{schedule.warmup_steps:,} steps of warm-up"
-    else:
-        warmup = f"{100 * (schedule.warmup_ratio or 0):.3g}% of the steps as warm-up"
-    used, betas = arguments(optimizer), " and ".join(f"{beta:g}" for beta in optimizer.betas)
-    floor = "" if schedule.name in ("constant", "inverse_sqrt") else f", down to {schedule.min_lr_ratio:g} of the peak"
-    return {
-        "size": config.size.name,
-        "backbone": config.backbone.name,
-        "data": f"{config.data.name}, tokenizer {config.data.tokenizer}",
-        "tokens": f"{training.max_epochs} epochs" if steps is None else count_text(steps * batch),
-        "steps": f"{training.max_epochs} epochs" if steps is None else f"{steps:,}",
-        "batch": f"{training.batch_size:,} sequences of {training.sequence_length:,} = {count_text(batch)} tokens",
-        "optimizer": optimizer.name
-        + (f", betas {betas}" if "betas" in used else "")
-        + f", weight decay {optimizer.weight_decay:g}, gradient clipping {training.gradient_clipping:g}",
-        "peak learning rate": f"{optimizer.lr:.4g}",
-        "schedule": f"{schedule.name}, {warmup}{floor}",
-        "precision": config.precision.name,
-        "budget": config.budget.name,
-    }

@@ -1,4 +1,8 @@
-"""Token files: the settings that determine their bytes, the folder named after these, and the corpus to train on."""
+"""Token files and the corpus to train on.
+
+This module reads token files. It also has the settings that determine their bytes, and the folder that is named by a
+digest of these settings.
+"""
 
 import hashlib
 import json

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from depthlm.data.corpora.documents import pieces, share
+from depthlm.data.corpora.documents import hash_share, pieces
 from depthlm.errors import DataError
 from depthlm.files import replace_text
 
@@ -267,7 +267,7 @@ def sample(documents: Iterable[tuple[str, str]], sample_size: int, total_bytes: 
     taken = 0
     for name, text in documents:
         for number, piece in enumerate(pieces(io.StringIO(text, newline=""), 2**16)):
-            if fraction >= 1 or share(f"{number}:{name}") < fraction:
+            if fraction >= 1 or hash_share(f"{number}:{name}") < fraction:
                 taken += len(piece)
                 yield piece
         if total_bytes is None and taken >= sample_size:

@@ -1,4 +1,7 @@
-"""The command `python -m depthlm doctor`: whether a run would start. Checks Python, packages and compilers itself."""
+"""The command `python -m depthlm doctor`: whether a run would start.
+
+This module checks Python, packages and compilers; `doctor/run.py` checks the rest.
+"""
 
 import importlib
 import importlib.metadata

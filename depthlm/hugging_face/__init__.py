@@ -23,7 +23,7 @@ def export(
     push_to: str | None = None,
     private: bool | None = None,
 ) -> "Export":
-    """Export the newest valid checkpoint of a run as a folder with a model card that AutoModelForCausalLM loads.
+    """Export the newest valid checkpoint of a run as a folder that AutoModelForCausalLM loads, with a model card.
 
     A vanilla model on a backbone of transformers becomes a folder of that model. Any other export includes its code,
     and loading it needs `trust_remote_code=True`. The folder appears in one step, and replaces an earlier export.

@@ -164,6 +164,9 @@ def _show(folder: Path, pictures: Sequence[Picture], messages: Sequence[str]) ->
         console.print(line, markup=False, soft_wrap=True)
 
 
+# Pictures of what the run recorded in training.
+
+
 def sublayer_norm_picture(directory: Path) -> Picture | None:
     """Return the picture of a run's sublayer norms, from blocks.jsonl; None if the file is missing or empty."""
     rows = list(read_metrics(RunDirectory(directory).sublayer_norms, {"step"}, PARTS))

@@ -1,4 +1,7 @@
-"""Pictures, and the functions that draw them: grids of weights, curves over depth, small matrices, maps over tokens."""
+"""Pictures, and the functions that draw them: grids of weights, curves over depth, small matrices, maps over tokens.
+
+This module also collects what is drawn: means over tokens, and the values of a figure at all places in depth.
+"""
 
 import re
 import textwrap
@@ -226,21 +229,9 @@ def number_text(value: float) -> str:
     return f"{value:.0f}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
-def _ticks(count: int) -> list[int]:
-    return list(range(0, count, -(-count // 12) or 1))
-
-
 def token_names(tokenizer: Tokenizer, tokens: Iterable[int]) -> list[str]:
     """Return the text of each token as a label: spaces and line breaks are visible, dollar signs escaped."""
     return [_label(tokenizer.decode([token])) for token in tokens]
-
-
-def _label(text: str) -> str:
-    letters = [SPACE if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in text]
-    visible = "".join(letters)
-    shown = visible if len(visible) <= LONGEST else f"{visible[: LONGEST - 1]}…"
-    # matplotlib reads text between two dollar signs as a formula
-    return re.sub(r"\$", r"\\$", shown)
 
 
 def named_tokens(count: int) -> list[int]:
@@ -272,3 +263,15 @@ def draw_token_maps(maps: Sequence[Sequence[Grid]], names: Sequence[str], title:
     write_labels(figure, title, "token")
     figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02, label=values)
     return figure
+
+
+def _ticks(count: int) -> list[int]:
+    return list(range(0, count, -(-count // 12) or 1))
+
+
+def _label(text: str) -> str:
+    letters = [SPACE if letter == " " else letter if letter.isprintable() else repr(letter)[1:-1] for letter in text]
+    visible = "".join(letters)
+    shown = visible if len(visible) <= LONGEST else f"{visible[: LONGEST - 1]}…"
+    # matplotlib reads text between two dollar signs as a formula
+    return re.sub(r"\$", r"\\$", shown)

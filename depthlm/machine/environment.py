@@ -195,12 +195,12 @@ def probe(environment: Mapping[str, str] = os.environ) -> Gpu:
     import torch
 
     return Gpu(
-        devices=_devices(),
+        devices=_nvidia_devices(),
         driver=driver_version(),
         driver_cuda=_driver_cuda(),
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
-        failure=_failure(),
+        failure=_cuda_failure(),
         visible=environment.get("CUDA_VISIBLE_DEVICES"),
     )
 
@@ -214,7 +214,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
     return match[1] if match else None
 
 
-def _devices() -> tuple[str, ...]:
+def _nvidia_devices() -> tuple[str, ...]:
     # a scheduler's job may see the files of devices that it may not open
     files = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*") if os.access(path, os.R_OK | os.W_OK))
     if files or not (Path("/dev/dxg").exists() and shutil.which("nvidia-smi")):
@@ -237,7 +237,7 @@ def _driver_cuda() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def _failure() -> str | None:
+def _cuda_failure() -> str | None:
     import torch
 
     if torch.cuda.is_available():

@@ -17,7 +17,7 @@ def plot_loss(directory: Path, unigram_entropy: float | None = None, to: Path | 
 
     rows = list(read_metrics(RunDirectory(directory).metrics, {"step", "loss", "tokens"}))
     names = sorted({name for row in rows for name in ValidationLosses.of_row(row).by_set})
-    # a layout draws everything twice, and only a legend beside the axes needs one
+    # matplotlib's constrained layout draws everything twice; only a legend beside the axes needs it
     legend_outside = len(names) > 5
     figure = Figure(figsize=(7, 4.2), layout="constrained" if legend_outside else None)
     axes = figure.subplots()

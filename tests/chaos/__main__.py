@@ -44,7 +44,7 @@ DISK_MIB = 48
 class Arm:
     """What happens to which run.
 
-    segments: the run goes to each of these steps on so many ranks, in this order. most: events in one segment.
+    segments: pairs (step, ranks): the run trains to each step on that many ranks. most: events in one segment.
     """
 
     disturber: Callable[[Path, int], Disturber]
@@ -88,7 +88,7 @@ def train(arm: Arm, folder: Path, shared: list[str]) -> dict[str, Any]:
 
 
 def disturb(arm: Arm, folder: Path, shared: list[str], seed: int, left: int, on_event: Callable[[], None]) -> list[Any]:
-    """Train the run of an arm to its end with at most so many events. Returns them."""
+    """Train the run of an arm to its end with at most `left` events, and return them."""
     directory = folder / "disturbed"
     disturber = arm.disturber(directory, seed)
     for step, ranks in arm.segments:

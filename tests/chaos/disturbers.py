@@ -72,7 +72,7 @@ class Disturber(ABC):
 
 
 class Killer(Disturber):
-    """Kills one rank or all. moments: those at which a run is killed, by turns.
+    """Kills one rank or all. moments: when to kill a run, in turn.
 
     An event has the moment; the state, which is what the run did then: training, saving, or resuming, which is
     everything before the first new step; how many ranks were killed, of how many; and how long the others then took to
@@ -165,7 +165,10 @@ class Stopper(Disturber):
 
 
 class DiskFiller(Disturber):
-    """Fills the disk of the run directory for a moment; every second time, kills the run and starts it meanwhile."""
+    """Fills the disk of the run directory for a moment.
+
+    Every second time, it also kills the run and starts it again while the disk is full.
+    """
 
     def life(self, job: Job, again: Callable[[], Job]) -> bool:
         filler = self.directory.parent / "filler"

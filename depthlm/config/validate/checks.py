@@ -53,6 +53,41 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     ]
 
 
+def check_steps(config: Config, steps: int) -> list[str]:
+    """Return the mistakes of a schedule that does not fit into a run of `steps` steps."""
+    schedule, errors = config.schedule, []
+    warmup = warmup_steps(config, steps)
+    if warmup > steps:
+        errors.append(f"schedule.warmup_steps={warmup}: longer than the run of {steps} steps; allowed: 0 to {steps}")
+    if schedule.name == "inverse_sqrt" and warmup == 0:
+        errors.append("schedule.name=inverse_sqrt: needs a warm-up; give schedule.warmup_steps, 1 or more")
+    if schedule.name == "wsd" and warmup + round(schedule.decay_ratio * steps) > steps:
+        errors.append(
+            f"schedule.decay_ratio={schedule.decay_ratio}: warm-up ({warmup} steps) and decay overlap in {steps} steps"
+        )
+    return errors
+
+
+def check_machine(config: Config) -> list[str]:
+    """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
+    return [*_check_ranks(config), *_check_device(config), *_check_files(config), *_check_tracker(config)]
+
+
+def check_starts(config: Config, starts: set[str]) -> list[str]:
+    """Return an error for each key in `starts` whose run, another point of the experiment, is not complete.
+
+    A run that already has checkpoints is not checked, nor is a key whose value is itself a checkpoint.
+    """
+    errors = []
+    for key in sorted(starts):
+        start = getattr(config, key, None)
+        if start is None or _holds_checkpoints(config.output_dir or "") or is_checkpoint(Path(start)):
+            continue
+        if Path(start).exists() and not RunDirectory(Path(start)).summary.exists():
+            errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
+    return errors
+
+
 def _check_vocabulary(config: Config, given: Set[str]) -> list[str]:
     size, data = config.size, config.data
     needed = padded_vocab_size(data) if tokenizer_exists(config) else 0
@@ -106,21 +141,6 @@ def _check_length(config: Config) -> list[str]:
         errors.append("schedule.warmup_ratio: give it or schedule.warmup_steps; 0 is no warm-up")
     steps = None if errors else run_steps(config)
     return errors if steps is None else check_steps(config, steps)
-
-
-def check_steps(config: Config, steps: int) -> list[str]:
-    """Return the mistakes of a schedule that does not fit into a run of `steps` steps."""
-    schedule, errors = config.schedule, []
-    warmup = warmup_steps(config, steps)
-    if warmup > steps:
-        errors.append(f"schedule.warmup_steps={warmup}: longer than the run of {steps} steps; allowed: 0 to {steps}")
-    if schedule.name == "inverse_sqrt" and warmup == 0:
-        errors.append("schedule.name=inverse_sqrt: needs a warm-up; give schedule.warmup_steps, 1 or more")
-    if schedule.name == "wsd" and warmup + round(schedule.decay_ratio * steps) > steps:
-        errors.append(
-            f"schedule.decay_ratio={schedule.decay_ratio}: warm-up ({warmup} steps) and decay overlap in {steps} steps"
-        )
-    return errors
 
 
 def _check_optimizer(config: Config, given: Set[str]) -> list[str]:
@@ -278,32 +298,12 @@ def _check_divides(experts: int, number: int, what: str) -> list[str]:
     return [f"deepspeed.experts={experts}: must divide {what}; allowed: {allowed}"]
 
 
-def check_machine(config: Config) -> list[str]:
-    """Return the mistakes that only this machine has: its ranks, its device, its files, a package not installed."""
-    return [*_check_ranks(config), *_check_device(config), *_check_files(config), *_check_tracker(config)]
-
-
 def _check_ranks(config: Config) -> list[str]:
     experts, ranks = config.deepspeed.experts, launchers.ranks().world_size
     if config.backbone.mlp != "experts" or config.deepspeed.stage == 3 or config.size.num_experts % experts:
         # another mistake
         return []
     return _check_divides(experts, ranks, f"the number of ranks of this run, {ranks}")
-
-
-def check_starts(config: Config, starts: set[str]) -> list[str]:
-    """Return an error for each key in `starts` whose run, another point of the experiment, is not complete.
-
-    A run that already has checkpoints is not checked, nor is a key whose value is itself a checkpoint.
-    """
-    errors = []
-    for key in sorted(starts):
-        start = getattr(config, key, None)
-        if start is None or _holds_checkpoints(config.output_dir or "") or is_checkpoint(Path(start)):
-            continue
-        if Path(start).exists() and not RunDirectory(Path(start)).summary.exists():
-            errors.append(f"{key}={start}: that point of the experiment is not complete; train it first")
-    return errors
 
 
 def _check_device(config: Config) -> list[str]:

@@ -1,6 +1,7 @@
 """Documents read from files of text, JSON and parquet, and the values of a column that parquet files hold.
 
-A document is a text file, a line of JSON or a row of parquet. Bad documents are reported.
+A document is a text file, a line of JSON or a row of parquet. Bad documents are reported. A hash of a document's name
+decides whether it is held out, so the same hash and fraction always put it into the same split.
 """
 
 import codecs
@@ -169,8 +170,8 @@ class Reader:
     def _text(self, number: int, unit: str, text: Any, name: str, size: int | None = None) -> Record:
         """Return the record of a text.
 
-        unit: what the number counts; empty: the file is one document. size: of the text, which is not given if it is
-        too long; None: its length.
+        unit: what the number counts; empty: the file is one document. size: the bytes of the text, given where a text
+        that is too long is not read; None: `len(text)`.
         """
         place = f"{unit} {number + 1}{' of the file' if unit == 'piece' else ''}" if unit else "the file"
         if text is None:
@@ -201,20 +202,20 @@ def documents(
 
 def is_validation(name: str, fraction: float) -> bool:
     """Return whether the document of this name is held out: true for a share `fraction` of all names."""
-    return fraction >= 1 or (fraction > 0 and share(name) < fraction)
+    return fraction >= 1 or (fraction > 0 and hash_share(name) < fraction)
 
 
 def held_out_share(names: Iterable[str], fraction: float) -> float:
     """Return the fraction, raised where needed so that at least one document with these names is held out."""
     lowest = 1.0
     for name in names:
-        lowest = min(lowest, share(name))
+        lowest = min(lowest, hash_share(name))
         if lowest < fraction:
             return fraction
     return math.nextafter(lowest, 1.0)
 
 
-def share(name: str) -> float:
+def hash_share(name: str) -> float:
     """Return a hash of the name, uniform in [0, 1)."""
     # A float holds 53 bits: more could round up to 1.
     return (int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) >> 11) / 2**53

@@ -166,7 +166,10 @@ def encode(job: Job, read: Callable[[Job, Position], Generator[Encoded]]) -> Man
 
 
 def encoded_batches(job: Job, position: Position, one_file: bool = False) -> Generator[Encoded]:
-    """Encode the source, or only one file, from a position on, some batches ahead of the one that is yielded."""
+    """Encode the source from a position on, some batches ahead of the one that is yielded.
+
+    one_file: only to the end of the file of that position.
+    """
     dtype = little_endian(dtype_of(job.vocab_size))
     with ThreadPoolExecutor(environment.cores()) as pool:
         waiting: deque[Future[Encoded]] = deque()

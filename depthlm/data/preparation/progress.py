@@ -1,4 +1,4 @@
-"""The progress of a preparation: token files as far as written, the record to resume from, bars on the terminal."""
+"""The progress of a preparation: the writer of its token files, the record from which it resumes, and its bar."""
 
 import hashlib
 import json

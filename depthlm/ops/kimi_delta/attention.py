@@ -1,9 +1,9 @@
 """Kimi Delta Attention: the recurrence for one token, and chunks for more, in PyTorch or by fla-core on a GPU.
 
-And what surrounds it: a short convolution of its inputs, causal and by channel, and its norms.
+This module also has what surrounds it: a short causal convolution of each channel of its inputs, and its norms.
 
 Shapes: b batch, t tokens, h heads, d channels of a query and a key, e channels of a value, s documents of all
-sequences, c channels, 3 the tokens before, 4 taps of the kernel; the last is for the token itself.
+sequences, c channels, 3 earlier tokens, 4 taps of the kernel, of which the last is for the token itself.
 """
 
 import importlib

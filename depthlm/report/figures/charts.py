@@ -59,6 +59,38 @@ class Line:
         return f"{short(self.name)}, the paper's" if self.hollow else short(self.name)
 
 
+def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
+    """Draw the first column of each row as a difference against the baseline's; None where there is none to draw.
+
+    Returns the notes on the figure.
+    """
+    from matplotlib.patches import Patch
+
+    name, column = sweep.first
+    bars = [entry for entry in sweep.differences() if entry.reference is not None]
+    if all(bar.ours is None and bar.paper is None for bar in bars):
+        return None
+    with_paper = any(bar.paper is not None for bar in bars)
+    figure, ((axes,),) = subplots(1, 8, 1.6 + (0.62 if with_paper else 0.42) * len(bars))
+    for number, bar in enumerate(bars):
+        _draw_bar(axes, bar, number, with_paper, column.digits)
+    axes.axvline(0, color="black", lw=1)
+    axes.set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.margins(x=0.16)
+    against = references_text(bars)
+    axes.set_xlabel(f"{title_of(name, column)}: difference against {against} ({column.better} is better)")
+    grid(axes, "x")
+    if with_paper:
+        ours = Patch(facecolor="#777777", label="ours")
+        papers = Patch(facecolor="white", edgecolor="#777777", hatch="////", label="the paper's")
+        axes.legend(handles=[ours, papers], frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    save(figure, path, sweep.stamp(beside_paper=with_paper))
+    if all(bar.ours is None or bar.ours.interval is None for bar in bars):
+        return []
+    return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
+
+
 def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the first column along the experiment's x; None where there is nothing to draw.
 
@@ -223,38 +255,6 @@ def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
         axes.minorticks_off()
     elif low > 0:
         log_ticks(axes.xaxis, (low, high), counts=True)
-
-
-def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
-    """Draw the first column of each row as a difference against the baseline's; None where there is none to draw.
-
-    Returns the notes on the figure.
-    """
-    from matplotlib.patches import Patch
-
-    name, column = sweep.first
-    bars = [entry for entry in sweep.differences() if entry.reference is not None]
-    if all(bar.ours is None and bar.paper is None for bar in bars):
-        return None
-    with_paper = any(bar.paper is not None for bar in bars)
-    figure, ((axes,),) = subplots(1, 8, 1.6 + (0.62 if with_paper else 0.42) * len(bars))
-    for number, bar in enumerate(bars):
-        _draw_bar(axes, bar, number, with_paper, column.digits)
-    axes.axvline(0, color="black", lw=1)
-    axes.set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.margins(x=0.16)
-    against = references_text(bars)
-    axes.set_xlabel(f"{title_of(name, column)}: difference against {against} ({column.better} is better)")
-    grid(axes, "x")
-    if with_paper:
-        ours = Patch(facecolor="#777777", label="ours")
-        papers = Patch(facecolor="white", edgecolor="#777777", hatch="////", label="the paper's")
-        axes.legend(handles=[ours, papers], frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    save(figure, path, sweep.stamp(beside_paper=with_paper))
-    if all(bar.ours is None or bar.ours.interval is None for bar in bars):
-        return []
-    return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
 
 
 def _draw_bar(axes: Any, bar: Difference, place: float, with_paper: bool, digits: int) -> None:

@@ -1,8 +1,8 @@
 """Where ZeRO 1 to 3 of DeepSpeed keep the elements of each parameter: flat partitions, one per group and rank.
 
-The elements are checked for non-finite values, and loaded from a checkpoint that other ranks wrote, or whose experts
-were spread over another number of ranks: each rank reads the elements that it has now from the files of all ranks that
-wrote it. DeepSpeed's own converter knows only the two moments of Adam.
+This module also checks the elements for non-finite values, and loads a checkpoint that another number of ranks wrote,
+or whose experts were spread over another number of ranks. Each rank then reads its elements from the files of all
+ranks. DeepSpeed's own converter knows only the two moments of Adam.
 """
 
 import itertools
