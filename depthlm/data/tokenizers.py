@@ -93,7 +93,7 @@ class Tokenizer:
 
         contents = hub_tokenizer(name, FILES)
         text = contents.pop(FILE_NAME)
-        return cls(text, name, end_of_text, {file: parsed(content) for file, content in contents.items()})
+        return cls(text.decode(), name, end_of_text, {file: parsed(content) for file, content in contents.items()})
 
     def vocabulary(self) -> dict[str, int]:
         """Return the id of each token."""

@@ -70,7 +70,7 @@ def open_url(url: str) -> BinaryIO:
         return io.BufferedReader(_Stream(HfFileSystem().open(url, "rb", block_size=_BLOCK), explained))
 
 
-def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, str | bytes]:
+def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, bytes]:
     """Return the content of a model's tokenizer.json, and of those of `others` that exist beside it, by name.
 
     Where the hub cannot be reached, they come from the local cache. Raises DataError where neither has the tokenizer.
@@ -87,7 +87,7 @@ def hub_tokenizer(name: str, others: Sequence[str] = ()) -> dict[str, str | byte
             load = try_to_load_from_cache
             if not _is_unreachable(error) or not isinstance(path := load(name, _TOKENIZER), str):
                 raise
-        contents: dict[str, str | bytes] = {_TOKENIZER: Path(path).read_bytes().decode("utf-8")}
+        contents = {_TOKENIZER: Path(path).read_text("utf-8").encode()}
     for file in others:
         # the libraries raise many types of errors, and a file that cannot be read counts as missing
         with suppress(Exception):

@@ -23,6 +23,7 @@ from depthlm.data.preparation import progress as progress_file
 from depthlm.data.preparation.encode import Job, encode, encoded_batches, held_out_fraction
 from depthlm.data.preparation.estimate import check_disk_space
 from depthlm.data.preparation.parts import Part, encode_part, folder_of, missing_files, stored_batches
+from depthlm.data.preparation.progress import training_bar
 from depthlm.data.settings import Data, Source
 from depthlm.data.token_files import check_settings, quota, settings, token_folder
 from depthlm.data.token_files import vocab_size as vocab_size_of
