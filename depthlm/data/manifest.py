@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from depthlm.errors import DataError
 from depthlm.files import digest, read_text, replace_text
@@ -28,6 +28,7 @@ VERIFY = (
 _REMEDY = f"Remove the folder and prepare it again: {_PREPARE} with the same overrides."
 
 Dtype = Literal["uint16", "uint32"]
+Number = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Shard:
     """One file: its name in the folder, its number of tokens, and the sha256 of its bytes."""
 
     name: Annotated[str, Field(pattern="^[^/]+$")]
-    tokens: NonNegativeInt
+    tokens: Number
     sha256: str
 
 
@@ -47,12 +48,12 @@ class Split:
     number of unknown tokens.
     """
 
-    tokens: NonNegativeInt
-    documents: NonNegativeInt
-    bytes: NonNegativeInt
+    tokens: Number
+    documents: Number
+    bytes: Number
     files: tuple[Shard, ...]
     unigram_entropy: float | None = None
-    unknown: NonNegativeInt = 0
+    unknown: Number = 0
 
     @property
     def hides_text(self) -> bool:
@@ -78,7 +79,7 @@ class Manifest:
     source: dict[str, Any]
     settings: dict[str, Any]
     dtype: Dtype
-    vocab_size: int
+    vocab_size: Number
     tokenizer: str
     train: Split
     validation: Annotated[dict[str, Split], Field(min_length=1, max_length=1)]
@@ -97,11 +98,10 @@ class Manifest:
         if not file.is_file():
             raise DataError("no token files", folder, f"Prepare them: {_PREPARE} with the same overrides.")
         try:
-            text = read_text(file)
-            record = json.loads(text)
+            record = json.loads(read_text(file))
             if isinstance(record, dict) and record.get("version") != VERSION:
                 raise DataError(f"token files of version {record.get('version')}; expected {VERSION}", file, _REMEDY)
-            return _adapter().validate_json(text, strict=True)
+            return _adapter().validate_python(record)
         except ValidationError as error:
             mistake = error.errors()[0]
             why = f"{'.'.join(map(str, mistake['loc']))}: {mistake['msg']}"

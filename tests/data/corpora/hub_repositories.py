@@ -174,7 +174,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
 
 def ask(code: str, environment: Mapping[str, str], folder: Path, given: Any = None) -> Any:
     """Run the code in a new process, since the libraries read the endpoint on import, and return its `out`."""
-    script = f"{PRELUDE}{code}\nprint('\\n' + json.dumps(out))"
+    script = f"{PRELUDE}{code}\nprint('\\n' + json.dumps(out, default=bytes.decode))"
     command = [sys.executable, "-c", script, json.dumps(given)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
