@@ -6,6 +6,7 @@ Each command imports its code only when it runs, so that `--help` and `--version
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TypeVar
 
 import depthlm
@@ -150,7 +151,9 @@ def _read(program: str, schema: type[Schema], words: list[str]) -> Schema:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("arguments", nargs="*", metavar="key=value")
-    return read_arguments(schema, parser.parse_args(words).arguments)
+    # a flag is no argument of these commands, so it is reported like a misspelt key
+    parsed, flags = parser.parse_known_args(words)
+    return read_arguments(schema, [*flags, *parsed.arguments])
 
 
 def main(command: str | None = None, arguments: list[str] | None = None, program: str | None = None) -> None:
@@ -168,13 +171,24 @@ def main(command: str | None = None, arguments: list[str] | None = None, program
         if not _complete():
             return
     elif command is None:
-        parsed = _parser().parse_args(sys.argv[1:2])
-        command, arguments = parsed.command, sys.argv[2:]
+        command, arguments = sys.argv[1] if sys.argv[1:] else "--help", sys.argv[2:]
+        if command.startswith("-"):
+            _parser().parse_args([command])
     program = program or f"depthlm {command}"
     from depthlm.exits import exit_on_mistake
 
-    run, given = COMMANDS[command], arguments or []
-    exit_on_mistake(program, lambda: run(given, program))
+    run, given = COMMANDS.get(command), arguments or []
+    if run is None:
+        exit_on_mistake("depthlm", partial(_refuse, command))
+    else:
+        exit_on_mistake(program, partial(run, given, program))
+
+
+def _refuse(command: str) -> None:
+    from depthlm.config.errors import listed, nearest
+    from depthlm.errors import UserError
+
+    raise UserError(f"{command}: no such command; allowed: {listed(COMMANDS)}{nearest(command, COMMANDS)}")
 
 
 def _complete() -> bool:

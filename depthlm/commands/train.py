@@ -61,8 +61,8 @@ class CommandLine:
 
 def main(arguments: list[str], program: str) -> None:
     """Train a run, or each point of a sweep. Ends the process with the exit code of the run."""
-    continue_without_output()
     line = read_command_line(arguments)
+    continue_without_output()
     if not line.completion:
         config = check_command_line(line)
         if config is not None:

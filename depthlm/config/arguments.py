@@ -27,7 +27,7 @@ def read_arguments(schema: type[Arguments], given: Sequence[str], prefix: str = 
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
-            errors.append(f"{prefix}{text}: not key=value")
+            errors.append(f"{prefix}{text}: not key=value{nearest(text.lstrip('-'), known)}")
         elif name not in known:
             errors.append(f"{prefix}{text}: no such key; allowed: {listed(known)}{nearest(name, known)}")
         else:

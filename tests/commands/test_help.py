@@ -1,11 +1,13 @@
 """Help on everything, a group, an option or a key; the version; shell completion."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 import depthlm
+from depthlm.__main__ import main
 from depthlm.commands.help import print_help, setting_meanings
 from depthlm.commands.train import read_command_line
 from depthlm.config import mechanisms
@@ -100,3 +102,39 @@ def test_help_does_not_import_torch() -> None:
     code += "except SystemExit: pass\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_depthlm_alone_prints_its_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    assert "generate   " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [
+        (["generat"], "depthlm: generat: no such command; allowed: train, prepare, "),
+        (["generat"], "; did you mean `generate`?"),
+        (["generate", "--prompt", "hi"], "--prompt: not key=value; did you mean `prompt`?"),
+    ],
+)
+def test_a_misspelt_command_or_key_gets_the_nearest_name(
+    words: list[str], mistake: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["depthlm", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert mistake in capsys.readouterr().err
+
+
+def test_help_into_a_closed_pipe_ends_quietly(forks: Forks) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = forks.start(["train.py", "--help"], stdout=writer, stderr=(error := os.memfd_create("error")))
+    assert process.wait(60) == 1
+    assert os.pread(error, 1000, 0) == b""
+    os.close(writer)
+    os.close(error)

@@ -176,6 +176,11 @@ def _explain_value(
     group, _, setting = name.replace(".", "/").rpartition("/")
     if group in groups and name.startswith(OPEN) and (owners := _owners(group, setting, groups, config_dir)):
         return f"{text}: not a setting of this mechanism; {listed(owners)} have `{setting}`"
+    parent, _, leaf = name.rpartition(".")
+    if parent in ("model.connection", "model.attention"):
+        inside = [key.removeprefix(f"{parent}.") for key in present if key.startswith(f"{parent}.")]
+        settings = [key for key in inside if key != "_target_"]
+        return f"{text}: no such key; allowed: {listed(settings) or 'none'}{nearest(leaf, settings)}"
     return f"{text}: no such key{nearest(name, present)}"
 
 

@@ -97,6 +97,8 @@ BROKEN_OVERRIDES = [
 # several overrides, or mistakes that are found only if every override is valid
 BROKEN = [
     (["+foo=bar"], ["foo=bar", "no such key"]),
+    (["model=mhc", "model.connection.n=4"], ["model.connection.n=4", "allowed: num_streams, iterations, collapse"]),
+    (["model=mhc", "model.connection.stream=4"], ["did you mean `num_streams`?"]),
     (["optimizer.betas=[0.9]"], ["optimizer.betas=[0.9]", "two numbers"]),
     (["optimizer.betas=[0.9,1.0]"], ["optimizer.betas", "below 1"]),
     (["optimizer=muon", "optimizer.momentum=1.5"], ["optimizer.momentum=1.5: must be a number, at least 0"]),
