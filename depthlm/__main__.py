@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"depthlm {depthlm.__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("command")
     return parser
 
 

@@ -4,7 +4,6 @@ A trace of the decoder counts the memory of a micro-batch (`depthlm.accounting.t
 follows from the ZeRO stage. DeepSpeed's buffers are those of version 0.19.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -202,10 +201,20 @@ def rank_decoder(config: "Config") -> Decoder:
 def largest(sizes: Sequence[int], available: float, total: Callable[[int], float]) -> int | None:
     """Return the largest of these sizes (ascending) whose total does not exceed `available`; None if none fits.
 
-    The totals ascend, but for that of the last size, which may be smaller: a step of a single micro-batch does not
-    accumulate gradients.
+    Totals grow almost linearly, so the search interpolates between two totals.
     """
-    if total(sizes[-1]) <= available:
-        return sizes[-1]
-    count = bisect_right(sizes, available, key=total)
-    return sizes[count - 1] if count else None
+    low, high = 0, len(sizes) - 1
+    totals = {low: total(sizes[low])}
+    if totals[low] > available:
+        return None
+    totals[high] = total(sizes[high])
+    if totals[high] <= available:
+        return sizes[high]
+    while high - low > 1:
+        slope = (totals[high] - totals[low]) / (sizes[high] - sizes[low])
+        target = sizes[low] + (available - totals[low]) / slope
+        # the largest size in between that fits by interpolation; if none does, the smallest size in between
+        middle = max((i for i in range(low + 1, high) if sizes[i] <= target), default=low + 1)
+        totals[middle] = total(sizes[middle])
+        low, high = (middle, high) if totals[middle] <= available else (low, middle)
+    return sizes[low]
