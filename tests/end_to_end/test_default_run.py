@@ -15,7 +15,7 @@ from depthlm.locations import REPOSITORY
 def test_make_train_learns_well_below_the_unigram_entropy(tmp_path: Path) -> None:
     started = time.monotonic()
     done = subprocess.run(
-        ["make", "train", f"ARGS=output_dir={tmp_path}/run training.max_steps=150"],  # a quarter of the steps
+        ["make", "train", f"ARGS=output_dir={tmp_path}/run training.max_steps=300"],  # half of the steps
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -23,7 +23,7 @@ def test_make_train_learns_well_below_the_unigram_entropy(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     print(f"{time.monotonic() - started:.0f} s")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["validation_loss"] < summary["unigram_entropy"] - 1.0
+    assert summary["validation_loss"] < summary["unigram_entropy"] - 1.5
     assert f"{summary['validation_loss']:.4f}" in done.stdout
     assert f"{summary['unigram_entropy']:.3f}" in done.stdout
     assert (tmp_path / "run/loss.png").stat().st_size > 10_000
