@@ -72,7 +72,7 @@ def test_loading_the_run_requires_trust(work: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.connection.spn=3", "model.connection.spn=3: no such key; did you mean"),
+        ("model.connection.spn=3", "model.connection.spn=3: no such key; allowed: span"),
         ("+model.connection.spn=3", "has no such setting; allowed: span"),
         ("model.connection.span=0", "model.connection.span=0: must be a whole number of at least 1"),
         (
