@@ -20,7 +20,7 @@ from depthlm.config import Config, changes, run_of
 from depthlm.config.compose import compose
 from depthlm.config.errors import ConfigError
 from depthlm.config.hydra_context import flags_parser, open_names
-from depthlm.config.resolve import by_name, experiment_of
+from depthlm.config.names import by_name, experiment_of
 from depthlm.config.saved import config_text
 from depthlm.distributed.launchers import is_rank_0, ranks
 from depthlm.errors import UserError

@@ -113,7 +113,10 @@ def _resolved(
     if config.precision.name == "auto":
         config = replaced(config, {"precision.name": fast_precision(config)})
     if run is not None and saved is not None:
-        config = replace(config, output_dir=directory_of(run, saved, config, own_texts))
+        directory = directory_of(run, saved, config, own_texts)
+        # a run that derives from a named one has a name of its own
+        keeps_name = directory == str(run) or config.name != saved.name
+        config = replace(config, output_dir=directory, name=config.name if keeps_name else None)
     return _Resolved(config, given, starts)
 
 

@@ -15,7 +15,8 @@ from yaml import YAMLError
 from depthlm.config.errors import ConfigError, nearest
 from depthlm.config.hydra_context import available_groups, compose_raw, hydra_at_conf
 from depthlm.config.keys import keys, on_resume
-from depthlm.config.resolve import LENGTHS, by_name, folder_name, run_name
+from depthlm.config.names import by_name, derived_name
+from depthlm.config.resolve import LENGTHS, leading
 from depthlm.config.saved import as_text, check_reach, check_trusted, compare, load_config, targets
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import OPEN, explain_overrides, not_an_override, one_line
@@ -32,7 +33,7 @@ def run_of(overrides: Sequence[str]) -> Path | None:
     """Return the run directory given by `run=`, or None. Raises UserError if it is empty or given twice."""
     directories = [text.partition("=")[2] for text in overrides if text.startswith(RUN)]
     if len(directories) > 1 or directories == [""]:
-        raise UserError("run=: give one run directory, as in run=outputs/default/base")
+        raise UserError("run=: give one run directory, as in run=outputs/default/vanilla-tiny-seed1")
     return Path(directories[0]) if directories else None
 
 
@@ -109,8 +110,10 @@ def directory_of(run: Path, saved: Config, config: Config, overrides: Sequence[s
         return str(run)
     # "." and ".." have a name only after they are resolved
     origin = run if run.name.strip(".") else run.resolve()
-    name = run_name(own_overrides(overrides))
-    return str(origin.parent / (name if origin.name == "base" else folder_name(f"{origin.name}__{name}")))
+    name = config.name
+    if name is None or name == saved.name:
+        name = derived_name(origin.name, leading(saved), leading(config), own_overrides(overrides))
+    return str(origin.parent / name)
 
 
 def _changes(saved: Config, config: Config) -> dict[str, str]:

@@ -1,16 +1,14 @@
 """Derive the values that a configuration leaves open: counts, lengths, precision, vocabulary, run directory."""
 
-import hashlib
 import math
-import os
-import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from depthlm.config.experiment import Experiment
-from depthlm.config.keys import on_resume, replaced, value_of
+from depthlm.config.keys import replaced, value_of
+from depthlm.config.names import Leading, by_name, experiment_of, mechanism_name, run_directory
 from depthlm.config.schema import Config, run_steps
 from depthlm.data import is_on_hub, padded_vocab_size
 from depthlm.data.settings import Data
@@ -35,7 +33,7 @@ def resolve(config: Config, given: Set[str], overrides: Sequence[str]) -> Config
     config = with_budget(config, given - keys_of_points(config.experiment.points, overrides))
     values: dict[str, Any] = {"experiment": Experiment(name=experiment_of(overrides) or "")}
     if config.output_dir is None:
-        values["output_dir"] = run_directory(overrides)
+        values["output_dir"] = run_directory(overrides, leading(config), config.name)
     return with_derived(replaced(config, values), given, overrides)
 
 
@@ -77,6 +75,11 @@ def with_derived(config: Config, given: Set[str], overrides: Sequence[str]) -> C
     return replaced(config, values)
 
 
+def leading(config: Config) -> Leading:
+    """Return what the name of a run with this configuration begins with."""
+    return Leading(config.model.name, config.size.name, str(config.seed))
+
+
 def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
     """Return the keys whose override equals a value in the experiment's points, so that it is not the user's choice."""
     texts = by_name(overrides)
@@ -86,46 +89,6 @@ def keys_of_points(points: Sequence[Any], overrides: Sequence[str]) -> set[str]:
         for key, value in values
         if key in texts and any(texts[key] == str(v) for v in (value if isinstance(value, list) else [value]))
     }
-
-
-def by_name(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the text that each key or group is set to; the last override of a key wins."""
-    return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
-
-
-def run_directory(overrides: Sequence[str]) -> str:
-    """Return the default run directory, for a run without output_dir."""
-    return str(Path("outputs", experiment_of(overrides) or "default", run_name(overrides)))
-
-
-def run_name(overrides: Sequence[str]) -> str:
-    """Return a folder name made from the sorted overrides that affect the result; `base` if there are none."""
-    parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if on_resume(name) != "free"]
-    return folder_name("__".join(parts) or "base")
-
-
-def folder_name(text: str) -> str:
-    """Return a text as a folder name, with unsafe characters replaced and its length limited."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
-    if plain == text:
-        return text
-    # without the hash, two different texts could give the same name
-    return f"{plain}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
-
-
-def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
-    """Return the name of a mechanism: `mhc+depth_attention`, or `dca,connection=mhc` for a modified preset."""
-    given = dict(override.split("=", 1) for override in overrides if override.startswith(("model/", "+model/")))
-    parts = {name.rpartition("/")[2]: value for name, value in given.items()}
-    if preset != "vanilla":
-        return ",".join([preset, *(f"{part}={value}" for part, value in parts.items())])
-    return "+".join(value for value in parts.values() if value not in ("residual", "self_attention")) or preset
-
-
-def experiment_of(overrides: Sequence[str]) -> str | None:
-    """Return the experiment given in the overrides, or None."""
-    names = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == "experiment"]
-    return names[-1] if names and names[-1] != "null" else None
 
 
 def tokenizer_exists(config: Config) -> bool:

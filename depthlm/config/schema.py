@@ -284,8 +284,14 @@ class Config:
     """The configuration of one run."""
 
     seed: int = key(1, "seed of the weights and of the order of the data", minimum=0, maximum=2**63 - 1, protocol=False)
+    name: str | None = key(
+        None,
+        "name of the run: its folder, and what tables and legends call it; null: made from the mechanism, the size, "
+        "the seed and the other overrides that affect the result, as in mhc-tiny-seed1-lr1e-3",
+        on_resume="free",
+    )
     output_dir: str | None = key(
-        None, "run directory; null: outputs/<experiment or default>/<name made from the overrides>", on_resume="free"
+        None, "run directory; null: outputs/<experiment or default>/<name of the run>", on_resume="free"
     )
     resume: Literal["auto", "extend", "retrain", "never"] = key(
         "auto",

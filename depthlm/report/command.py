@@ -1,69 +1,107 @@
 """`python -m depthlm report`: writes report.md and its figures, prints the main table, and uploads them to W&B."""
 
 import hashlib
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthlm.config.resolve import run_name
+from depthlm.config.names import report_name
 from depthlm.config.schema import Tracker
 from depthlm.console import stdout_console
 from depthlm.errors import UserError
 from depthlm.files import replace_text
+from depthlm.locations import command
+from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings
-from depthlm.report.runs_report import NO_DIFFERENCE, find_runs, runs_report
-from depthlm.report.sweep import read_sweep
+from depthlm.report.figures.loss_curves import panels_of
+from depthlm.report.runs_report import find_runs, holds_run, runs_report
+from depthlm.report.sweep import read_sweep, with_baseline
+from depthlm.report.sweep_report import results_table, sweep_report
 from depthlm.report.tables import DASH, MISSING, Table, show
 from depthlm.runs.records import RunRecord
 from depthlm.runs.weights_and_biases import init as init_wandb
 from depthlm.streams import printable
 
 USAGE = (
-    "give experiment=<paper>/<name> with overrides as for train.py -m, or runs=<run directories, separated by commas>; "
-    "to=<folder> sets the folder of the report, and wandb=<project> uploads it to Weights & Biases"
+    "give the overrides of train.py -m, with experiment=<paper>/<name> or without, or a folder of runs; "
+    "baseline=<row or setting> sets what the others are compared with, to=<folder> the folder of the report, and "
+    "wandb=<project> uploads it to Weights & Biases"
 )
-
-OPTIONS = ("to=", "runs=", "wandb=")
+OPTIONS = ("to=", "runs=", "wandb=", "baseline=")
 RUNS_REPORT = "outputs/report"
+REPORT_COMMAND = command("-m depthlm report", "report")
 
 
 def report(arguments: Sequence[str], config_dir: str | Path | None = None) -> Path:
-    """Write the report for `experiment=...` or `runs=...`, print its main tables, and return the path of report.md.
+    """Write the report on a sweep or on a folder of runs, print its main tables, and return the path of report.md.
 
-    Raises UserError for arguments that name no experiment or run, or where the report cannot be written.
+    Raises UserError for arguments that name no sweep or run, or where the report cannot be written.
     """
     options = dict(text.split("=", 1) for text in arguments if text.startswith(OPTIONS))
     overrides = [text for text in arguments if not text.startswith(OPTIONS)]
-    to, runs, project = options.get("to"), options.get("runs"), options.get("wandb")
+    to, project, baseline = options.get("to"), options.get("wandb"), options.get("baseline")
     if project is not None and (project.count("/") > 1 or "" in project.split("/")):
         raise UserError(f"wandb={project}: must be <project> or <team>/<project>")
-    if runs is not None:
-        if overrides:
-            raise UserError(f"{' '.join(overrides)}: runs= takes no settings, since its runs have their own; {USAGE}")
-        return report_runs(find_runs(runs.split(",")), to or RUNS_REPORT, project=project)
-    if not any(text.startswith(("experiment=", "+experiment=")) for text in overrides):
+    folders = [text for text in overrides if "=" not in text]
+    if "runs" in options or folders:
+        settings = [text for text in overrides if "=" in text]
+        if settings:
+            raise UserError(f"{' '.join(settings)}: not with a folder of runs, which have their own settings; {USAGE}")
+        runs = find_runs(folders or options["runs"].split(","), "" if folders else "runs=")
+        default = f"{folders[0].rstrip('/')}/report" if len(folders) == 1 and not holds_run(Path(folders[0])) else None
+        return report_runs(runs, to or default or RUNS_REPORT, project=project, baseline=baseline)
+    if not overrides:
         raise UserError(USAGE)
-    sweep = read_sweep(overrides, config_dir)
-    # reports with other overrides (budget, size, seed) have other folders
-    name = run_name(overrides)
-    folder = Path(to or f"outputs/{sweep.experiment.name}/report{'' if name == 'base' else f'-{name}'}")
-    path, tables = _write(folder, lambda: experiment_report(sweep, folder))
+    return _report_sweep(overrides, config_dir, to, project, baseline)
+
+
+def _report_sweep(
+    overrides: Sequence[str],
+    config_dir: str | Path | None,
+    to: str | None,
+    project: str | None,
+    baseline: str | None,
+) -> Path:
+    sweep = with_baseline(read_sweep(overrides, config_dir), baseline)
+    # reports on other overrides (budget, size, seed) have other folders
+    folder = Path(to or f"outputs/{sweep.experiment.name or 'default'}/{report_name(overrides)}")
+    if sweep.experiment.name:
+        path, tables = _write(folder, lambda: experiment_report(sweep, folder))
+    else:
+        path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
     _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}."], project)
     return path
 
 
-def report_runs(runs: Sequence[RunRecord], to: str | Path, option: str = "to=", project: str | None = None) -> Path:
+def report_runs(
+    runs: Sequence[RunRecord],
+    to: str | Path,
+    option: str = "to=",
+    project: str | None = None,
+    baseline: str | None = None,
+) -> Path:
     """Write the report of these runs to a folder, print their results and the settings in which they differ.
 
-    option: where the user gave the folder, for messages. project: of W&B, to which it is uploaded. Returns the path of
-    report.md. Raises UserError if it cannot be written or uploaded.
+    option: where the user gave the folder, for messages. project: of W&B, to which it is uploaded. baseline: the row
+    with which the others are compared; None: vanilla. Returns the path of report.md. Raises UserError if it cannot be
+    written or uploaded.
     """
     folder = Path(to)
-    path, tables = _write(folder, lambda: runs_report(runs, folder), option)
-    # the first table has the results
-    notes = [] if len(tables) > 1 or len(runs) == 1 else [f"{NO_DIFFERENCE}."]
-    _show(path, tables, [*notes, f"{state_line(runs)}."], project)
+    path, tables = _write(folder, lambda: runs_report(runs, folder, baseline), option)
+    _show(path, tables, [f"{state_line(runs)}."], project)
     return path
+
+
+def show_results(overrides: Sequence[str], config_dir: str | Path | None = None) -> None:
+    """Print the table of a sweep's results, and the command that writes its whole report."""
+    sweep = read_sweep(overrides, config_dir)
+    tables = [results_table(sweep)] if not sweep.experiment.name else next(iter(comparison_tables(sweep).values()))
+    console = stdout_console()
+    for table in tables:
+        show(table, console)
+    texts = [*overrides, *([f"--config-dir={config_dir}"] if config_dir is not None else [])]
+    console.print(f"{REPORT_COMMAND} {shlex.join(texts)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(folder: Path, write: Callable[[], tuple[str, list[Table]]], option: str = "to=") -> tuple[Path, list[Table]]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from depthlm.config.experiment import Column
-from depthlm.report.rows import FACTS, measured, paper
+from depthlm.report.rows import FACTS, measured, paper, separated
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, markdown, number_text, signed_text
 
@@ -88,17 +88,10 @@ def _ours(sweep: Sweep, name: str) -> list[Cell]:
 
 
 def _best(sweep: Sweep, column: Column) -> set[str]:
-    """Return the labels of the rows with the best number of their task after rounding, where the task has others."""
-    best: set[str] = set()
+    """Return the labels of the rows that are the best of their task, where the seeds separate them from the others."""
     if column.metric in FACTS:
-        return best
-    for group in sweep.compared():
-        numbers = {row.label: value for row in group if (value := measured(row, column)) is not None}
-        rounded = {label: round(value.mean, column.digits) for label, value in numbers.items()}
-        if len(set(rounded.values())) > 1:
-            top = min(rounded.values()) if column.better == "lower" else max(rounded.values())
-            best |= {label for label, value in rounded.items() if value == top}
-    return best
+        return set()
+    return {label for group in sweep.compared() if (label := separated(group, column)) is not None}
 
 
 def _papers(sweep: Sweep, name: str) -> list[Cell]:
@@ -130,7 +123,7 @@ def differences_from_baseline(sweep: Sweep) -> list[str]:
         texts = [entry.row.label]
         if against:
             texts.append(DASH if entry.reference is None else entry.reference.label)
-        texts.append(_difference_text(entry, column))
+        texts.append(difference_text(entry, column))
         if printed:
             texts.append(signed_text(entry.paper, column.digits))
         rows.append(cells(texts))
@@ -145,7 +138,7 @@ def differences_from_baseline(sweep: Sweep) -> list[str]:
     ]
 
 
-def _difference_text(entry: Difference, column: Column) -> str:
+def difference_text(entry: Difference, column: Column) -> str:
     """Return a difference with the bounds of its 95% interval, as in `-0.0500 [-0.0712, -0.0288]`."""
     number, reference = entry.ours, entry.reference
     if number is None:

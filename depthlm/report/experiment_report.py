@@ -21,7 +21,8 @@ from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, Ru
 STATES = (COMPLETE, RUNNING, STOPPED, FAILED, WAITING)
 LEGEND = (
     f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
-    "ours. Points that differ only in the seed form one row: mean ± sample standard deviation."
+    "ours, where the 95% intervals of its differences from all others exclude 0. Points that differ only in the seed "
+    "form one row: mean ± sample standard deviation."
 )
 FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
     "bars": draw_bars,
@@ -77,7 +78,7 @@ def _head(sweep: Sweep) -> list[str]:
     parts += [f"**{warning}**" for warning in warnings(sweep)]
     parts += _state(sweep)
     parts += _without_number(sweep) + _trained_differently(sweep)
-    parts.append(f"## Protocol\n\n{markdown(_protocol_table(sweep.rows, sweep.configs))}")
+    parts.append(f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}")
     for title, lines in (
         ("Not given in the paper; assumed instead", experiment.assumed),
         ("Notes", experiment.notes),
@@ -174,7 +175,7 @@ def _trained_differently(sweep: Sweep) -> list[str]:
     return ["\n".join(["These runs trained with settings that differ from the protocol below:", "", *lines])]
 
 
-def _protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
+def protocol_table(rows: Sequence[Row], configs: Sequence[Config]) -> Table:
     """Return the protocol as a table; differing values are all listed, with their sizes where these are distinct."""
     lines: dict[str, dict[str, list[str]]] = {}
     for row, config in zip(rows, configs, strict=True):

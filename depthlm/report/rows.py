@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
 from depthlm.config.experiment import Column
-from depthlm.config.resolve import by_name, run_name
+from depthlm.config.names import setting_text
 from depthlm.config.schema import Config
 from depthlm.counts import parse_count
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
@@ -98,21 +98,17 @@ def gather(points: Sequence[Point], read: Callable[[str], RunRecord] = read_run)
         key = frozenset((name, value) for name, value in point.settings.items() if name != "seed")
         groups.setdefault(key, []).append(point)
     rows = [
-        Row(members, [read(point.directory) for point in members], _parts(members[0])) for members in groups.values()
+        Row(members, [read(point.directory) for point in members], members[0].parts or {"model": members[0].mechanism})
+        for members in groups.values()
     ]
     return [replace(row, parts=row.parts | _distinguishing(row, rows)) for row in rows]
-
-
-def _parts(point: Point) -> dict[str, str]:
-    """Return the parts of a point's label; without any, the run's name without the seed."""
-    return point.parts or {"run": run_name([text for text in point.overrides if "seed" not in by_name([text])])}
 
 
 def _distinguishing(row: Row, rows: Sequence[Row]) -> dict[str, str]:
     """Return the settings in which a row differs from others with the same label, as parts of its label."""
     alike = [other.settings for other in rows if other.label == row.label]
     return {
-        name: f"{name}={value}"
+        name: setting_text(name, value)
         for name, value in sorted(row.settings.items())
         if any(settings.get(name) != value for settings in alike)
     }
@@ -148,6 +144,23 @@ def difference(row: Row, reference: Row, column: Column, scale: Callable[[float]
     if paired or not numbers or not base:
         return over_seeds(paired)
     return Measured(scale(mean(numbers.values())) - scale(mean(base.values())), None, 0)
+
+
+def separated(rows: Sequence[Row], column: Column) -> str | None:
+    """Return the label of the best row if the seeds separate it from all others, else None.
+
+    They do where no 95% interval of its difference from another row, with a pooled deviation, contains 0.
+    """
+    numbers = {row.label: value.mean for row in rows if (value := measured(row, column)) is not None}
+    if len(numbers) < 2:
+        return None
+    label = (min if column.better == "lower" else max)(numbers, key=lambda label: numbers[label])
+    best = next(row for row in rows if row.label == label)
+    others = [row for row in rows if row is not best and row.label in numbers]
+    differences = pooled([difference(row, best, column) for row in others])
+    intervals = [(d.mean, d.interval) for d in differences if d is not None and d.count]
+    is_clear = len(intervals) == len(others) and all(half is not None and abs(mean) > half for mean, half in intervals)
+    return label if is_clear else None
 
 
 def over_seeds(values: Sequence[float]) -> Measured | None:

@@ -6,27 +6,30 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.errors import nearest
-from depthlm.config.keys import on_resume
-from depthlm.counts import count_text
+from depthlm.config.experiment import Experiment
+from depthlm.config.keys import on_resume, override_text
+from depthlm.config.names import importance, setting_text, short_value
 from depthlm.errors import UserError
-from depthlm.report.experiment_report import first_line, picture, state_line
-from depthlm.report.figures.loss_curves import LossCurve, Panel, draw_loss_curves
+from depthlm.report.figures.loss_curves import LossCurve, Panel, names_of
 from depthlm.report.figures.style import mechanism_of_run
-from depthlm.report.rows import number, setting_title
-from depthlm.report.tables import DASH, Cell, Table, cells, markdown, number_text, plain
+from depthlm.report.rows import Row
+from depthlm.report.sweep import LOSS, Sweep, with_baseline
+from depthlm.report.sweep_report import sweep_report
+from depthlm.report.tables import DASH, Table, cells
 from depthlm.run_directory import RunDirectory
-from depthlm.runs.records import FAILED, RunRecord, read_run, recorded_settings
+from depthlm.runs.listing import run_folders
+from depthlm.runs.records import RunRecord, read_run, recorded_settings
 from depthlm.streams import printable
+from depthlm.sweeps.points import Point
 
 # runs per table of differing settings
 BESIDE = 4
 # in place of the value of a setting that a run does not have
 ABSENT = object()
-NO_DIFFERENCE = "No setting that affects the result differs"
 
 
 def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
-    """Return the runs in these directories, globs allowed, each once and in order.
+    """Return the runs in these directories, or in folders of them, globs allowed, each once and in order.
 
     option: where the user gave the names, for messages. Raises UserError for a name without runs.
     """
@@ -34,14 +37,16 @@ def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
     errors = []
     for text in filter(None, (name.strip() for name in names)):
         is_glob = glob.has_magic(text) and not Path(text).exists()
-        paths = sorted(glob.glob(text, recursive=True)) if is_glob else [text]
-        runs = [read_run(path) for path in paths if holds_run(Path(path))]
+        paths = [Path(path) for path in (sorted(glob.glob(text, recursive=True)) if is_glob else [text])]
+        inside = [path for path in paths if not holds_run(path)] if not is_glob else []
+        folders = [folder for path in inside if path.is_dir() for folder in run_folders(path)]
+        runs = [read_run(path) for path in [*filter(holds_run, paths), *folders]]
         if not runs:
             errors.append(f"{option}{text}: {_why(text, is_glob)}")
         for run in runs:
             by_directory.setdefault(run.directory.resolve(), run)
     if not errors and not by_directory:
-        errors.append(f"{option}: name run directories, as in runs=outputs/default/base,outputs/default/model-mhc")
+        errors.append(f"{option}: name run directories, or a folder of them, as in runs=outputs/default")
     if errors:
         raise UserError("\n".join(errors))
     return list(by_directory.values())
@@ -64,47 +69,70 @@ def _why(text: str, is_glob: bool) -> str:
     return f"no such folder{nearest(path.name, beside)}"
 
 
-def runs_report(runs: Sequence[RunRecord], folder: Path) -> tuple[str, list[Table]]:
-    """Draw the losses into a folder. Returns the Markdown report, and the tables of it that the terminal shows: the
-    results, and the settings that differ. Raises OSError.
+def runs_report(runs: Sequence[RunRecord], folder: Path, baseline: str | None = None) -> tuple[str, list[Table]]:
+    """Draw the losses into a folder. Returns the Markdown report, and its tables of results and differing settings.
+
+    Raises OSError; UserError if no run is the baseline.
     """
+    sweep = with_baseline(sweep_of_runs(runs), baseline)
+    settings = {row.label: _recorded(row) for row in sweep.rows}
+    tables = difference_tables({label: config for label, config in settings.items() if config})
+    return sweep_report(sweep, folder, panels_by_size(sweep.rows, settings), tables)
+
+
+def sweep_of_runs(runs: Sequence[RunRecord]) -> Sweep:
+    """Return these runs as a sweep; those that differ only in the seed form one row."""
     names = short_names([run.directory for run in runs])
-    configs = {name: recorded_settings(run.directory) for name, run in zip(names, runs, strict=True)}
-    main = summary_table(runs, names)
-    parts = ["# Runs", f"{state_line(runs)}.", markdown(main)]
-    failed = [
-        f"- {plain(n)} failed: {plain(first_line(r.failure))}"
-        for n, r in zip(names, runs, strict=True)
-        if r.state == FAILED
+    configs = [recorded_settings(run.directory) for run in runs]
+    groups: dict[tuple[str, int], list[int]] = {}
+    for number, config in enumerate(configs):
+        shared = {key: value for key, value in config.items() if key != "seed" and on_resume(key) != "free"}
+        identity = repr(sorted(shared.items())) if config else names[number]
+        same_seed = [seeds for (other, _), seeds in groups.items() if other == identity]
+        # a second run of one seed has a row of its own
+        copy = sum(any(configs[member].get("seed") == config.get("seed") for member in seeds) for seeds in same_seed)
+        groups.setdefault((identity, copy), []).append(number)
+    members = list(groups.values())
+    labels = distinguishing_settings({names[first]: configs[first] for first, *_ in members})
+    rows = [
+        Row(
+            [_point(configs[number], labels[names[group[0]]]) for number in group],
+            [runs[number] for number in group],
+            labels[names[group[0]]],
+        )
+        for group in members
     ]
-    parts += ["\n".join(failed)] if failed else []
-    parts.append("## Differences between the configurations")
-    unread = [name for name, config in configs.items() if not config]
-    if unread:
-        parts.append(f"No readable config.yaml: {plain(', '.join(unread))}.")
-    tables = difference_tables({name: config for name, config in configs.items() if config})
-    parts += [markdown(table) for table in tables] if tables else [f"{NO_DIFFERENCE}."]
-    name = "loss_curves.png"
-    stamp = f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
-    drawn = draw_loss_curves(panels_by_size(runs, configs), folder / name, stamp)
-    parts.append(picture("Loss curves", folder, name, drawn))
-    return "\n\n".join(parts) + "\n", [main, *tables]
+    return Sweep(Experiment(), rows, LOSS, [], [])
 
 
-def panels_by_size(runs: Sequence[RunRecord], configs: Mapping[str, dict[str, Any]]) -> list[Panel]:
-    """Return the loss curves of the runs, with a panel for each model size. configs: of the runs, by name."""
-    sizes: dict[str, dict[str, RunRecord]] = {}
-    for run, (name, config) in zip(runs, configs.items(), strict=True):
-        sizes.setdefault(str(config.get("size.name") or ""), {})[name] = run
-    panels = []
-    for size, members in sizes.items():
-        labels = distinguishing_settings({name: configs[name] for name in members})
-        curves = [
-            LossCurve(labels[name], mechanism_of_run(name, run.directory, configs[name]), [run])
-            for name, run in members.items()
-        ]
-        panels.append(Panel(size, curves))
-    return panels
+def _point(config: Mapping[str, Any], parts: dict[str, str]) -> Point:
+    """Return the point of a run with these settings, without overrides."""
+    settings = {
+        key.removesuffix(".name"): override_text(value) for key, value in config.items() if key.endswith(".name")
+    }
+    fixed = {key: override_text(value) for key, value in config.items() if on_resume(key) == "fixed"}
+    return Point([], settings | fixed, parts)
+
+
+def _recorded(row: Row) -> dict[str, Any]:
+    return {key: value for key, value in recorded_settings(row.runs[0].directory).items() if key != "seed"}
+
+
+def panels_by_size(rows: Sequence[Row], settings: Mapping[str, dict[str, Any]]) -> list[Panel]:
+    """Return the loss curves of the rows, with a panel for each model size. settings: of the rows, by label."""
+    sizes: dict[str, list[Row]] = {}
+    for row in rows:
+        sizes.setdefault(str(settings[row.label].get("size.name") or ""), []).append(row)
+    return [
+        Panel(
+            size,
+            [
+                LossCurve(name, mechanism_of_run(name, row.runs[0].directory, settings[row.label]), row.runs)
+                for name, row in zip(names_of(members), members, strict=True)
+            ],
+        )
+        for size, members in sizes.items()
+    ]
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -117,56 +145,38 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return [printable(str(directory)) for directory in directories]
 
 
-def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Return a label for each run: the first settings that distinguish all of them, or else the names of the runs.
+def distinguishing_settings(configs: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the parts of a label for each run: the settings that distinguish all of them, else the names of the runs.
 
-    A group is represented by its option's name where that differs, as in `mhc, lr 0.01`.
+    A user's name for a run is its label. A group is represented by its option, as in `mhc, lr 0.01`.
     """
-    labels = dict.fromkeys(configs, "")
-    different = differing_settings(list(configs.values()))
-    for key in sorted(different, key=lambda key: (not key.endswith(".name"), key)):
-        name = "" if key.endswith(".name") else f"{setting_title(key)} "
+    values = list(configs.values())
+    if len(values) == 1 and "model.name" in values[0]:
+        return {run: {"model": str(config["model.name"])} for run, config in configs.items()}
+    if all(config.get("name") for config in values) and len({config["name"] for config in values}) == len(values):
+        return {run: {"name": str(config["name"])} for run, config in configs.items()}
+    different = differing_settings(values)
+    labels: dict[str, dict[str, str]] = {run: {} for run in configs}
+    for key in sorted(different, key=lambda key: (not key.endswith(".name"), importance(key))):
         longer = {
-            run: ", ".join(filter(None, [label, f"{name}{_value_text(value)}"]))
-            for (run, label), value in zip(labels.items(), different[key], strict=True)
+            run: label | _part(key, value) for (run, label), value in zip(labels.items(), different[key], strict=True)
         }
-        if len(set(longer.values())) > len(set(labels.values())):
+        if _distinct(longer) > _distinct(labels):
             labels = longer
-    return labels if len(set(labels.values())) == len(labels) > 1 else {name: name for name in configs}
+    is_distinct = _distinct(labels) == len(labels)
+    return {run: label if label and is_distinct else {"run": run} for run, label in labels.items()}
 
 
-def summary_table(runs: Sequence[RunRecord], names: Sequence[str]) -> Table:
-    """Return the table of each run's results, or its progress where it is not complete."""
-    head = ["run", "state", "step", "parameters", "tokens", "training loss", "validation loss", "perplexity"]
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        newest: dict[str, Any] = run.rows[-1] if run.rows else {}
-        values = {key: number(run, key) for key in ("parameters", "tokens", "tokens_per_second", "wall_seconds")}
-        tokens = values["tokens"] or newest.get("tokens")
-        loss = run.loss if number(run, "training_loss") is None else number(run, "training_loss")
-        step = number(run, "steps") or run.step
-        texts = [
-            DASH if step is None else f"{step:,.0f}",
-            DASH if values["parameters"] is None else count_text(values["parameters"]),
-            DASH if tokens is None else count_text(tokens),
-            number_text(loss, 4),
-            number_text(number(run, "validation_loss"), 4),
-            number_text(number(run, "validation_perplexity"), 3),
-            number_text(values["tokens_per_second"], 0),
-            duration(values["wall_seconds"]),
-        ]
-        rows.append([Cell(name), Cell(run.state), *cells(texts)])
-    return Table([*head, "tokens/s", "wall time"], rows)
+def _part(key: str, value: Any) -> dict[str, str]:
+    if value is ABSENT:
+        return {}
+    group = key.removesuffix(".name")
+    text = override_text(value)
+    return {group: short_value(text) if group != key else setting_text(key, text)}
 
 
-def duration(seconds: float | None) -> str:
-    """Return seconds as `2 h 05 min`, `3 min 20 s` or `12.3 s`; a dash for None."""
-    if seconds is None:
-        return DASH
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
+def _distinct(labels: Mapping[str, dict[str, str]]) -> int:
+    return len({tuple(label.items()) for label in labels.values()})
 
 
 def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:
@@ -181,7 +191,8 @@ def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:
     for start in range(0, len(names), BESIDE):
         beside = slice(start, start + BESIDE)
         rows = [cells([key, *map(_value_text, values[beside])]) for key, values in different.items()]
-        tables.append(Table(["setting", *names[beside]], rows, words=True))
+        title = "Settings that differ" if start == 0 else ""
+        tables.append(Table(["setting", *names[beside]], rows, title, words=True))
     return tables
 
 

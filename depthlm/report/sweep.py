@@ -1,16 +1,18 @@
 """The sweep of a report: the experiment, its rows, and the row with which each is compared."""
 
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import depthlm
 from depthlm.config.compose import compose_anywhere
-from depthlm.config.errors import ConfigError
+from depthlm.config.errors import ConfigError, listed, nearest
 from depthlm.config.experiment import Column, Experiment
 from depthlm.config.keys import on_resume
-from depthlm.config.resolve import by_name, experiment_of
+from depthlm.config.names import by_name, experiment_of, short_value
 from depthlm.config.schema import Config
 from depthlm.counts import count_text
+from depthlm.errors import UserError
 from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
@@ -91,6 +93,11 @@ class Sweep:
             for (key, rows), name in zip(members.items(), names, strict=True)
         ]
 
+    def is_baseline(self, row: Row) -> bool:
+        """Return whether the others are compared with a row: the experiment names its series, or its label."""
+        baseline = self.experiment.baseline
+        return row.label == baseline or short_value(self.series_of(row)) == short_value(baseline)
+
     def task_of(self, row: Row) -> dict[str, str]:
         """Return what a row is compared at: its task's name, or the settings that define its task."""
         return {name: value for name, value in row.points[0].task.items() if name != self.experiment.series}
@@ -101,7 +108,7 @@ class Sweep:
         Where no row is the baseline, it is the first row of the same task. None where there is no row to compare with.
         """
         task = self.task_of(row)
-        baselines = [other for other in self.rows if self.series_of(other) == self.experiment.baseline]
+        baselines = [other for other in self.rows if self.is_baseline(other)]
         if row in baselines:
             return row
         alike = [
@@ -136,22 +143,27 @@ class Sweep:
         return [result[row.label] for row in self.rows if row.label in result]
 
     def stamp(self, beside_paper: bool = False) -> str:
-        """Return what a figure shows, for readers who see it without its report, as in `budget smoke, 3 seeds`.
+        """Return what a figure shows, for readers who see it without its report.
 
-        An experiment without a paper's numbers has a budget only if that is smaller than the experiment's own;
-        otherwise, the stamp has the tokens that its runs trained on. beside_paper: whether the figure also has the
-        paper's numbers; if ours are not comparable with them, it says so.
+        That is the experiment, its budget where the paper's numbers or a smaller budget make it matter, the tokens and
+        the seeds of its runs, and the version of depthlm. beside_paper: whether the figure also has the paper's
+        numbers; if ours are not comparable with them, it says so.
         """
         budgets = " and ".join(dict.fromkeys(config.budget.name for config in self.configs))
+        has_paper = bool(self.experiment.fits) or any(row.points[0].paper for row in self.rows)
         complete = {sum(run.state == COMPLETE for run in row.runs) for row in self.rows} - {0}
-        seeds = f"{_range(complete)} seed{'s' * (max(complete) > 1)}" if complete else "no complete run"
-        if beside_paper and not self.as_printed:
-            changed = " with a changed protocol" if self.changed else ""
-            return f"ours: budget {budgets}{changed}, {seeds}; not comparable with the paper's numbers"
-        if budgets != "paper" or self.experiment.fits or any(row.points[0].paper for row in self.rows):
-            return f"budget {budgets}, {seeds}"
         tokens = {count for run in self.runs if (count := number(run, "tokens")) is not None}
-        return f"{_range(tokens)} tokens, {seeds}" if tokens else seeds
+        changed = " with a changed protocol" if self.changed else ""
+        texts = [
+            self.experiment.name,
+            f"budget {budgets}{changed}" if budgets and (has_paper or budgets != "paper") else "",
+            f"{_range(tokens)} tokens" if tokens else "",
+            f"{_range(complete)} seed{'s' * (max(complete) > 1)}" if complete else "no complete run",
+            f"depthlm {depthlm.__version__}",
+        ]
+        text = ", ".join(filter(None, texts))
+        is_comparable = self.as_printed or not beside_paper
+        return text if is_comparable else f"ours: {text}; not comparable with the paper's numbers"
 
 
 def references_text(differences: Sequence[Difference]) -> str:
@@ -173,16 +185,34 @@ def title_of(name: str, column: Column) -> str:
 def read_sweep(
     overrides: Sequence[str], config_dir: str | Path | None = None, read: Callable[[str], RunRecord] = read_run
 ) -> Sweep:
-    """Return the sweep of these overrides, with the record of each run, read by its directory. Raises ConfigError."""
+    """Return the sweep of these overrides, with the record of each run, read by its directory.
+
+    Without `experiment=`, the experiment is empty. Raises ConfigError.
+    """
     name = experiment_of(overrides)
-    if name is None or "," in name:
-        raise ConfigError(
-            [f"experiment={name or ''}: a report covers one experiment, like depth_attention/mixing_rule"]
-        )
-    experiment = load_experiment(name, config_dir)
+    if name is not None and "," in name:
+        raise ConfigError([f"experiment={name}: a report covers one experiment, like depth_attention/mixing_rule"])
+    experiment = Experiment() if name is None else load_experiment(name, config_dir)
     rows = gather(sweep_points(overrides, config_dir), read)
     columns, configs = experiment.columns or LOSS, _compose_rows(rows, config_dir)
-    return Sweep(experiment, rows, columns, configs, _changed(overrides, experiment, rows))
+    changed = [] if name is None else _changed(overrides, experiment, rows)
+    return Sweep(experiment, rows, columns, configs, changed)
+
+
+def with_baseline(sweep: Sweep, baseline: str | None) -> Sweep:
+    """Return the sweep with another baseline: a row's label, a mechanism, or a setting, as in `optimizer.lr=1e-3`.
+
+    Raises UserError if no row is this baseline.
+    """
+    if baseline is None:
+        return sweep
+    series, _, value = baseline.rpartition("=")
+    experiment = replace(sweep.experiment, series=series or sweep.experiment.series, baseline=value)
+    result = replace(sweep, experiment=experiment)
+    if not any(map(result.is_baseline, result.rows)):
+        labels = [row.label for row in sweep.rows]
+        raise UserError(f"baseline={baseline}: no such row; allowed: {listed(labels)}{nearest(baseline, labels)}")
+    return result
 
 
 def _compose_rows(rows: Sequence[Row], config_dir: str | Path | None) -> list[Config]:

@@ -21,7 +21,17 @@ from depthlm.config.experiment import Experiment
 from depthlm.config.from_run import run_of
 from depthlm.config.hydra_context import compose_raw, hydra_at_conf
 from depthlm.config.keys import check_fields, override_text
-from depthlm.config.resolve import by_name, experiment_of, mechanism_name, run_directory
+from depthlm.config.names import (
+    DEFAULTS,
+    Leading,
+    by_name,
+    experiment_of,
+    importance,
+    mechanism_name,
+    run_directory,
+    setting_text,
+)
+from depthlm.config.resolve import leading
 from depthlm.config.schema import Config
 from depthlm.config.validate.explain import explain_overrides
 from depthlm.console import stdout_console
@@ -43,9 +53,9 @@ TASK_GROUPS = ("size", "data", "training", "backbone", "budget")
 class Point:
     """One run of a sweep: `python train.py <overrides>`, and what a comparison needs to know about it.
 
-    settings: those of the experiment's point and of the command line. parts: of its label, by the key in the
-    experiment's file that each is from. paper: the paper's numbers, by column. follows: whether it starts from the
-    checkpoint of another point.
+    settings: those of the experiment's point and of the command line. parts: of its label, by the key that each is
+    from. paper: the paper's numbers, by column. follows: whether it starts from the checkpoint of another point.
+    defaults: mechanism, size and seed of the experiment's file.
     """
 
     overrides: list[str]
@@ -54,10 +64,11 @@ class Point:
     paper: dict[str, float | None] = field(default_factory=dict)
     follows: bool = False
     config_dir: str | Path | None = None
+    defaults: Leading = DEFAULTS
 
     @property
     def label(self) -> str:
-        """The label in a table of all points, such as `mhc, micro`; empty without an experiment."""
+        """The label in a table of all points, such as `mhc, micro` or `mhc, lr 1e-3`, without the seed."""
         return ", ".join(self.parts.values())
 
     @property
@@ -85,7 +96,11 @@ class Point:
     @cached_property
     def directory(self) -> str:
         """The run directory."""
-        return point_directory(self.overrides, self.config_dir)
+        if not {"output_dir", "name"} & by_name(self.overrides).keys():
+            return run_directory(self.overrides, self.defaults)
+        with hydra_at_conf():
+            raw = compose_raw(self.overrides, self.config_dir)
+        return str(raw.output_dir or run_directory(self.overrides, self.defaults, raw.name))
 
     def checkable(self) -> list[str]:
         """Return the overrides without the run it starts from, which need not exist before the sweep."""
@@ -110,7 +125,26 @@ def sweep_points(overrides: Sequence[str], config_dir: str | Path | None = None)
             points = [] if name is None else _experiment_points(combination, name, config_dir)
             for point in points or [Point(combination, by_name(combination), config_dir=config_dir)]:
                 unique_points.setdefault(tuple(sorted(point.overrides)), point)
-    return list(unique_points.values())
+    points = list(unique_points.values())
+    return points if any(point.parts for point in points) else _named(points)
+
+
+def _named(points: list[Point]) -> list[Point]:
+    """Return points without an experiment, named by the settings that vary in the sweep."""
+    names = {name: None for point in points for name in point.settings if name not in ("seed", "output_dir", "name")}
+    varying = [name for name in names if len({point.settings.get(name) for point in points}) > 1]
+    mechanisms = [name for name in names if name.startswith("model/")]
+    result = []
+    for point in points:
+        parts = {
+            name: setting_text(name, point.settings[name])
+            for name in sorted(varying, key=importance)
+            if name in point.settings and name not in mechanisms
+        }
+        if "model" not in parts and (not parts or {*mechanisms} & {*varying}):
+            parts = {"model": point.mechanism} | parts
+        result.append(replace(point, parts=parts))
+    return result
 
 
 def check_points(
@@ -136,7 +170,7 @@ def check_points(
         if directory in directories:
             errors.append(
                 f"output_dir={directory}: several points of the sweep would write there; interpolate the settings that "
-                "differ, as in output_dir='outputs/mine/${model.name}-${seed}'"
+                "differ, as in name='${model.name}-${seed}' or output_dir='outputs/mine/${model.name}-${seed}'"
             )
         directories.add(directory)
     if errors:
@@ -153,6 +187,10 @@ def _no_points(overrides: Sequence[str]) -> str:
 
 def load_experiment(name: str, config_dir: str | Path | None = None) -> Experiment:
     """Return the experiment of this name. Raises ConfigError if it does not exist or its file is invalid."""
+    return replace(_load_experiment(name, config_dir).experiment, name=name)
+
+
+def _load_experiment(name: str, config_dir: str | Path | None) -> Config:
     with hydra_at_conf():
         try:
             if name.rpartition("/")[2].startswith("_"):
@@ -162,7 +200,7 @@ def load_experiment(name: str, config_dir: str | Path | None = None) -> Experime
             config = None
         if config is None:
             raise ConfigError(explain_overrides([f"experiment={name}"], config_dir, compose_raw))
-    return replace(config.experiment, name=name)
+    return config
 
 
 def is_axis(text: str) -> bool:
@@ -194,11 +232,11 @@ def _product(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 def _experiment_points(overrides: list[str], name: str, config_dir: str | Path | None) -> list[Point]:
     try:
-        experiment = load_experiment(name, config_dir)
+        config = _load_experiment(name, config_dir)
     except ConfigError:
         # composing the point itself reports all of its mistakes
         return []
-    lines = expand(experiment)
+    lines = [replace(line, defaults=leading(config)) for line in expand(replace(config.experiment, name=name))]
     given = by_name(overrides)
     defined = given.keys() & {key for line in lines for key in line.settings}
     selected = [line for line in lines if all(_has(line, key, given[key]) for key in defined)]
@@ -240,7 +278,7 @@ def _combined(
             value = earlier[value[1:], settings.get("seed")].directory
             follows = True
         texts.append(f"{key}={value}")
-    return Point(texts, settings, line.parts, line.paper, follows, config_dir)
+    return Point(texts, settings, line.parts, line.paper, follows, config_dir, line.defaults)
 
 
 def _has(line: Point, key: str, value: str) -> bool:
@@ -286,14 +324,6 @@ def _multiplied(line: dict[str, Any]) -> Iterator[Point]:
         settings = dict(zip(axes, map(override_text, values), strict=True))
         texts = settings | names
         yield Point([], settings, {name: texts[name] for name in order if name in texts}, line.get("paper") or {})
-
-
-def point_directory(overrides: Sequence[str], config_dir: str | Path | None) -> str:
-    """Return the run directory of a point."""
-    if any(override.startswith("output_dir=") for override in overrides):
-        with hydra_at_conf():
-            return str(compose_raw(overrides, config_dir).output_dir)
-    return run_directory(overrides)
 
 
 def parsed_value(text: str) -> Any:

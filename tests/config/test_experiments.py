@@ -14,7 +14,7 @@ from depthlm.accounting.cost import count_parameters
 from depthlm.config import Config, compose_anywhere, run_steps
 from depthlm.config.resolve import matrices
 from depthlm.locations import REPOSITORY
-from depthlm.sweeps import Point, load_experiment, point_directory, sweep_points
+from depthlm.sweeps import Point, load_experiment, sweep_points
 
 from ..options import option
 
@@ -67,7 +67,7 @@ def test_every_number_of_the_paper_has_a_column(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_no_two_points_share_a_run_directory(name: str) -> None:
-    directories = [point_directory(point.overrides, None) for point in points(name, "smoke")]
+    directories = [point.directory for point in points(name, "smoke")]
     assert directories
     assert len(set(directories)) == len(directories)
 
@@ -77,7 +77,7 @@ def test_no_two_points_share_a_run_directory(name: str) -> None:
 def test_every_point_composes(name: str, budget: str) -> None:
     for point, config in zip(points(name, budget), composed(name, budget), strict=True):
         assert (config.experiment.name, config.budget.name) == (name, budget)
-        assert config.output_dir == point_directory(point.overrides, None)
+        assert config.output_dir == point.directory
 
 
 @pytest.mark.parametrize("budget", ["smoke", "gpu_hour"])
@@ -85,7 +85,7 @@ def test_a_budget_and_its_keys_compose_the_same(budget: str) -> None:
     name = "depth_attention/mixing_rule"
     point = sweep_points([f"experiment={name}", f"budget={budget}"])[0]
     config = compose_anywhere(point.checkable())
-    assert config.output_dir == point_directory(point.overrides, None)
+    assert config.output_dir == point.directory
     by_keys = composed(name, budget)[0]
     assert asdict(config) == asdict(by_keys) | {"output_dir": config.output_dir}
 

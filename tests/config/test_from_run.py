@@ -13,7 +13,7 @@ from depthlm.config.saved import config_text
 from depthlm.errors import UserError
 from depthlm.sweeps import check_points, sweep_points
 
-BASE = "outputs/default/base"
+BASE = "outputs/default/vanilla-tiny-seed1"
 
 
 @pytest.fixture(autouse=True)
@@ -153,14 +153,14 @@ def test_settings_of_a_single_invocation_are_not_inherited() -> None:
         (("model=vanilla", "seed=1", "optimizer.betas=[0.9,0.95]"), BASE),
         (("training.max_steps=900", "resume=extend"), BASE),
         (("training.max_tokens=9M", "resume=extend"), BASE),
-        (("training.max_steps=900",), "outputs/default/training.max_steps-900"),
-        (("training.max_steps=900", "resume=extend", "seed=2"), "outputs/default/seed-2__training.max_steps-900"),
-        (("seed=2", "optimizer.lr=0.1", "tracker=none"), "outputs/default/optimizer.lr-0.1__seed-2"),
-        (("++seed=2",), "outputs/default/seed-2"),
+        (("training.max_steps=900",), "outputs/default/vanilla-tiny-seed1-max_steps900"),
+        (("training.max_steps=900", "resume=extend", "seed=2"), "outputs/default/vanilla-tiny-seed2-max_steps900"),
+        (("seed=2", "optimizer.lr=0.1", "tracker=none"), "outputs/default/vanilla-tiny-seed2-lr0.1"),
+        (("++seed=2",), "outputs/default/vanilla-tiny-seed2"),
         (("seed=2", "output_dir=elsewhere/${model.name}-${seed}"), "elsewhere/vanilla-2"),
         (("seed=2", "++output_dir=elsewhere"), "elsewhere"),
         (("output_dir=elsewhere",), "elsewhere"),
-        (("seed=2", "output_dir=null"), "outputs/default/seed-2"),
+        (("seed=2", "output_dir=null"), "outputs/default/vanilla-tiny-seed2"),
         (("output_dir=null",), BASE),
     ],
 )
@@ -169,11 +169,24 @@ def test_overrides_that_affect_the_result_give_a_new_run_directory(overrides: tu
     assert from_run(*overrides).output_dir == directory
 
 
-def test_a_derived_run_name_begins_with_that_of_its_origin() -> None:
+def test_the_name_of_a_derived_run_begins_with_that_of_its_origin() -> None:
     save("runs/mine")
-    assert from_run("seed=2", run="runs/mine/").output_dir == "runs/mine__seed-2"
-    save("runs/mine__seed-2", "seed=2")
-    assert from_run("seed=3", run="runs/mine__seed-2").output_dir == "runs/mine__seed-2__seed-3"
+    assert from_run("seed=2", run="runs/mine/").output_dir == "runs/mine-seed2"
+    assert from_run("model=mhc", "optimizer.lr=0.1", run="runs/mine").output_dir == "runs/mine-mhc-lr0.1"
+    save("runs/vanilla-tiny-seed2-lr0.2", "seed=2", "optimizer.lr=0.2")
+    assert from_run("seed=3", run="runs/vanilla-tiny-seed2-lr0.2").output_dir == "runs/vanilla-tiny-seed3-lr0.2"
+
+
+def test_a_run_that_derives_from_a_named_one_does_not_have_its_name() -> None:
+    save("runs/mine", "name=mine")
+    same, other, named = (
+        from_run(*overrides, run="runs/mine") for overrides in ((), ("seed=2",), ("seed=2", "name=other"))
+    )
+    assert [(run.name, run.output_dir) for run in (same, other, named)] == [
+        ("mine", "runs/mine"),
+        (None, "runs/mine-seed2"),
+        ("other", "runs/other"),
+    ]
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints/.."])
@@ -183,7 +196,7 @@ def test_a_run_directory_may_be_given_relative_to_itself(
     save("runs/mine")
     (tmp_path / "runs/mine/checkpoints").mkdir()
     monkeypatch.chdir(tmp_path / "runs/mine")
-    assert from_run("seed=2", run=inside).output_dir == str(tmp_path / "runs/mine__seed-2")
+    assert from_run("seed=2", run=inside).output_dir == str(tmp_path / "runs/mine-seed2")
 
 
 def test_a_long_run_name_is_shortened() -> None:

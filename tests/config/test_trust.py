@@ -24,7 +24,7 @@ __all__ = ["make_run"]
 MakeRun = Callable[..., Path]
 # texts that neither name a place nor are imported: names in reports, and arguments of classes of torch and depthlm
 HARMLESS = {
-    "model.name", "backbone.name", "size.name", "data.name", "data.license", "optimizer.name", "budget.name",
+    "name", "model.name", "backbone.name", "size.name", "data.name", "data.license", "optimizer.name", "budget.name",
     "data.subset", "data.revision", "data.split", "data.validation_split", "data.suffixes", "data.text_field",
     "data.end_of_text", "optimizer.settings", "training.activation_checkpointing", "training.sample",
     # the user names the run directory, and a new one is beside it

@@ -11,7 +11,6 @@ import yaml
 
 from depthlm.config import Config, compose_anywhere
 from depthlm.config.experiment import Column, Experiment
-from depthlm.config.resolve import run_directory
 from depthlm.report.experiment_report import experiment_report
 from depthlm.report.rows import gather
 from depthlm.report.sweep import LOSS, Sweep
@@ -43,7 +42,7 @@ def points(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> 
 
 def directories(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> list[str]:
     """Return the run directory of each point."""
-    return [run_directory(point.overrides) for point in points(of, budget, seeds)]
+    return [point.directory for point in points(of, budget, seeds)]
 
 
 def sweep(of: Experiment, budget: str = "paper", seeds: Sequence[str] = ()) -> Sweep:

@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_report_prints_the_main_table_and_the_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run("outputs/pair/model-vanilla", 2.5)
+    write_run("outputs/pair/vanilla-tiny-seed1", 2.5)
     run(monkeypatch, "experiment=pair")
     shown = capsys.readouterr().out
     assert "[A]" in shown
@@ -47,8 +47,8 @@ def test_report_prints_the_main_table_and_the_path(
 
 
 def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run("outputs/pair/model-dca__seed-1", 2.25)
-    write_run("outputs/pair/model-dca__seed-2", 2.75)
+    write_run("outputs/pair/dca-tiny-seed1", 2.25)
+    write_run("outputs/pair/dca-tiny-seed2", 2.75)
     run(monkeypatch, "experiment=pair", "model=dca", "seed=1,2", "training.log_every=5", "to=report")
     text = Path("report/report.md").read_text()
     assert row(text, "B")[:2] == ["2", "2.500 ± 0.354"]
@@ -63,14 +63,15 @@ def test_overrides_select_points_and_changes_are_reported(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give experiment=<paper>/<name>"),
-        (["size=micro"], "give experiment=<paper>/<name>"),
+        ([], "give the overrides of train.py -m"),
         (["experiment=pear"], "pair"),
         (["experiment=pair,other"], "a report covers one experiment"),
-        (["experiment=null"], "a report covers one experiment"),
         (["experiment=pair", "size=micor"], "micro"),
         (["runs=nowhere"], "runs=nowhere: no such folder"),
-        (["runs=x", "seed=1"], "seed=1: runs= takes no settings"),
+        (["nowhere"], "nowhere: no such folder"),
+        (["file", "seed=1"], "seed=1: not with a folder of runs"),
+        (["model=vanilla,mhc", "baseline=dca"], "baseline=dca: no such row; allowed: vanilla, mhc"),
+        (["runs=x", "seed=1"], "seed=1: not with a folder of runs"),
         (["experiment=pair", "to=file/report"], "to=file/report: the report cannot be written there"),
         (["experiment=pair", "to=file"], "to=file: the report cannot be written there"),
     ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+import depthlm
 from depthlm.mechanisms.dca import DeepCrossAttention
 from depthlm.mechanisms.depth_attention import DepthAttention
 from depthlm.mechanisms.moda import Moda
@@ -177,30 +178,32 @@ def test_an_axis_is_logarithmic_over_a_wide_range_or_a_constant_factor(numbers: 
 
 def test_the_stamp_has_the_budget_the_seeds_and_whether_numbers_are_comparable() -> None:
     own = experiment(points=[{"model": ["vanilla", "dca"]}])
-    assert sweep(own).stamp() == "no complete run"
-    assert sweep(own, "smoke").stamp() == "budget smoke, no complete run"
+    version = f"depthlm {depthlm.__version__}"
+    assert sweep(own).stamp() == f"made_up, no complete run, {version}"
+    assert sweep(own, "smoke").stamp() == f"made_up, budget smoke, no complete run, {version}"
     of = experiment(points=[{"model": ["vanilla", "dca"], "paper": {"loss": 3.0}}], columns=LOSS)
     for budget in ("paper", "smoke"):
-        assert sweep(of, budget).stamp() == f"budget {budget}, no complete run"
+        assert sweep(of, budget).stamp() == f"made_up, budget {budget}, no complete run, {version}"
         write_run(directories(of, budget)[0])
-    assert sweep(of).stamp() == sweep(of).stamp(beside_paper=True) == "budget paper, 1 seed"
+    stamp = f"made_up, budget paper, 40K tokens, 1 seed, {version}"
+    assert sweep(of).stamp() == sweep(of).stamp(beside_paper=True) == stamp
     seeds = ["1", "2", "3"]
     for number, directory in enumerate(directories(of, "smoke", seeds)):
         write_run(directory, done=0.5 if number == 5 else 1)
-    assert sweep(of, "smoke", seeds).stamp() == "budget smoke, 2 to 3 seeds"
+    assert sweep(of, "smoke", seeds).stamp() == f"made_up, budget smoke, 40K tokens, 2 to 3 seeds, {version}"
     not_comparable = "; not comparable with the paper's numbers"
-    assert sweep(of, "smoke").stamp(beside_paper=True) == f"ours: budget smoke, 1 seed{not_comparable}"
+    stamp = f"ours: made_up, budget smoke, 40K tokens, 1 seed, {version}{not_comparable}"
+    assert sweep(of, "smoke").stamp(beside_paper=True) == stamp
     changed = replace(sweep(of), changed=["size=micro"])
-    assert changed.stamp(beside_paper=True) == f"ours: budget paper with a changed protocol, 1 seed{not_comparable}"
+    assert "budget paper with a changed protocol, " in changed.stamp(beside_paper=True)
+    assert changed.stamp(beside_paper=True).endswith(not_comparable)
 
 
-def test_the_stamp_of_an_experiment_without_a_budget_has_its_tokens() -> None:
+def test_the_stamp_has_the_range_of_the_tokens() -> None:
     of = experiment(points=[{"model": ["vanilla", "dca"]}])
-    first, second = directories(of, "paper")
-    write_run(first, tokens=188_416)
-    assert sweep(of).stamp() == "188.4K tokens, 1 seed"
-    write_run(second, tokens=1_908_736)
-    assert sweep(of).stamp() == "188.4K to 1.909M tokens, 1 seed"
+    for directory, tokens in zip(directories(of, "paper"), (188_416, 1_908_736), strict=True):
+        write_run(directory, tokens=tokens)
+    assert ", 188.4K to 1.909M tokens, 1 seed, " in sweep(of).stamp()
 
 
 @pytest.mark.parametrize("figure", ["bars", "lines", "heatmap", "scaling"])
@@ -226,11 +229,9 @@ def test_every_figure_has_a_stamp(figure: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Figure, "savefig", save)
     reported(of, "smoke")
-    theirs = "ours: budget smoke, 1 seed; not comparable with the paper's numbers"
-    assert stamps == {
-        figure: "budget smoke, 1 seed" if figure == "scaling" else theirs,
-        "loss_curves": "budget smoke, 1 seed",
-    }
+    own = f"made_up, budget smoke, 40K tokens, 1 seed, depthlm {depthlm.__version__}"
+    beside = f"ours: {own}; not comparable with the paper's numbers"
+    assert stamps == {figure: own if figure == "scaling" else beside, "loss_curves": own}
 
 
 def mechanism(settings: dict[str, str]) -> Mechanism:

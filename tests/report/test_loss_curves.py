@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+import depthlm
 from depthlm.report import report
 from depthlm.report.figures.loss_curves import (
     MOST_NAMED,
@@ -74,9 +75,10 @@ def test_smoothing_keeps_gaps_and_constants() -> None:
 def test_the_mean_of_seeds_is_taken_where_all_have_rows() -> None:
     first = Line(np.array([1.0, 2.0, 3.0]), np.array([4.0, 3.0, np.nan]))
     second = Line(np.array([1.0, 1.5, 2.0, 3.0]), np.array([2.0, 9.0, 2.0, 1.0]))
-    tokens, loss = mean_line([first, second])
+    (tokens, loss), losses = mean_line([first, second])
     assert tokens.tolist() == [1.0, 2.0, 3.0]
     np.testing.assert_array_equal(loss, [3.0, 2.5, np.nan])
+    np.testing.assert_array_equal(losses, [[4.0, 3.0, np.nan], [2.0, 2.0, 1.0]])
 
 
 @pytest.mark.usefixtures("rendered")
@@ -91,7 +93,7 @@ def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
     assert [[(curve.name, len(curve.runs)) for curve in panel.curves] for panel in panels] == [
         [("vanilla", 2), ("dca", 2)]
     ] * 2
-    assert "Thin lines: single seeds" in reported(of, "smoke", ["1", "2"])
+    assert "bands: from the lowest to the highest" in reported(of, "smoke", ["1", "2"])
     assert is_png("loss_curves.png")
 
 
@@ -140,16 +142,19 @@ def test_a_panel_is_named_by_what_distinguishes_its_task(
     assert [curve.name for curve in panels[0].curves] == names
 
 
-def test_seeds_are_thin_and_their_mean_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_are_drawn_as_their_mean_and_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
     panels = [Panel("micro", [curve("a", 3.0, 3.2), curve("b", 2.5, mechanism="dca")])]
     (axes,), notes = drawn(panels, monkeypatch)
-    assert [line.get_linewidth() for line in axes.lines] == [0.7, 0.7, 1.8, 1.5]
-    first, second, mean, _ = (line.get_ydata() for line in axes.lines)
+    first, second = (smooth(read(run).loss) for run in panels[0].curves[0].runs)
+    mean, _ = (line.get_ydata() for line in axes.lines)
     assert mean == pytest.approx((first + second) / 2)
+    (band,) = axes.collections
+    edges = band.get_paths()[0].vertices[:, 1]
+    assert {min(first), max(second)} <= {*edges}
     assert [text.get_text() for text in axes.texts] == ["a", "b"]
-    assert [text.get_color() for text in axes.texts] == [axes.lines[2].get_color(), axes.lines[3].get_color()]
+    assert [text.get_color() for text in axes.texts] == [line.get_color() for line in axes.lines]
     assert axes.get_title() == "micro"
-    assert any("Thin lines: single seeds" in note for note in notes)
+    assert any("bands: from the lowest to the highest" in note for note in notes)
     low, high = axes.get_ylim()
     # the steep start is above the axis
     assert low < min(first[-1], second[-1], 2.5)
@@ -170,8 +175,8 @@ def test_incomplete_runs_are_pale_and_end_in_a_cross(monkeypatch: pytest.MonkeyP
     (axes,), notes = drawn(panels, monkeypatch)
     assert [text.get_text() for text in axes.texts] == ["a (stopped, step 20)", "b"]
     assert [line.get_marker() for line in axes.lines] == ["None", "x", "None"]
-    assert axes.lines[0].get_alpha() < axes.lines[2].get_alpha()
-    assert any("Pale lines that end in a cross" in note for note in notes)
+    assert axes.lines[0].get_alpha() < (axes.lines[2].get_alpha() or 1)
+    assert any("Thin pale lines that end in a cross" in note for note in notes)
 
 
 def test_in_a_crowded_panel_each_mechanism_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +205,7 @@ def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyP
     report(["runs=outputs/*", "to=report"])
     assert [axes.get_title() for axes in figures[0].axes] == ["micro", "tiny"]
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["lr 0.1", "lr 0.2"]
-    assert figures[0].texts[-1].get_text() == "4 runs"
+    assert figures[0].texts[-1].get_text() == f"40K tokens, 1 seed, depthlm {depthlm.__version__}"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from depthlm.config.experiment import Column, Experiment
 from depthlm.report.rows import Measured, Row, by_seed, difference, gather, measured, number, paper, pooled
 from depthlm.report.sweep import Sweep
 from depthlm.runs.records import read_run
-from depthlm.sweeps.points import Point, sweep_points
+from depthlm.sweeps.points import Point
 
 from .made_up import STEPS, write_run
 
@@ -25,7 +25,7 @@ def point(label: str, directory: str, **settings: str) -> Point:
 
 
 def home(directory: str) -> Path:
-    return Path("outputs/default", f"name-{directory}")
+    return Path("outputs/default", directory)
 
 
 def rows(*points: Point) -> list[Row]:
@@ -54,17 +54,16 @@ def test_one_seed_gives_no_deviation_and_no_seed_gives_no_number() -> None:
     assert measured(row, LOSS) is None
 
 
-def test_a_point_without_a_label_is_named_by_its_overrides_but_the_seed() -> None:
-    (row,) = gather(sweep_points(["model=vanilla", "seed=1,2", "optimizer.lr=1e-3"]))
-    assert row.label == "model-vanilla__optimizer.lr-1e-3"
-    assert row.seeds == ["1", "2"]
+def test_a_point_without_a_label_is_named_by_its_mechanism() -> None:
+    (row,) = gather([Point(["output_dir=a"], {"model/attention": "moda", "seed": "2"})])
+    assert (row.label, row.seeds) == ("moda", ["2"])
 
 
 def test_rows_with_the_same_label_get_their_differing_settings() -> None:
     labelled = rows(
         point("A", "a", size="tiny", optimizer__lr="1e-3"), point("A", "b", size="tiny", optimizer__lr="2e-3")
     )
-    assert [row.label for row in labelled] == ["A, optimizer.lr=1e-3", "A, optimizer.lr=2e-3"]
+    assert [row.label for row in labelled] == ["A, lr 1e-3", "A, lr 2e-3"]
 
 
 def test_differences_are_taken_between_runs_of_one_seed() -> None:

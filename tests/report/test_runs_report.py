@@ -7,7 +7,8 @@ import pytest
 
 from depthlm.errors import UserError
 from depthlm.report import report
-from depthlm.report.runs_report import distinguishing_settings, duration, find_runs, short_names
+from depthlm.report.runs_report import distinguishing_settings, find_runs, short_names
+from depthlm.report.tables import duration
 from tests.runs.wandb_file import records
 
 from .made_up import is_png, row, write_run
@@ -16,36 +17,70 @@ from .made_up import is_png, row, write_run
 @pytest.mark.usefixtures("rendered")
 def test_the_report_has_the_numbers_and_differing_settings() -> None:
     write_run("outputs/a/base", 3.0, config={"seed": 1, "optimizer": {"lr": 0.1}, "output_dir": "outputs/a/base"})
-    write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.2}, "model": {"name": "a|b"}})
-    write_run("outputs/c/base", 2.0, done=0.5, failure="ValueError: no\nmore", config={"optimizer": {"lr": 0.1}})
+    write_run("outputs/b/base", 2.5, config={"seed": 1, "optimizer": {"lr": 0.1}, "model": {"name": "a|b"}})
+    write_run("outputs/c/base", 2.0, done=0.5, failure="ValueError: no\nmore", config={"optimizer": {"lr": 0.2}})
     text = report(["runs=outputs/a/base,outputs/[b-c]/*", "to=report"]).read_text()
     assert "3 runs: 2 complete, 1 failed." in text
-    assert row(text, "a/base") == [
-        "complete", "40", "1M", "40K", "3.0000", "3.0000", "20.086", "12,345", "1 min 39 s",
+    assert row(text, "a\\|b, lr 0.1") == ["1", "2.5000", "-0.5000", "1M", "40K"]
+    assert row(text, "vanilla, lr 0.1") == ["1", "3.0000", "–", "1M", "40K"]
+    assert row(text, "vanilla, lr 0.2") == ["0 of 1", "missing", "–", "–", "–"]
+    assert row(text, "vanilla, lr 0.1", 1) == [
+        "complete", "40", "3.0000", "3.0000", "20.086", "12,345", "1 min 39 s", "outputs/a/base",
     ]  # fmt: skip
-    assert row(text, "c/base")[:4] == ["failed", "20", "–", "20K"]
-    assert row(text, "c/base")[5:] == ["–", "–", "–", "–"]
-    assert "- c/base failed: ValueError: no" in text
-    assert row(text, "optimizer.lr") == ["0.1", "0.2", "0.1"]
+    assert row(text, "vanilla, lr 0.2", 1)[:3] == ["failed", "20", "2.0108"]
+    assert "- vanilla, lr 0.2 failed: ValueError: no" in text
+    assert row(text, "optimizer.lr") == ["0.1", "0.1", "0.2"]
     assert row(text, "model.name") == ["vanilla", "a\\|b", "vanilla"]
     assert "output_dir" not in text
     assert is_png("loss_curves.png")
 
 
+def test_runs_that_differ_only_in_the_seed_form_one_row() -> None:
+    for model, losses in {"vanilla": (3.0, 3.1, 3.05), "mhc": (2.9, 3.01, 2.95)}.items():
+        for seed, loss in enumerate(losses, 1):
+            write_run(f"outputs/{model}-{seed}", loss, config={"seed": seed, "model": {"name": model}})
+    text = report(["outputs"]).read_text()
+    assert row(text, "mhc") == ["3", "**2.9533 ± 0.0843**", "-0.0967 \\[-0.1110, -0.0823\\]", "1M", "40K"]
+    assert [row(text, f"mhc, seed {seed}")[0] for seed in (1, 2, 3)] == ["complete"] * 3
+    assert Path("outputs/report/report.md").exists()
+
+
+def test_a_second_run_of_a_seed_has_a_row_of_its_own() -> None:
+    for folder in ("outputs/a", "outputs/b"):
+        write_run(folder)
+    assert row(report(["outputs"]).read_text(), "b")[0] == "1"
+
+
+def test_a_named_run_is_called_by_its_name() -> None:
+    for number in range(2):
+        write_run(f"outputs/{number}", config={"name": f"try {number}", "optimizer": {"lr": number}})
+    assert row(report(["outputs"]).read_text(), "try 1")[0] == "1"
+
+
 def test_a_single_run_and_an_unreadable_configuration() -> None:
     folder = write_run("outputs/a/base")
     text = report([f"runs={folder}", "to=report"]).read_text()
-    assert "No setting that affects the result differs." in text
+    assert "Settings that differ" not in text
     (folder / "config.yaml").write_text("a: [")
-    assert "No readable config.yaml: base." in report([f"runs={folder}", "to=report"]).read_text()
+    assert row(report([f"runs={folder}", "to=report"]).read_text(), "base")[0] == "1"
 
 
 def test_many_runs_are_split_into_several_tables() -> None:
     for number in range(6):
-        write_run(f"outputs/run-{number}", config={"seed": number})
+        write_run(f"outputs/run-{number}", config={"optimizer": {"lr": number}})
     text = report(["runs=outputs/*", "to=report"]).read_text()
-    assert row(text, "seed") == ["0", "1", "2", "3"]
-    assert row(text, "seed", 1) == ["4", "5"]
+    assert row(text, "optimizer.lr") == ["0", "1", "2", "3"]
+    assert row(text, "optimizer.lr", 1) == ["4", "5"]
+
+
+def test_another_row_may_be_the_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    for rate, loss in ((0.1, 3.0), (0.001, 2.5)):
+        write_run(f"outputs/{rate}", loss, config={"optimizer": {"lr": rate}})
+    report(["outputs", "baseline=optimizer.lr=1e-3"])
+    assert "against lr 1e-3" in capsys.readouterr().out
+    assert row(Path("outputs/report/report.md").read_text(), "lr 0.1")[2] == "+0.5000"
+    with pytest.raises(UserError, match=r"baseline=mhc: no such row; allowed: lr 1e-3, lr 0\.1"):
+        report(["outputs", "baseline=mhc"])
 
 
 def test_a_run_named_twice_is_reported_once() -> None:
@@ -77,19 +112,19 @@ def test_names_are_as_short_as_possible_and_distinct() -> None:
     assert short_names([Path("o/a"), Path("o/b")]) == ["a", "b"]
 
 
-def test_curves_are_named_by_the_settings_that_distinguish_the_runs() -> None:
+def test_rows_are_named_by_the_settings_that_distinguish_the_runs() -> None:
     mhc = {"model.name": "mhc", "model.connection.num_streams": 4, "optimizer.lr": 0.1}
     assert distinguishing_settings({"a": mhc, "b": mhc | {"model.name": "dca", "optimizer.lr": 0.2}}) == {
-        "a": "mhc",
-        "b": "dca",
+        "a": {"model": "mhc"},
+        "b": {"model": "dca"},
     }
     by_setting = {"a": mhc, "b": mhc | {"model.connection.num_streams": 2}, "c": mhc | {"optimizer.lr": 0.2}}
-    assert distinguishing_settings(by_setting) == {
-        "a": "num streams 4, lr 0.1",
-        "b": "num streams 2, lr 0.1",
-        "c": "num streams 4, lr 0.2",
-    }
-    assert distinguishing_settings({"a": mhc, "b": mhc}) == {"a": "a", "b": "b"}
+    assert [", ".join(parts.values()) for parts in distinguishing_settings(by_setting).values()] == [
+        "connection.num_streams 4, lr 0.1",
+        "connection.num_streams 2, lr 0.1",
+        "connection.num_streams 4, lr 0.2",
+    ]
+    assert distinguishing_settings({"a": mhc, "b": mhc}) == {"a": {"run": "a"}, "b": {"run": "b"}}
 
 
 def test_durations_are_formatted_with_units() -> None:
@@ -119,10 +154,10 @@ def test_a_report_is_uploaded_to_wandb_with_numbers_that_can_be_plotted(
     assert len({run.run_id for run in runs}) == 1
     logged = [record.artifact for record in written if record.HasField("artifact")]
     assert {"report.md", "loss_curves.png"} <= {file.path for file in logged[-1].manifest.contents}
-    tables = {file.name.partition("_")[0]: file for file in Path("report/wandb").rglob("*.table.json")}
-    assert set(tables) == {"results", "settings"}
-    content = json.loads(tables["results"].read_text())
-    assert content["data"][0][content["columns"].index("validation loss")] == 3.0
+    tables = {file.name.partition("_")[0].split()[0]: file for file in Path("report/wandb").rglob("*.table.json")}
+    assert set(tables) == {"Results", "Settings"}
+    content = json.loads(tables["Results"].read_text())
+    assert content["data"][0][content["columns"].index("validation loss ↓")] == 2.5
 
 
 def test_names_that_cannot_be_drawn_are_escaped() -> None:

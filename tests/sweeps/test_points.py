@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from depthlm.config import ConfigError, compose
-from depthlm.sweeps import Point, check_points, load_experiment, point_directory, sweep_points
+from depthlm.sweeps import Point, check_points, load_experiment, sweep_points
 
 MINE = """# @package _global_
 training:
@@ -59,7 +59,7 @@ def test_an_experiment_multiplies_its_points_by_the_axes(folder: Path) -> None:
         if not point.follows:
             config = compose(point.overrides, folder)
             assert config.training.max_steps == 50
-            assert config.output_dir == point_directory(point.overrides, folder)
+            assert config.output_dir == point.directory
 
 
 def test_a_point_may_start_from_another_of_the_same_seed(folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_point_may_start_from_another_of_the_same_seed(folder: Path) -> None:
     }
     for seed in "12":
         later, plain = points["later", seed], points["plain", seed]
-        assert f"init_from={point_directory(plain.overrides, folder)}" in later.overrides
+        assert f"init_from={plain.directory}" in later.overrides
         assert "optimizer.betas=[0.9,0.99]" in later.overrides
         assert later.follows
     assert len(check_points(["experiment=mine/it"], folder)) == 6
@@ -110,7 +110,31 @@ def test_a_point_carries_what_a_comparison_needs(folder: Path) -> None:
     micro = sweep_points(["experiment=mine/it", "model=mhc", "size=micro", "optimizer.lr=1e-2"], folder)[0]
     assert (micro.parts, micro.task) == ({"model": "mhc", "size": "micro"}, {"size": "micro"})
     (plain,) = sweep_points(["model=mhc", "training.max_steps=5"])
-    assert (plain.label, plain.mechanism, plain.task) == ("", "mhc", {"training.max_steps": "5"})
+    assert (plain.label, plain.mechanism, plain.task) == ("mhc", "mhc", {"training.max_steps": "5"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "labels"),
+    [
+        (["model=mhc", "seed=1,2"], ["mhc", "mhc"]),
+        (["optimizer.lr=1e-3,3e-3", "seed=1", "model=vanilla,mhc"], [
+            "vanilla, lr 1e-3", "mhc, lr 1e-3", "vanilla, lr 3e-3", "mhc, lr 3e-3",
+        ]),
+        (["model/connection=residual,mhc", "model/attention=moda"], ["moda", "mhc+moda"]),
+        (["size=micro", "optimizer=adamw,muon"], ["adamw", "muon"]),
+    ],
+)  # fmt: skip
+def test_a_point_of_a_sweep_is_named_by_what_varies(overrides: list[str], labels: list[str]) -> None:
+    assert [point.label for point in sweep_points(overrides)] == labels
+
+
+def test_a_point_may_be_named_by_an_interpolation() -> None:
+    points = check_points(["model=vanilla,mhc", "seed=1,2", "name='${model.name}_${seed}'"])
+    assert [point.directory for point in points] == [
+        f"outputs/default/{model}_{seed}" for model in ("vanilla", "mhc") for seed in (1, 2)
+    ]
+    with pytest.raises(ConfigError, match="several points of the sweep would write there"):
+        check_points(["seed=1,2", "name=mine"])
 
 
 def test_a_point_cannot_start_from_an_incomplete_one(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
     given: the keys and groups that the overrides set.
     """
     return [
+        *_check_name(config),
         *check_shape(config),
         *_check_vocabulary(config, given),
         *check_mechanism(config),
@@ -51,6 +52,13 @@ def check_together(config: Config, given: Set[str]) -> list[str]:
         *_check_spread(config),
         *_check_data(config),
     ]
+
+
+def _check_name(config: Config) -> list[str]:
+    name = config.name
+    if name is None or (name.strip(". ") and "/" not in name and name.isprintable()):
+        return []
+    return [f"name={name}: must be the name of a folder; output_dir= sets the whole path of the run directory"]
 
 
 def check_steps(config: Config, steps: int) -> list[str]:

@@ -80,7 +80,7 @@ def panels_of(sweep: Sweep) -> list[Panel]:
         groups = [[row for row in sweep.rows if sizes[row.label] == title] for title in titles]
     else:
         titles = _titles(sweep, groups)
-    return [_panel(title, rows, _names(rows)) for title, rows in zip(titles, groups, strict=True)]
+    return [_panel(title, rows, names_of(rows)) for title, rows in zip(titles, groups, strict=True)]
 
 
 def _panel(title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
@@ -110,7 +110,7 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
     return [rows[0].label for rows in groups]
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def names_of(rows: Sequence[Row]) -> list[str]:
     """Return the labels without the parts that all rows share, where the rest still distinguishes them."""
     shared = set.intersection(*(set(row.parts.items()) for row in rows))
     names = [", ".join(text for part, text in row.parts.items() if (part, text) not in shared) for row in rows]
@@ -145,9 +145,9 @@ def _notes(panels: Sequence[Panel]) -> list[str]:
     curves = [curve for panel in panels for curve in panel.curves]
     notes = [f"Training losses, as a running mean over about {SMOOTHED:.0%} of a run's logged steps."]
     if any(len(curve.runs) > 1 for curve in curves):
-        notes.append("Thin lines: single seeds; thick lines: the mean over the complete ones.")
+        notes.append("Lines: the mean over the complete seeds; bands: from the lowest to the highest of them.")
     if any(run.state != COMPLETE and _has_losses(run) for curve in curves for run in curve.runs):
-        notes.append("Pale lines that end in a cross are incomplete runs.")
+        notes.append("Thin pale lines that end in a cross are incomplete runs.")
     crowded = max(len(panel.curves) for panel in panels)
     if crowded > MOST_NAMED:
         notes.append(f"{crowded} curves in a panel are too many to name individually: one of each mechanism is named.")
@@ -179,11 +179,15 @@ def smooth(loss: Any) -> Any:
     return np.where(valid, total / np.maximum(count, 1), np.nan)
 
 
-def mean_line(lines: Sequence[Line]) -> Line:
-    """Return the mean of lines at the tokens that all of them have; a gap in one is a gap."""
+def mean_line(lines: Sequence[Line]) -> tuple[Line, Any]:
+    """Return the mean of lines at the tokens that all of them have, and their losses there, [lines, tokens].
+
+    A gap in one line is a gap of the mean.
+    """
     tokens = reduce(np.intersect1d, [line.tokens for line in lines])
-    losses = [dict(zip(*line, strict=True)) for line in lines]
-    return Line(tokens, np.array([np.mean([loss[at] for loss in losses]) for at in tokens], float))
+    by_tokens = [dict(zip(*line, strict=True)) for line in lines]
+    losses = np.array([[loss[at] for at in tokens] for loss in by_tokens], float).reshape(len(lines), len(tokens))
+    return Line(tokens, losses.mean(axis=0)), losses
 
 
 def _draw(axes: Any, panel: Panel, height: float) -> None:
@@ -213,23 +217,24 @@ def _draw_curve(axes: Any, curve: LossCurve, style: Style) -> list[Line]:
     """Draw each run, and the mean of the complete ones; return all lines, the one to be named last."""
     single = len(curve.runs) == 1
     lines, complete = [], []
+    look = {"color": style.colour, "ls": style.dash}
     for run in curve.runs:
         line = read(run)
         line = Line(line.tokens, smooth(line.loss))
         if not np.isfinite(line.loss).any():
             continue
         lines.append(line)
-        look = {"color": style.colour, "ls": style.dash, "lw": 1.5 if single else 0.7}
         if run.state == COMPLETE:
             complete.append(line)
-            axes.plot(*line, alpha=0.95 if single else 0.35, **look)
         else:
-            axes.plot(*line, alpha=0.5, **look)
+            axes.plot(*line, alpha=0.5, lw=1.5 if single else 0.7, **look)
             axes.plot(*line.end, "x", color=style.colour, ms=7, mew=1.8)
-    if single or not complete:
+    if not complete:
         return sorted(lines, key=lambda line: line.tokens[-1])
-    mean = mean_line(complete)
-    axes.plot(*mean, color=style.colour, ls=style.dash, lw=1.8)
+    mean, losses = mean_line(complete)
+    axes.plot(mean.tokens, mean.loss, lw=1.5, **look)
+    if len(complete) > 1:
+        axes.fill_between(mean.tokens, losses.min(axis=0), losses.max(axis=0), color=style.colour, alpha=0.15, lw=0)
     return [*lines, mean]
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import depthlm
 from depthlm.config import Config
-from depthlm.config.resolve import run_name
+from depthlm.config.names import run_name
 from depthlm.data import Tokenizer, bytes_tokenizer
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY

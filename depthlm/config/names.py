@@ -1,0 +1,186 @@
+"""The name of a run: of its folder, of its mechanism, and of the settings that its overrides change."""
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from depthlm.config.keys import keys, on_resume
+
+# characters of a run's name, beyond which a hash stands for the remaining settings; characters of that hash
+LONGEST, HASH = 60, 6
+# the sections of the configuration, those that matter most to a reader first; all others follow
+IMPORTANCE = ("model", "backbone", "size", "data", "optimizer", "schedule", "training", "precision", "init_from")
+# the sections whose keys have the shortest names: `lr` is that of the optimizer
+SHORTEST = ("optimizer", "schedule", "training", "data")
+# what every name begins with
+LEADING = ("model", "size", "seed", "model.name", "size.name")
+
+
+# the text of a number that has several spellings
+NUMBER = re.compile(r"[+-]?(\d+\.\d*|\.?\d+(?=e))(e[+-]?\d{1,3})?", re.IGNORECASE)
+
+
+class Leading(NamedTuple):
+    """What the name of a run begins with; the defaults are those of a run without overrides."""
+
+    model: str = "vanilla"
+    size: str = "tiny"
+    seed: str = "1"
+
+    def __str__(self) -> str:
+        return "-".join([_plain(self.model), _plain(self.size), f"seed{_plain(self.seed)}"])
+
+
+DEFAULTS = Leading()
+
+
+def run_directory(overrides: Sequence[str], defaults: Leading, name: str | None = None) -> str:
+    """Return the run directory of a run without output_dir. name: the value of `name=`.
+
+    defaults: of the experiment. It is the directory of an earlier rule where only that one exists.
+    """
+    folder = Path("outputs", experiment_of(overrides) or "default")
+    if name is not None:
+        return str(folder / name)
+    current, earlier = folder / run_name(overrides, defaults), folder / _earlier_name(overrides)
+    return str(earlier if earlier.exists() and not current.exists() else current)
+
+
+def run_name(overrides: Sequence[str], defaults: Leading = DEFAULTS) -> str:
+    """Return the name of a run, as in `mhc-tiny-seed1-lr1e-3`: its mechanism, size and seed, then `other_settings`.
+
+    A hash ends it where these are too long, or where other settings could be written in the same way.
+    """
+    given = by_name(overrides)
+    model = given.get("model.name") or mechanism_name(given.get("model", defaults.model), overrides)
+    size = given.get("size.name") or given.get("size", defaults.size)
+    return _name(str(Leading(model, size, given.get("seed", defaults.seed))), other_settings(overrides))
+
+
+def derived_name(origin: str, before: Leading, after: Leading, overrides: Sequence[str]) -> str:
+    """Return the name of a run that derives by overrides from another one. origin: its name."""
+    if origin == str(before) or origin.startswith(f"{before}-"):
+        name = f"{after}{origin.removeprefix(str(before))}"
+    else:
+        model, size, seed = (new if new != old else "" for new, old in zip(after, before, strict=True))
+        name = "-".join(filter(None, [origin, _plain(model), _plain(size), seed and f"seed{seed}"]))
+    return _name(name, other_settings(overrides))
+
+
+def report_name(overrides: Sequence[str]) -> str:
+    """Return the name of the folder of a report on a sweep, as in `report-vanilla-mhc-seed1-2`."""
+    given = {name: value for name, value in by_name(overrides).items() if on_resume(name) != "free"}
+    return _name("report", {name: given[name] for name in sorted(given, key=importance)})
+
+
+def other_settings(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the overrides that affect the result, but mechanism, size and seed, the most important first."""
+    given = {
+        name: value
+        for name, value in by_name(overrides).items()
+        if on_resume(name) != "free" and name not in LEADING and not name.startswith("model/")
+    }
+    return {name: given[name] for name in sorted(given, key=importance)}
+
+
+def importance(name: str) -> tuple[int, int, str]:
+    """Return what orders the keys and groups of the configuration, those that matter most to a reader first."""
+    section = re.split(r"[./]", name)[0]
+    rank = IMPORTANCE.index(section) if section in IMPORTANCE else len(IMPORTANCE)
+    return rank, list(keys()).index(name) if name in keys() else -1, name
+
+
+def short_key(name: str) -> str:
+    """Return the last parts of a key, as many as distinguish it from all others, as in `lr` or `connection.n`."""
+    return _short_keys().get(name) or ".".join(name.split(".")[1:]) or name
+
+
+def setting_text(name: str, value: str) -> str:
+    """Return a setting for a label: `muon` for the option of a group, `lr 1e-3` for a key."""
+    is_group = name not in keys() and "." not in name
+    return short_value(value) if is_group else f"{short_key(name)} {short_value(value)}"
+
+
+def short_value(value: str) -> str:
+    """Return a value without the folders of a path and the brackets of a list, and a number as `0.1` or `1e-3`."""
+    if NUMBER.fullmatch(value):
+        number = Decimal(value).normalize()
+        return min(f"{number:f}", f"{number:e}".replace("e+", "e"), key=len)
+    return value.strip("[]").rstrip("/").rpartition("/")[2] or value
+
+
+def mechanism_name(preset: str, overrides: Sequence[str]) -> str:
+    """Return the name of a mechanism: `mhc+depth_attention`, or `dca,connection=mhc` for a modified preset."""
+    given = {name: value for name, value in by_name(overrides).items() if name.startswith("model/")}
+    # the connection comes before the attention
+    parts = {name.rpartition("/")[2]: given[name] for name in sorted(given, reverse=True)}
+    if preset != "vanilla":
+        return ",".join([preset, *(f"{part}={value}" for part, value in parts.items())])
+    return "+".join(value for value in parts.values() if value not in ("residual", "self_attention")) or preset
+
+
+def experiment_of(overrides: Sequence[str]) -> str | None:
+    """Return the experiment given in the overrides, or None."""
+    names = [o.partition("=")[2] for o in overrides if o.partition("=")[0].lstrip("+") == "experiment"]
+    return names[-1] if names and names[-1] != "null" else None
+
+
+def by_name(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the text that each key or group is set to; the last override of a key wins."""
+    return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+
+
+def _name(head: str, settings: Mapping[str, str]) -> str:
+    parts = [_part(name, value) for name, value in settings.items()]
+    name = "-".join([head, *parts])
+    is_exact = all(re.fullmatch(r"[\w.+,-]*|\[[\w.+,-]*\]", value) for value in settings.values())
+    if is_exact and len(name) <= LONGEST:
+        return name
+    text = "__".join(f"{name}-{value}" for name, value in sorted(settings.items()))
+    shown = [head]
+    for part in parts:
+        if len("-".join([*shown, part])) >= LONGEST - HASH:
+            break
+        shown.append(part)
+    return "-".join([*shown, hashlib.sha256(os.fsencode(text)).hexdigest()[:HASH]])
+
+
+def _part(name: str, value: str) -> str:
+    text = _plain(short_value(value))
+    if name not in keys() and "." not in name:
+        return text
+    return f"{short_key(name)}{text}" if text[:1].isdigit() else f"{short_key(name)}-{text}"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text)
+
+
+def _earlier_name(overrides: Sequence[str]) -> str:
+    """Return the name that a run had by the rule of the first runs: all overrides, in the order of the alphabet."""
+    parts = [f"{name}-{value}" for name, value in sorted(by_name(overrides).items()) if on_resume(name) != "free"]
+    text = "__".join(parts) or "base"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:120]
+    return text if plain == text else f"{plain}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
+
+
+@functools.cache
+def _short_keys() -> dict[str, str]:
+    """Return the short name of each key."""
+
+    def rank(name: str) -> int:
+        section, _, inner = name.partition(".")
+        # a key outside all sections has only one name
+        return -1 if not inner else SHORTEST.index(section) if section in SHORTEST else len(SHORTEST)
+
+    taken: dict[str, str] = {}
+    for name in sorted(keys(), key=rank):
+        parts = name.split(".")
+        suffixes = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        taken[next(suffix for suffix in suffixes if suffix not in taken)] = name
+    return {name: suffix for suffix, name in taken.items()}

@@ -1,0 +1,125 @@
+"""The report of a sweep without an experiment: a row per setting, over its seeds, sorted by the validation loss."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from depthlm.counts import count_text
+from depthlm.report.comparison import difference_text
+from depthlm.report.experiment_report import first_line, picture, protocol_table, state_line
+from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
+from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
+from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
+from depthlm.report.sweep import Sweep, references_text
+from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, duration, markdown, number_text, plain
+from depthlm.runs.records import FAILED
+
+LEGEND = (
+    "Loss: mean over the complete seeds ± half of its 95% interval. Difference: between runs with the same seed, with "
+    "its 95% interval. Both intervals are by Student's t; the variance between seeds is pooled over the rows. Bold: "
+    "the best, where the intervals of its differences from all others exclude 0."
+)
+
+
+def sweep_report(
+    sweep: Sweep, folder: Path, panels: Sequence[Panel], settings: Sequence[Table] = ()
+) -> tuple[str, list[Table]]:
+    """Draw the loss curves into a folder; return the Markdown report, and its tables of results and of `settings`.
+
+    Raises OSError.
+    """
+    results = results_table(sweep)
+    parts = ["# Runs", f"{state_line(sweep.runs)}.", markdown(results), LEGEND]
+    parts += [markdown(table) for table in settings]
+    name = "loss_curves.png"
+    parts.append(picture("Loss curves", folder, name, draw_loss_curves(panels, folder / name, sweep.stamp())))
+    parts.append(f"## Every run\n\n{markdown(runs_table(sweep))}")
+    failed = [
+        f"- {plain(run_label(sweep, row, seed))} failed: {plain(first_line(run.failure))}"
+        for row in sweep.rows
+        for run, seed in zip(row.runs, row.seeds, strict=True)
+        if run.state == FAILED
+    ]
+    parts += ["\n".join(failed)] if failed else []
+    if sweep.configs:
+        parts.append(f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}")
+    return "\n\n".join(parts) + "\n", [results, *settings]
+
+
+def results_table(sweep: Sweep) -> Table:
+    """Return the table of the rows, the lowest validation loss first, with the differences from the baseline.
+
+    Where the baseline's sizes determine a law, a column has the compute that it needs for the same loss.
+    """
+    column = sweep.first[1]
+    losses = dict(zip(_labels(sweep), pooled([measured(row, column) for row in sweep.rows]), strict=True))
+    differences = {entry.row.label: entry for entry in sweep.differences()}
+    needs = {entry.size.row.label: entry.needs["compute"] for entry in savings(sweep, curves(sweep))}
+    best = {label for rows in sweep.compared() if (label := separated(rows, column)) is not None}
+    head = ["", "seeds", "validation loss ↓"]
+    if differences:
+        head.append(f"against {references_text(list(differences.values()))}")
+    if any(needs.values()):
+        head.append(NEEDS["compute"])
+    table = []
+    for row in sorted(sweep.rows, key=lambda row: _rank(losses[row.label])):
+        label, loss = row.label, losses[row.label]
+        shown = Cell(MISSING if loss is None else _loss_text(loss, column.digits), label in best)
+        texts = []
+        if differences:
+            texts.append(difference_text(differences[label], column) if label in differences else DASH)
+        if any(needs.values()):
+            texts.append(needed_text(needs.get(label)))
+        facts = [_fact(row, name) for name in ("parameters", "tokens")]
+        table.append([*cells([label, _seeds(row, loss)]), shown, *cells([*texts, *facts])])
+    return Table([*head, "parameters", "tokens"], table, "Results")
+
+
+def runs_table(sweep: Sweep) -> Table:
+    """Return the table of every run: its state, its directory, and its results or progress."""
+    head = ["run", "state", "step", "training loss", "validation loss", "perplexity", "tokens/s", "wall time", "folder"]
+    table = []
+    for row in sweep.rows:
+        for run, seed in zip(row.runs, row.seeds, strict=True):
+            loss, step = number(run, "training_loss"), number(run, "steps") or run.step
+            texts = [
+                run.state,
+                DASH if step is None else f"{step:,.0f}",
+                number_text(run.loss if loss is None else loss, 4),
+                number_text(number(run, "validation_loss"), 4),
+                number_text(number(run, "validation_perplexity"), 3),
+                number_text(number(run, "tokens_per_second"), 0),
+                duration(number(run, "wall_seconds")),
+                str(run.directory),
+            ]
+            table.append(cells([run_label(sweep, row, seed), *texts]))
+    return Table(head, table)
+
+
+def run_label(sweep: Sweep, row: Row, seed: str) -> str:
+    """Return the label of a run: that of its row, with the seed where the sweep has several."""
+    several = len({seed for row in sweep.rows for seed in row.seeds}) > 1
+    return f"{row.label}, seed {seed}" if several else row.label
+
+
+def _labels(sweep: Sweep) -> list[str]:
+    return [row.label for row in sweep.rows]
+
+
+def _rank(loss: Measured | None) -> tuple[bool, float]:
+    return loss is None, 0.0 if loss is None else loss.mean
+
+
+def _seeds(row: Row, loss: Measured | None) -> str:
+    """Return how many seeds the loss is from, and how many there are, if these differ."""
+    count = 0 if loss is None else loss.count
+    return str(count) if count == len(row.runs) else f"{count} of {len(row.runs)}"
+
+
+def _loss_text(loss: Measured, digits: int) -> str:
+    interval = f" ± {number_text(loss.interval, digits)}" if loss.interval is not None else ""
+    return f"{number_text(loss.mean, digits)}{interval}"
+
+
+def _fact(row: Row, name: str) -> str:
+    values = {value for run in row.runs if (value := number(run, name)) is not None}
+    return ", ".join(count_text(value) for value in sorted(values)) or DASH

@@ -1,0 +1,130 @@
+"""The names of runs."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import depthlm
+from depthlm.config import ConfigError
+from depthlm.config.keys import keys
+from depthlm.config.names import (
+    DEFAULTS,
+    LONGEST,
+    Leading,
+    run_directory,
+    run_name,
+    setting_text,
+    short_key,
+    short_value,
+)
+from depthlm.config.resolve import leading
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "vanilla-tiny-seed1"),
+        (["seed=2", "size=micro"], "vanilla-micro-seed2"),
+        (["optimizer.lr=1e-3", "model=mhc", "seed=2"], "mhc-tiny-seed2-lr1e-3"),
+        (["model/connection=mhc", "model/attention=moda"], "mhc+moda-tiny-seed1"),
+        (["model=dca", "model.connection.num_streams=2"], "dca-tiny-seed1-connection.num_streams2"),
+        (["budget=smoke", "optimizer=muon", "data=pile"], "vanilla-tiny-seed1-pile-muon-smoke"),
+        (["optimizer.betas=[0.9,0.95]"], "vanilla-tiny-seed1-betas0.9-0.95"),
+        (["size.tied_embeddings=true"], "vanilla-tiny-seed1-tied_embeddings-true"),
+    ],
+)
+def test_a_name_has_mechanism_size_and_seed_and_then_what_differs(overrides: list[str], name: str) -> None:
+    assert run_name(overrides) == run_name(overrides[::-1]) == name
+
+
+def test_a_name_omits_overrides_that_do_not_affect_the_result() -> None:
+    silent = [
+        "output_dir=x",
+        "training.log_every=3",
+        "tracker=none",
+        "training.stop_after=4",
+        "training.checkpoint_every=9",
+    ]
+    assert run_name(["size=micro", *silent]) == "vanilla-micro-seed1"
+
+
+def test_names_that_are_too_long_or_ambiguous_end_in_a_hash() -> None:
+    here, there = (run_name(["data=local", f"data.source={folder}/texts"]) for folder in ("/here", "/there"))
+    assert here.startswith("vanilla-tiny-seed1-local-source-texts-")
+    assert len({here, there}) == 2
+    long = [f"data.validation.v{number}.source=texts" for number in range(9)]
+    names = {run_name(long[:count]) for count in range(10)}
+    assert len(names) == 10
+    assert max(map(len, names)) <= LONGEST
+    assert run_name([f"data.source={'a' * 300}b"]) != run_name([f"data.source={'a' * 300}c"])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["0.1", "0.2"]), st.text(max_size=80)), min_size=2, max_size=2, unique=True))
+def test_different_settings_have_different_names(settings: list[tuple[str, str]]) -> None:
+    names = {run_name([f"optimizer.lr={lr}", f"data.source={source}"]) for lr, source in settings}
+    assert len(names) == 2
+    assert all(len(name) <= LONGEST and "/" not in name and name.isprintable() for name in names)
+
+
+def test_the_defaults_are_those_of_the_default_configuration() -> None:
+    assert leading(depthlm.compose()) == DEFAULTS
+
+
+def test_every_key_has_a_short_name_of_its_own() -> None:
+    short = {short_key(name) for name in keys()}
+    assert len(short) == len(keys())
+    wanted = {"optimizer.lr": "lr", "training.max_steps": "max_steps", "data.source": "source", "size.lr": "size.lr"}
+    assert {name: short_key(name) for name in wanted} == wanted
+    assert short_key("model.connection.n") == "connection.n"
+
+
+def test_settings_have_short_texts() -> None:
+    texts = [
+        setting_text("optimizer", "muon"),
+        setting_text("optimizer.lr", "1e-3"),
+        setting_text("data.source", "/a/b/"),
+    ]
+    assert texts == ["muon", "lr 1e-3", "source b"]
+
+
+@pytest.mark.parametrize(
+    ("spellings", "text"),
+    [
+        (("0.001", "1e-3", "1E-03", "0.0010", "1.0e-3"), "1e-3"),
+        (("0.1", "1e-1", "0.10"), "0.1"),
+        (("3e-05", "0.00003"), "3e-5"),
+        (("-2.5",), "-2.5"),
+        (("1e5", "1e+5"), "1e5"),
+        (("600",), "600"),
+        (("10B",), "10B"),
+        (("1.0",), "1"),
+    ],
+)
+def test_a_number_has_the_same_text_in_every_spelling(spellings: tuple[str, ...], text: str) -> None:
+    assert {short_value(value) for value in spellings} == {text}
+
+
+def test_a_run_of_the_earlier_rule_keeps_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["seed=2", "model=mhc", "experiment=mine/it"]
+    current, earlier = "outputs/mine/it/mhc-tiny-seed2", "outputs/mine/it/model-mhc__seed-2"
+    assert run_directory(overrides, DEFAULTS) == current
+    Path(earlier).mkdir(parents=True)
+    assert run_directory(overrides, DEFAULTS) == earlier
+    Path(current).mkdir()
+    assert run_directory(overrides, DEFAULTS) == current
+
+
+def test_a_run_may_be_named() -> None:
+    config = depthlm.compose(["name='${model.name}, seed ${seed}'", "model=mhc"])
+    assert (config.name, config.output_dir) == ("mhc, seed 1", "outputs/default/mhc, seed 1")
+    assert depthlm.compose(["name=mine", "output_dir=there"]).output_dir == "there"
+    for name in ("a/b", "..", "''"):
+        with pytest.raises(ConfigError, match="must be the name of a folder"):
+            depthlm.compose([f"name={name}"])
+
+
+def test_the_experiment_sets_what_the_overrides_do_not() -> None:
+    assert run_name(["seed=3"], Leading("moda", "moda_700m", "1")) == "moda-moda_700m-seed3"
