@@ -14,7 +14,7 @@ from depthlm.config.keys import keys, on_resume
 # characters of a run's name, beyond which a hash stands for the remaining settings; characters of that hash
 LONGEST, HASH = 60, 6
 # the sections of the configuration, those that matter most to a reader first; all others follow
-IMPORTANCE = ("model", "backbone", "size", "data", "optimizer", "schedule", "training", "precision", "init_from")
+IMPORTANCE = ("model", "optimizer", "size", "backbone", "data", "schedule", "training", "precision", "init_from")
 # the sections whose keys have the shortest names: `lr` is that of the optimizer
 SHORTEST = ("optimizer", "schedule", "training", "data")
 # what every name begins with

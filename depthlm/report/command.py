@@ -70,7 +70,8 @@ def _report_sweep(
         path, tables = _write(folder, lambda: experiment_report(sweep, folder))
     else:
         path, tables = _write(folder, lambda: sweep_report(sweep, folder, panels_of(sweep)))
-    _show(path, tables, [*warnings(sweep), f"{state_line(sweep.runs)}."], project)
+    caveats = warnings(sweep) if sweep.experiment.name else []
+    _show(path, tables, [*caveats, f"{state_line(sweep.runs)}."], project)
     return path
 
 

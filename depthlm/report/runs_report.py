@@ -197,10 +197,23 @@ def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:
 
 
 def differing_settings(configs: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return the settings that affect the result and differ, with the value of each run, ABSENT where it has none."""
+    """Return the settings that affect the result and differ, with the value of each run, ABSENT where it has none.
+
+    Without the settings of a mechanism that follow from its name.
+    """
     keys = sorted({key for config in configs for key in config if on_resume(key) != "free"})
     values = {key: [config.get(key, ABSENT) for config in configs] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    different = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    models = different.get("model.name", [])
+    return {key: row for key, row in different.items() if not (models and _follows(key, row, models))}
+
+
+def _follows(key: str, values: Sequence[Any], models: Sequence[Any]) -> bool:
+    """Return whether a setting of a mechanism has the same value in all runs of each mechanism, so its name says it."""
+    if not key.startswith(("model.connection.", "model.attention.")):
+        return False
+    by_model = dict(zip(models, values, strict=True))
+    return all(by_model[model] == value for model, value in zip(models, values, strict=True))
 
 
 def _value_text(value: Any) -> str:

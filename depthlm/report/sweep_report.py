@@ -9,7 +9,7 @@ from depthlm.report.experiment_report import first_line, picture, protocol_table
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
-from depthlm.report.sweep import Sweep, references_text
+from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, duration, markdown, number_text, plain
 from depthlm.runs.records import FAILED
 
@@ -57,7 +57,8 @@ def results_table(sweep: Sweep) -> Table:
     best = {label for rows in sweep.compared() if (label := separated(rows, column)) is not None}
     head = ["", "seeds", "validation loss ↓"]
     if differences:
-        head.append(f"against {references_text(list(differences.values()))}")
+        references = {entry.reference.label for entry in differences.values() if entry.reference is not None}
+        head.append(f"against {references.pop() if len(references) == 1 else sweep.experiment.baseline}")
     if any(needs.values()):
         head.append(NEEDS["compute"])
     table = []

@@ -30,7 +30,7 @@ from depthlm.config.resolve import leading
         (["optimizer.lr=1e-3", "model=mhc", "seed=2"], "mhc-tiny-seed2-lr1e-3"),
         (["model/connection=mhc", "model/attention=moda"], "mhc+moda-tiny-seed1"),
         (["model=dca", "model.connection.num_streams=2"], "dca-tiny-seed1-connection.num_streams2"),
-        (["budget=smoke", "optimizer=muon", "data=pile"], "vanilla-tiny-seed1-pile-muon-smoke"),
+        (["budget=smoke", "optimizer=muon", "data=pile"], "vanilla-tiny-seed1-muon-pile-smoke"),
         (["optimizer.betas=[0.9,0.95]"], "vanilla-tiny-seed1-betas0.9-0.95"),
         (["size.tied_embeddings=true"], "vanilla-tiny-seed1-tied_embeddings-true"),
     ],
