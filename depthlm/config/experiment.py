@@ -44,6 +44,7 @@ class Experiment:
         "bars: one per point; scaling: the fit L = a C^b of each series; lines: along x; heatmap: over x and y, one "
         "per series",
     )
+    pictures: list[str] = key([], "pictures of `python -m depthlm inspect` that the report shows, such as dca_b")
     series: str = key("model", "setting that distinguishes the curves")
     baseline: str = key("vanilla", "value of that setting with which the others are compared")
     fits: dict[str, list[float]] = key({}, "scaling: a and b of L = a C^b in the paper, by series; C in PFLOP/s-days")

@@ -1,12 +1,14 @@
 """The report of an experiment: state and protocol of its runs, then tables and figures beside the paper's."""
 
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from depthlm.config.keys import flatten, in_protocol
 from depthlm.config.reproduce import protocol_texts
 from depthlm.config.schema import Config
+from depthlm.locations import command
 from depthlm.report.comparison import comparison_tables, differences_from_baseline
 from depthlm.report.figures.charts import draw_bars, draw_lines
 from depthlm.report.figures.heatmap import draw_heatmap
@@ -14,7 +16,7 @@ from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.rows import Row, number, paper
 from depthlm.report.scaling_laws import curves, fit_table, remarks, savings, savings_table
-from depthlm.report.sweep import Sweep, title_of
+from depthlm.report.sweep import LOSS, Sweep, range_text, title_of
 from depthlm.report.tables import DASH, MISSING, Table, cells, markdown, number_text, plain
 from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, RunRecord, recorded_settings
 
@@ -23,6 +25,10 @@ LEGEND = (
     f"{DASH}: the paper prints no number, or a complete run has none. {MISSING}: no run is complete. Bold: the best of "
     "ours, where the 95% intervals of its differences from all others exclude 0. Points that differ only in the seed "
     "form one row: mean ± sample standard deviation."
+)
+SUBSTITUTED = (
+    "No complete run has a number of this experiment: its metrics need data or tasks that these runs do not have. The "
+    "validation loss stands in for them, and the figure shows it."
 )
 FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
     "bars": draw_bars,
@@ -33,8 +39,12 @@ FIGURES: dict[str, Callable[[Sweep, Path], list[str] | None]] = {
 
 def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
     """Draw the figures into a folder; return the Markdown report and the tables of its first group. Raises OSError."""
-    groups = comparison_tables(sweep)
+    substituted = with_available_metric(sweep)
     parts = [*_head(sweep), "## Results"]
+    if substituted is not sweep:
+        sweep = substituted
+        parts.append(f"**{plain(SUBSTITUTED)}**")
+    groups = comparison_tables(sweep)
     parts += [markdown(table) for tables in groups.values() for table in tables]
     parts.append(LEGEND)
     parts += differences_from_baseline(sweep)
@@ -44,10 +54,22 @@ def experiment_report(sweep: Sweep, folder: Path) -> tuple[str, list[Table]]:
         name = f"{sweep.experiment.figure}.png"
         notes = FIGURES[sweep.experiment.figure](sweep, folder / name)
         parts.append(picture("Figure", folder, name, notes))
+    parts += [_inspected(sweep, folder, name) for name in sweep.experiment.pictures]
     name = "loss_curves.png"
-    drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp())
+    drawn = draw_loss_curves(panels_of(sweep), folder / name, sweep.stamp(), sweep.experiment.title)
     parts.append(picture("Loss curves", folder, name, drawn))
     return "\n\n".join(parts) + "\n", next(iter(groups.values()))
+
+
+def with_available_metric(sweep: Sweep) -> Sweep:
+    """Return the sweep with the validation loss as first column if its runs have no number for any other column."""
+    runs = [run for run in sweep.runs if run.state == COMPLETE]
+    has_any = any(
+        number(run, column.metric, column.at) is not None for run in runs for column in sweep.columns.values()
+    )
+    if has_any or not any(number(run, LOSS["loss"].metric) is not None for run in runs):
+        return sweep
+    return replace(sweep, columns={"validation_loss": LOSS["loss"]} | sweep.columns)
 
 
 def _scaling(sweep: Sweep, folder: Path) -> list[str]:
@@ -78,14 +100,41 @@ def _head(sweep: Sweep) -> list[str]:
     parts += [f"**{warning}**" for warning in warnings(sweep)]
     parts += _state(sweep)
     parts += _without_number(sweep) + _trained_differently(sweep)
-    parts.append(f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}")
-    for title, lines in (
-        ("Not given in the paper; assumed instead", experiment.assumed),
-        ("Notes", experiment.notes),
-    ):
+    parts += protocol_parts(sweep)
+    # a budget without the paper's data has replaced most of what is assumed about the protocol
+    assumed = [] if any(config.budget.offline for config in sweep.configs) else experiment.assumed
+    for title, lines in (("Not given in the paper; assumed instead", assumed), ("Notes", experiment.notes)):
         if lines:
             parts.append("\n".join([f"{title}:", "", *(f"- {plain(str(line))}" for line in lines)]))
     return parts
+
+
+def _inspected(sweep: Sweep, folder: Path, name: str) -> str:
+    """Return a section with a picture of `depthlm inspect`, copied from the first run that has it."""
+    file = f"{name}.png"
+    sources = [source for run in sweep.runs if (source := run.directory / "inspect" / file).is_file()]
+    if sources:
+        shutil.copyfile(sources[0], folder / file)
+        return picture(name, folder, file, [])
+    run = next((run.directory for run in sweep.runs if run.state == COMPLETE), None)
+    how = f" `{command('-m depthlm inspect', 'inspect')} run={run}` draws it." if run is not None else ""
+    return picture(name, folder, file, None) + how
+
+
+def protocol_parts(sweep: Sweep) -> list[str]:
+    """Return the protocol of a sweep and the sizes of its models, in Markdown."""
+    lines: dict[tuple[str, str, str], list[RunRecord]] = {}
+    for row, config in zip(sweep.rows, sweep.configs, strict=True):
+        size = config.size
+        lines.setdefault((size.name, f"{size.num_layers}", f"{size.hidden_size:,}"), []).extend(row.runs)
+    table = []
+    for shape, runs in lines.items():
+        values = (
+            {value for run in runs if (value := number(run, name)) is not None} for name in ("parameters", "tokens")
+        )
+        table.append(cells([*shape, *(range_text(found) if found else DASH for found in values)]))
+    head = ["size", "layers", "width", "parameters", "trained tokens"]
+    return [f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}", markdown(Table(head, table))]
 
 
 def state_line(runs: Sequence[RunRecord]) -> str:

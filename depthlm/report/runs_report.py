@@ -10,7 +10,7 @@ from depthlm.config.experiment import Experiment
 from depthlm.config.keys import on_resume, override_text
 from depthlm.config.names import importance, setting_text, short_value
 from depthlm.errors import UserError
-from depthlm.report.figures.loss_curves import LossCurve, Panel, names_of
+from depthlm.report.figures.loss_curves import LossCurve, Panel, names_of, titled
 from depthlm.report.figures.style import mechanism_of_run
 from depthlm.report.rows import Row
 from depthlm.report.sweep import LOSS, Sweep, with_baseline
@@ -125,7 +125,9 @@ def panels_by_size(rows: Sequence[Row], settings: Mapping[str, dict[str, Any]]) 
         sizes.setdefault(str(settings[row.label].get("size.name") or ""), []).append(row)
     return [
         Panel(
-            size,
+            titled(
+                size, {_shape(settings[row.label]) for row in members}, [run for row in members for run in row.runs]
+            ),
             [
                 LossCurve(name, mechanism_of_run(name, row.runs[0].directory, settings[row.label]), row.runs)
                 for name, row in zip(names_of(members), members, strict=True)
@@ -133,6 +135,10 @@ def panels_by_size(rows: Sequence[Row], settings: Mapping[str, dict[str, Any]]) 
         )
         for size, members in sizes.items()
     ]
+
+
+def _shape(settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    return settings.get("size.num_layers"), settings.get("size.hidden_size")
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:

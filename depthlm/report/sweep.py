@@ -13,6 +13,7 @@ from depthlm.config.names import by_name, experiment_of, short_value
 from depthlm.config.schema import Config
 from depthlm.counts import count_text
 from depthlm.errors import UserError
+from depthlm.model.shape import Size
 from depthlm.report.rows import Measured, Row, difference, gather, number, paper, paper_difference, pooled
 from depthlm.runs.records import COMPLETE, RunRecord, read_run
 from depthlm.sweeps.points import expand, load_experiment, parsed_value, sweep_points
@@ -72,6 +73,10 @@ class Sweep:
     def is_printed(self, name: str) -> bool:
         """Return whether the paper has numbers in a column."""
         return any(paper(row, name) is not None for row in self.rows)
+
+    def size_of(self, row: Row) -> Size | None:
+        """Return the shape of a row's models; None where the sweep has no configurations."""
+        return self.configs[self.rows.index(row)].size if self.configs else None
 
     def series_of(self, row: Row) -> str:
         """Return a row's value of the experiment's `series`, or its mechanism where it has no such setting."""
@@ -157,8 +162,8 @@ class Sweep:
         texts = [
             self.experiment.name,
             f"budget {budgets}{changed}" if budgets and (has_paper or budgets != "paper") else "",
-            f"{_range(tokens)} tokens" if tokens else "",
-            f"{_range(complete)} seed{'s' * (max(complete) > 1)}" if complete else "no complete run",
+            f"{range_text(tokens)} tokens" if tokens else "",
+            f"{range_text(complete)} seed{'s' * (max(complete) > 1)}" if complete else "no complete run",
             f"depthlm {depthlm.__version__}",
         ]
         text = ", ".join(filter(None, texts))
@@ -172,7 +177,8 @@ def references_text(differences: Sequence[Difference]) -> str:
     return labels.pop() if len(labels) == 1 else "the baseline of the same task"
 
 
-def _range(numbers: Set[float]) -> str:
+def range_text(numbers: Set[float]) -> str:
+    """Return the least and the greatest number as counts, as in `369.1K to 394.8K`."""
     low, high = count_text(min(numbers)), count_text(max(numbers))
     return low if low == high else f"{low} to {high}"
 

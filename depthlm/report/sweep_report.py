@@ -5,7 +5,7 @@ from pathlib import Path
 
 from depthlm.counts import count_text
 from depthlm.report.comparison import difference_text
-from depthlm.report.experiment_report import first_line, picture, protocol_table, state_line
+from depthlm.report.experiment_report import first_line, picture, protocol_parts, state_line
 from depthlm.report.figures.loss_curves import Panel, draw_loss_curves
 from depthlm.report.rows import Measured, Row, measured, number, pooled, separated
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
@@ -31,7 +31,11 @@ def sweep_report(
     parts = ["# Runs", f"{state_line(sweep.runs)}.", markdown(results), LEGEND]
     parts += [markdown(table) for table in settings]
     name = "loss_curves.png"
-    parts.append(picture("Loss curves", folder, name, draw_loss_curves(panels, folder / name, sweep.stamp())))
+    parts.append(
+        picture(
+            "Loss curves", folder, name, draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
+        )
+    )
     parts.append(f"## Every run\n\n{markdown(runs_table(sweep))}")
     failed = [
         f"- {plain(run_label(sweep, row, seed))} failed: {plain(first_line(run.failure))}"
@@ -41,7 +45,7 @@ def sweep_report(
     ]
     parts += ["\n".join(failed)] if failed else []
     if sweep.configs:
-        parts.append(f"## Protocol\n\n{markdown(protocol_table(sweep.rows, sweep.configs))}")
+        parts += protocol_parts(sweep)
     return "\n\n".join(parts) + "\n", [results, *settings]
 
 

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from depthlm.__main__ import main
+from depthlm.report.command import show_results
 
 from .made_up import row, write_run
 
@@ -87,3 +88,37 @@ def test_mistakes_print_a_message_and_exit_with_2(
     assert error.startswith("depthlm report: ")
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_sweep_without_an_experiment_has_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {"mhc": {"1e-3": (3.0, 3.1), "3e-3": (2.8, 2.91)}, "vanilla": {"1e-3": (3.05, 3.16), "3e-3": (2.9, 3.0)}}
+    for model, by_rate in losses.items():
+        for rate, of_seeds in by_rate.items():
+            for seed, loss in enumerate(of_seeds, 1):
+                write_run(f"outputs/default/{model}-tiny-seed{seed}-lr{rate}", loss)
+    run(monkeypatch, "model=vanilla,mhc", "optimizer.lr=1e-3,3e-3", "seed=1,2")
+    shown = capsys.readouterr().out
+    lines = [line.strip() for line in shown.splitlines() if "lr " in line]
+    assert [line.split("  ")[0] for line in lines] == [
+        "mhc, lr 3e-3", "vanilla, lr 3e-3", "mhc, lr 1e-3", "vanilla, lr 1e-3",
+    ]  # fmt: skip
+    assert "-0.0950 [-0.1165, -0.0735]" in lines[0]
+    assert "against vanilla" in shown
+    assert "8 runs: 8 complete." in shown
+    assert "comparable" not in shown
+    folder = Path("outputs/default/report-vanilla-mhc-lr1e-3-3e-3-seed1-2")
+    text = (folder / "report.md").read_text()
+    assert row(text, "mhc, lr 1e-3, seed 2")[-1] == "outputs/default/mhc-tiny-seed2-lr1e-3"
+    assert "| size               | tiny" in text
+
+
+def test_the_results_of_a_sweep_are_printed_with_the_command_that_prints_them_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_run("outputs/default/mhc-tiny-seed1", 3.0)
+    show_results(["model=vanilla,mhc"])
+    shown = capsys.readouterr().out
+    assert ["mhc", "1", "3.0000"] in [line.split()[:3] for line in shown.splitlines()]
+    assert shown.endswith("depthlm report model=vanilla,mhc\n")

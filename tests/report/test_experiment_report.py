@@ -8,7 +8,7 @@ import pytest
 
 from depthlm.report.tables import DASH, MISSING
 
-from .made_up import directories, experiment, is_png, reported, row, write_run
+from .made_up import default_config, directories, experiment, is_png, reported, row, write_run
 
 POINTS = [
     {"label": "Vanilla", "model": "vanilla", "paper": {"loss": 2.2348}},
@@ -42,7 +42,6 @@ def test_the_report_has_our_numbers_the_papers_and_differences_against_the_basel
     assert row(text, "Uniform \\| Mix", 1) == ["-0.1000", DASH]
     assert text.startswith("# A rule\n\nSource: A paper, Table 5.")
     assert "3 runs: 3 complete." in text
-    assert "- a cosine" in text
     assert "- a note\\_ of \\*ours\\*" in text
     assert "| budget             | smoke" in text
     assert "not comparable with the paper's in absolute value" in text
@@ -217,3 +216,46 @@ def test_an_experiment_without_columns_reports_the_validation_loss() -> None:
     text = reported(of)
     assert row(text, "vanilla") == ["2.5000"]
     assert "paper" not in text.split("## Results")[1].split("–:")[0]
+
+
+def test_the_real_sizes_of_the_models_are_listed() -> None:
+    of = experiment(points=[{"model": ["vanilla", "dca"]}])
+    for directory, parameters in zip(directories(of, "smoke"), (370_000, 380_000), strict=True):
+        write_run(directory, parameters=parameters)
+    size = default_config("smoke").size
+    assert row(reported(of, "smoke"), size.name) == [
+        str(size.num_layers), str(size.hidden_size), "370K to 380K", "40K",
+    ]  # fmt: skip
+
+
+def test_the_validation_loss_stands_in_for_metrics_that_no_run_has() -> None:
+    columns = {"piqa": {"title": "PIQA", "metric": "zero_shot/piqa", "better": "higher", "group": "tasks"}}
+    points = [{"label": label, "model": label, "paper": {"piqa": 70.0}} for label in ("vanilla", "dca")]
+    of = experiment(points=points, columns=columns, figure="bars")
+    assert "stands in for them" not in reported(of, "smoke")
+    for directory, loss in zip(directories(of, "smoke"), (3.0, 2.9), strict=True):
+        write_run(directory, loss)
+    text = reported(of, "smoke")
+    assert "The validation loss stands in for them, and the figure shows it." in text
+    assert row(text, "dca") == ["2.9000"]
+    assert row(text, "dca", 1) == [DASH, "70.000"]
+    write_run(directories(of, "smoke")[0], **{"zero_shot/piqa": 0.5})
+    assert "stands in for them" not in reported(of, "smoke")
+
+
+def test_assumptions_that_the_budget_replaces_are_omitted() -> None:
+    of = experiment(points=[{"model": "vanilla"}], assumed=["a cosine"])
+    assert "- a cosine" in reported(of, "paper")
+    assert "- a cosine" not in reported(of, "smoke")
+
+
+def test_a_picture_of_inspect_is_shown_or_the_command_that_draws_it() -> None:
+    of = experiment(points=[{"model": "dca"}], pictures=["dca_b"])
+    assert "Nothing to draw yet." in reported(of)
+    (directory,) = directories(of)
+    write_run(directory)
+    assert f"inspect run={directory}` draws it." in reported(of)
+    (Path(directory) / "inspect").mkdir()
+    (Path(directory) / "inspect/dca_b.png").write_bytes(b"a picture")
+    assert "![dca_b](dca_b.png)" in reported(of)
+    assert Path("report/dca_b.png").read_bytes() == b"a picture"

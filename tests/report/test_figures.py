@@ -264,3 +264,20 @@ def test_series_of_one_colour_differ_in_marker_dash_and_shade() -> None:
     many = style_of([vanilla] * 8)
     assert len({style.colour for style in many}) == 8
     assert many[0].colour == vanilla.colour
+
+
+def test_bars_of_another_protocol_have_the_papers_numbers_in_a_panel_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [{"model": model, "paper": {"loss": loss}} for model, loss in (("vanilla", 2.3), ("dca", 2.2))]
+    of = experiment(points=points, columns=LOSS, figure="bars", title="A pair")
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    for budget, titles in (("smoke", ["ours", "the paper's"]), ("paper", [""])):
+        figures.clear()
+        for directory, loss in zip(directories(of, budget), (3.0, 2.5), strict=True):
+            write_run(directory, loss)
+        reported(of, budget)
+        assert [axes.get_title() for axes in figures[0].axes] == titles
+        assert [len(axes.patches) for axes in figures[0].axes] == ([1, 1] if budget == "smoke" else [2])
+        assert figures[0].get_suptitle() == "A pair"

@@ -21,6 +21,7 @@ from depthlm.report.figures.loss_curves import (
     panels_of,
     read,
     smooth,
+    titled,
 )
 from depthlm.report.figures.style import Mechanism, mechanism_of
 from depthlm.runs.records import read_run
@@ -89,7 +90,7 @@ def test_a_sweep_over_sizes_has_a_panel_for_each() -> None:
     for directory in directories(of, "smoke", ["1", "2"]):
         write_run(directory)
     panels = panels_of(sweep(of, "smoke", ["1", "2"]))
-    assert [panel.title for panel in panels] == ["micro", "tiny"]
+    assert [panel.title.partition(": ")[0] for panel in panels] == ["micro", "tiny"]
     assert [[(curve.name, len(curve.runs)) for curve in panel.curves] for panel in panels] == [
         [("vanilla", 2), ("dca", 2)]
     ] * 2
@@ -138,7 +139,7 @@ def test_a_panel_is_named_by_what_distinguishes_its_task(
     points: list[dict[str, Any]], titles: list[str], names: list[str]
 ) -> None:
     panels = panels_of(sweep(experiment(points=points)))
-    assert [panel.title for panel in panels] == titles
+    assert [panel.title.partition(": ")[0] for panel in panels] == titles
     assert [curve.name for curve in panels[0].curves] == names
 
 
@@ -203,7 +204,7 @@ def test_runs_of_several_sizes_have_a_panel_for_each(monkeypatch: pytest.MonkeyP
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     report(["runs=outputs/*", "to=report"])
-    assert [axes.get_title() for axes in figures[0].axes] == ["micro", "tiny"]
+    assert [axes.get_title() for axes in figures[0].axes] == ["micro: 1M parameters", "tiny: 1M parameters"]
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["lr 0.1", "lr 0.2"]
     assert figures[0].texts[-1].get_text() == f"40K tokens, 1 seed, depthlm {depthlm.__version__}"
 
@@ -229,3 +230,10 @@ def test_names_are_moved_apart_by_as_little_as_possible(wanted: list[float], pla
 def test_too_many_names_start_at_the_bottom_and_keep_their_order() -> None:
     places = moved_apart([0.5 + 0.001 * number for number in range(20)], 0.1)
     assert places == pytest.approx([0.1 * number for number in range(20)])
+
+
+def test_a_panel_is_titled_with_the_real_size_of_its_models() -> None:
+    runs = [read_run(write_run(f"{number}", parameters=number)) for number in (370_000, 380_000)]
+    assert titled("700M", {(4, 16)}, runs) == "700M: 4 layers of width 16, 370K to 380K parameters"
+    assert titled("", {(4, 16), (6, 16)}, runs[:1]) == "370K parameters"
+    assert titled("tiny", {(None, None)}, []) == "tiny"

@@ -62,7 +62,7 @@ class Line:
 def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     """Draw the first column of each row as a difference against the baseline's; None where there is none to draw.
 
-    Returns the notes on the figure.
+    Where the protocol is not the paper's, the paper's numbers are in a separate panel. Returns notes on the figure.
     """
     from matplotlib.patches import Patch
 
@@ -71,21 +71,35 @@ def draw_bars(sweep: Sweep, path: Path) -> list[str] | None:
     if all(bar.ours is None and bar.paper is None for bar in bars):
         return None
     with_paper = any(bar.paper is not None for bar in bars)
-    figure, ((axes,),) = subplots(1, 8, 1.6 + (0.62 if with_paper else 0.42) * len(bars))
+    side_by_side = with_paper and not sweep.as_printed
+    shift = BAR / 2 if with_paper and not side_by_side else 0.0
+    panels = 2 if side_by_side else 1
+    figure, axes = subplots(panels, 5 + 4 * panels, 1.9 + (0.62 if shift else 0.42) * len(bars), sharey=True)
     for number, bar in enumerate(bars):
-        _draw_bar(axes, bar, number, with_paper, column.digits)
-    axes.axvline(0, color="black", lw=1)
-    axes.set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.margins(x=0.16)
+        colour = mechanism_of(bar.row.points[0]).colour
+        _draw_ours(axes[0, 0], bar, number - shift, colour, column.digits)
+        if bar.paper is not None:
+            look = {"color": "white", "edgecolor": colour, "hatch": "////", "lw": 1.2}
+            drawn = axes[0, -1].barh(number + shift, bar.paper, BAR, **look)
+            axes[0, -1].bar_label(drawn, [signed_text(bar.paper, column.digits)], padding=4, size=8)
+    for panel, title in zip(axes[0], ("ours", "the paper's"), strict=False):
+        panel.axvline(0, color="black", lw=1)
+        panel.margins(x=0.16)
+        panel.locator_params(axis="x", nbins=6)
+        grid(panel, "x")
+        if side_by_side:
+            panel.set_title(title)
+    axes[0, 0].set_yticks(range(len(bars)), [short(bar.row.label, 36) for bar in bars])
+    axes[0, 0].set_ylim(len(bars) - 0.4, -0.6)
     against = references_text(bars)
-    axes.set_xlabel(f"{title_of(name, column)}: difference against {against} ({column.better} is better)")
-    grid(axes, "x")
-    if with_paper:
+    figure.supxlabel(
+        f"{title_of(name, column)}: difference against {against} ({column.better} is better)", fontsize="medium"
+    )
+    if shift:
         ours = Patch(facecolor="#777777", label="ours")
         papers = Patch(facecolor="white", edgecolor="#777777", hatch="////", label="the paper's")
-        axes.legend(handles=[ours, papers], frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    save(figure, path, sweep.stamp(beside_paper=with_paper))
+        axes[0, 0].legend(handles=[ours, papers], frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    save(figure, path, sweep.stamp(beside_paper=with_paper), sweep.experiment.title)
     if all(bar.ours is None or bar.ours.interval is None for bar in bars):
         return []
     return ["Error bars: 95% intervals over seeds, of differences paired by seed."]
@@ -113,7 +127,7 @@ def draw_lines(sweep: Sweep, path: Path) -> list[str] | None:
     # matplotlib fills a legend column by column, so ours is above the paper's
     labels = [line.label for line in sorted([*ours, *papers], key=lambda line: (names.index(line.name), line.hollow))]
     legend_below(figure, axes[0], min(COLUMNS, len(names)), labels)
-    save(figure, path, sweep.stamp(beside_paper=bool(papers)))
+    save(figure, path, sweep.stamp(beside_paper=bool(papers)), sweep.experiment.title)
     return _notes(sweep, ours, papers)
 
 
@@ -257,17 +271,10 @@ def _scale(axes: Any, numbers: Sequence[float], exact: bool) -> None:
         log_ticks(axes.xaxis, (low, high), counts=True)
 
 
-def _draw_bar(axes: Any, bar: Difference, place: float, with_paper: bool, digits: int) -> None:
-    colour = mechanism_of(bar.row.points[0]).colour
-    above = place - BAR / 2 if with_paper else place
+def _draw_ours(axes: Any, bar: Difference, place: float, colour: str, digits: int) -> None:
     if bar.ours is None:
-        axes.annotate(
-            "missing", (0, above), xytext=(4, 0), textcoords="offset points", va="center", color="grey", size=8
-        )
-    else:
-        look = {"color": colour, "capsize": 3, "ecolor": "black"}
-        drawn = axes.barh(above, bar.ours.mean, BAR, xerr=bar.ours.interval, **look)
-        axes.bar_label(drawn, [signed_text(bar.ours.mean, digits)], padding=4, size=8)
-    if bar.paper is not None:
-        drawn = axes.barh(place + BAR / 2, bar.paper, BAR, color="white", edgecolor=colour, hatch="////", lw=1.2)
-        axes.bar_label(drawn, [signed_text(bar.paper, digits)], padding=4, size=8)
+        look = {"textcoords": "offset points", "va": "center", "color": "grey", "size": 8}
+        axes.annotate("missing", (0, place), xytext=(4, 0), **look)
+        return
+    drawn = axes.barh(place, bar.ours.mean, BAR, xerr=bar.ours.interval, color=colour, capsize=3, ecolor="black")
+    axes.bar_label(drawn, [signed_text(bar.ours.mean, digits)], padding=4, size=8)

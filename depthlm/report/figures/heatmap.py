@@ -55,8 +55,9 @@ def draw_heatmap(sweep: Sweep, path: Path) -> list[str] | None:
         places[0].set_ylabel(setting_title(sweep.experiment.y or ""))
         for place in places:
             place.set_xlabel(setting_title(sweep.experiment.x))
-    figure.suptitle(f"{title_of(name, column)} ({column.better} is better)", fontsize="medium")
-    save(figure, path, sweep.stamp(beside_paper=len(lines) > 1))
+    what = f"{title_of(name, column)} ({column.better} is better)"
+    title = ": ".join(filter(None, [sweep.experiment.title, what]))
+    save(figure, path, sweep.stamp(beside_paper=len(lines) > 1), title)
     return _notes(sweep, cells)
 
 

@@ -1,6 +1,6 @@
 """The training losses of many runs in one figure: a panel per task, and a curve per row."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -10,8 +10,8 @@ import numpy as np
 
 from depthlm.counts import count_text
 from depthlm.report.figures.style import Mechanism, Style, grid, mechanism_of, save, short, style_of, subplots
-from depthlm.report.rows import Row, setting_title
-from depthlm.report.sweep import Sweep
+from depthlm.report.rows import Row, number, setting_title
+from depthlm.report.sweep import Sweep, range_text
 from depthlm.runs.records import COMPLETE, RunRecord, finite, training_loss
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose
@@ -74,18 +74,31 @@ def panels_of(sweep: Sweep) -> list[Panel]:
     sizes = {row.label: config.size.name for row, config in zip(sweep.rows, sweep.configs, strict=True)}
     if len(groups) == 1:
         title = sizes[sweep.rows[0].label] if len(set(sizes.values())) == 1 else ""
-        return [_panel(title, sweep.rows, [row.label for row in sweep.rows])]
+        return [_panel(sweep, title, sweep.rows, [row.label for row in sweep.rows])]
     if len(groups) == len(sweep.rows):
         titles = list(dict.fromkeys(sizes.values()))
         groups = [[row for row in sweep.rows if sizes[row.label] == title] for title in titles]
     else:
         titles = _titles(sweep, groups)
-    return [_panel(title, rows, names_of(rows)) for title, rows in zip(titles, groups, strict=True)]
+    return [_panel(sweep, title, rows, names_of(rows)) for title, rows in zip(titles, groups, strict=True)]
 
 
-def _panel(title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
+def _panel(sweep: Sweep, title: str, rows: Sequence[Row], names: Sequence[str]) -> Panel:
     curves = [LossCurve(name, mechanism_of(row.points[0]), row.runs) for row, name in zip(rows, names, strict=True)]
-    return Panel(title, curves)
+    shapes = {(size.num_layers, size.hidden_size) for row in rows if (size := sweep.size_of(row)) is not None}
+    return Panel(titled(title, shapes, [run for row in rows for run in row.runs]), curves)
+
+
+def titled(title: str, shapes: Set[tuple[Any, Any]], runs: Sequence[RunRecord]) -> str:
+    """Return the title of a panel with the sizes of its models, as in `micro: 4 layers of width 64, 369K parameters`.
+
+    shapes: their layers and widths; None where they are unknown.
+    """
+    is_known = len(shapes) == 1 and None not in next(iter(shapes))
+    facts = [f"{layers} layers of width {width}" for layers, width in shapes] if is_known else []
+    parameters = {value for run in runs if (value := number(run, "parameters")) is not None}
+    facts += [f"{range_text(parameters)} parameters"] if parameters else []
+    return ": ".join(filter(None, [title, ", ".join(facts)]))
 
 
 def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
@@ -101,8 +114,8 @@ def _titles(sweep: Sweep, groups: Sequence[Sequence[Row]]) -> list[str]:
         if all(len(of_group) == 1 and None not in of_group for of_group in values):
             # the value of a group, `size=tiny`, says what it is; a number does not
             title = f"{setting_title(name)} " if "." in name else ""
-            by_setting.append([f"{title}{value}" for (value,) in values])
-    by_setting = [titles for titles in by_setting if len(set(titles)) > 1]
+            by_setting.append([f"{title}{value}" for (value,) in values if value != "null"])
+    by_setting = [titles for titles in by_setting if len(titles) == len(groups) and len(set(titles)) > 1]
     several = [", ".join(texts) for texts in zip(*by_setting, strict=True)]
     for titles in (*by_setting, several):
         if len(set(titles)) == len(groups):
@@ -117,7 +130,7 @@ def names_of(rows: Sequence[Row]) -> list[str]:
     return names if all(names) and len(set(names)) == len(names) else [row.label for row in rows]
 
 
-def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[str] | None:
+def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str, title: str = "") -> list[str] | None:
     """Draw training losses over tokens, smoothed; None where no run has any. Returns the notes on the figure."""
     panels = [panel for panel in panels if any(_has_losses(run) for curve in panel.curves for run in curve.runs)]
     if not panels:
@@ -137,7 +150,7 @@ def draw_loss_curves(panels: Sequence[Panel], path: Path, stamp: str) -> list[st
         place.set_visible(False)
     for place in axes[:, 0]:
         place.set_ylabel("training loss (nats per token)")
-    save(figure, path, stamp)
+    save(figure, path, stamp, title)
     return _notes(panels)
 
 
@@ -206,7 +219,7 @@ def _draw(axes: Any, panel: Panel, height: float) -> None:
         named = [end._replace(name=short(mechanism.name)) for mechanism, end in zip(ends, lowest, strict=True)]
     _limit(axes, drawn)
     label_ends(axes, named, height)
-    axes.set_title(short(panel.title, 60), fontsize="medium")
+    axes.set_title(short(panel.title, 70), fontsize="medium")
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))

@@ -60,7 +60,7 @@ def draw_scaling(
         log_ticks(panel.xaxis, panel.get_xlim(), counts=True)
     legend_below(figure, [places["parameters"]], columns=5)
     bars = "; error bars: 95% intervals" if _has_bars(saved) else ""
-    save(figure, path, f"{sweep.stamp()}{bars}")
+    save(figure, path, f"{sweep.stamp()}{bars}", sweep.experiment.title)
     return _notes(sweep, shown, saved, baseline)
 
 

@@ -133,10 +133,12 @@ def subplots(columns: int, width: float, height: float, rows: int = 1, **setting
     return figure, figure.subplots(rows, columns, squeeze=False, **settings)
 
 
-def save(figure: Any, path: Path, stamp: str = "") -> None:
+def save(figure: Any, path: Path, stamp: str = "", title: str = "") -> None:
     """Write the figure to a file. stamp: small grey text in a strip below it, where it covers nothing."""
     from matplotlib.transforms import Bbox
 
+    if title:
+        figure.suptitle(short(title, 90), fontsize="large")
     width, height = figure.get_size_inches()
     strip = STRIP if stamp else 0.0
     if stamp:
