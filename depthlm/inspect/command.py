@@ -25,7 +25,7 @@ from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.picture import TOKENS, Array, Picture, token_names
 from depthlm.machine import environment
 from depthlm.model import Decoder
-from depthlm.report.figures.style import grid, save, subplots
+from depthlm.plots import grid, save, subplots
 from depthlm.run_directory import RunDirectory
 from depthlm.runs.records import read_metrics
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from depthlm.inspect.picture import Array, Grid, Means, Picture, draw_grid, scale, write_labels
+from depthlm.inspect.picture import NOTHING, Array, Grid, Means, Picture, draw_grid, write_labels
 from depthlm.model import Connection, Decoder, Observer, SublayerSpec
 from depthlm.model.connection import Inputs, State
-from depthlm.report.figures.style import subplots
+from depthlm.plots import subplots
 
 # panels side by side, and labels of an axis
 ACROSS, LABELS = 3, 14
@@ -138,17 +138,18 @@ def mixing_picture(matrices: Sequence[tuple[str, Array]]) -> Picture:
 
 
 def draw_mixing(matrices: Sequence[tuple[str, Array]]) -> Any:
-    """Draw matrices [input, output] with their titles, on a scale of the square root."""
-    from matplotlib.colors import FuncNorm
+    """Draw matrices [input, output] with their titles, on a diverging scale around 1, the weight in a sum."""
+    import matplotlib
+    from matplotlib.colors import TwoSlopeNorm
 
     across = min(ACROSS, len(matrices))
     down = -(-len(matrices) // across)
     side = float(np.clip(0.24 * max(len(matrix) for _, matrix in matrices), 2.4, 5.0))
     alike = len({len(matrix) for _, matrix in matrices}) == 1
     figure, axes = subplots(across, side * across + 2.2, (side + 0.35) * down + 1.2, rows=down)
-    linear, colours = scale([np.concatenate([matrix.ravel() for _, matrix in matrices])[None]])
-    # the weights of a softmax over depth are small where those of sums are near 1
-    norm = FuncNorm((lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * np.abs(x)), linear.vmin, linear.vmax)
+    every = np.concatenate([matrix[np.isfinite(matrix)] for _, matrix in matrices])
+    norm = TwoSlopeNorm(1.0, min(0.0, every.min()), max(2.0, every.max()))
+    colours = matplotlib.colormaps["PuOr_r"].with_extremes(bad=NOTHING)
     for number, (place, (title, matrix)) in enumerate(zip(axes.flat, matrices, strict=False)):
         image = draw_grid(place, Grid(title, matrix, last_row="final read"), norm, colours)
         label_axes(place, len(matrix))

@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 
 from depthlm.data import Tokenizer
 from depthlm.model.figures import Figure
-from depthlm.report.figures.style import DASHES, MARKERS, grid, ink, log_ticks, subplots
+from depthlm.plots import DASHES, HUES, MARKERS, grid, ink, log_ticks, subplots
 
 Array = NDArray[np.floating]
-# from the palette of Okabe and Ito
-HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 NOTHING = "#DADADA"
 # with more rows or columns, numbers in the cells are too small to read
 NUMBERED = 12

@@ -3,11 +3,12 @@
 import fcntl
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from depthlm.config.keys import flatten
 from depthlm.files import open_regular, read_json, read_yaml
@@ -160,6 +161,40 @@ def _rows(file: BinaryIO, needed: Set[str], lists: Collection[str]) -> Iterator[
 def training_loss(row: Mapping[str, Any]) -> float | None:
     """Return the mean training loss over the logging interval of a row, in nats per token; None if it has none."""
     return finite(row.get("mean_loss"))
+
+
+def interval_losses(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float | None]]:
+    """Return the mean training loss of each logging interval with the tokens at its middle; None for a gap.
+
+    An interval that a start, a stop or a resume has cut short joins the next one, so that all points are means over
+    about as many steps.
+    """
+    logged = [row for row in rows if finite(row.get("tokens")) is not None and row["step"] > 0]
+    between = [max(1, row["step"] - last["step"]) for last, row in pairwise(logged)]
+    usual = sorted(between)[len(between) // 2] if between else 1
+    # a fork has no rows of the steps before it
+    between = [min(logged[0]["step"], usual) if logged else 0, *between]
+    points: list[_Interval] = []
+    for row, steps in zip(logged, between, strict=False):
+        loss, last = training_loss(row), points[-1] if points else None
+        start = row["tokens"] * (1 - steps / row["step"])
+        is_last = row is logged[-1] and steps < usual
+        if loss is None or last is None or last.loss is None or (last.steps >= usual and not is_last):
+            points.append(_Interval(start, row["tokens"], steps, loss))
+        else:
+            together = last.steps + steps
+            mean = (last.loss * last.steps + loss * steps) / together
+            points[-1] = _Interval(last.start, row["tokens"], together, mean)
+    return [((point.start + point.end) / 2, point.loss) for point in points]
+
+
+class _Interval(NamedTuple):
+    """Steps between two numbers of tokens, and the mean loss over them."""
+
+    start: float
+    end: float
+    steps: int
+    loss: float | None
 
 
 def row_of(line: str | bytes) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 
-from depthlm.report.figures.style import subplots
+from depthlm.plots import subplots
 from depthlm.runs.loss_curve import plot_loss, title_of
 
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from depthlm.counts import count_text
-from depthlm.report.figures.style import Mechanism, Style, grid, mechanism_of, save, short, style_of, subplots
+from depthlm.plots import grid, save, short, subplots
+from depthlm.report.figures.style import Mechanism, Style, mechanism_of, style_of
 from depthlm.report.rows import Row, number, setting_title
 from depthlm.report.sweep import Sweep, range_text
-from depthlm.runs.records import COMPLETE, RunRecord, finite, training_loss
+from depthlm.runs.records import COMPLETE, RunRecord, interval_losses
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose
 # losses may exceed the y axis, so that differences at the end can be seen.
@@ -172,11 +173,10 @@ def _has_losses(run: RunRecord) -> bool:
 
 
 def read(run: RunRecord) -> Line:
-    """Return the tokens and the training loss of a run's logged steps, with nan for gaps."""
-    rows = [row for row in run.rows if finite(row.get("tokens")) is not None]
-    losses = [training_loss(row) for row in rows]
-    tokens = np.array([row["tokens"] for row in rows], float)
-    return Line(tokens, np.array([np.nan if loss is None else loss for loss in losses], float))
+    """Return the tokens and the training loss of a run's logging intervals, with nan for gaps."""
+    points = interval_losses(run.rows)
+    losses = [np.nan if loss is None else loss for _, loss in points]
+    return Line(np.array([tokens for tokens, _ in points], float), np.array(losses, float))
 
 
 def smooth(loss: Any) -> Any:

@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 
 from depthlm.config.experiment import Column
-from depthlm.report.figures.style import (
-    Style,
-    grid,
-    legend_below,
-    log_ticks,
-    mechanism_of,
-    save,
-    short,
-    style_of,
-    subplots,
-)
+from depthlm.plots import grid, legend_below, log_ticks, save, short
+from depthlm.report.figures.style import Style, mechanism_of, style_of
 from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, paper_fit
 from depthlm.report.sweep import Sweep, title_of
 
@@ -42,11 +33,7 @@ def draw_scaling(
         return None
     styles = style_of([mechanism_of(curve.sizes[0].row.points[0]) for curve in shown])
     styled = list(zip(shown, styles, strict=True))
-    panels = len(views) + bool(saved)
-    columns = 2 if panels == 4 else panels
-    rows = math.ceil(panels / columns)
-    figure, axes = subplots(columns, 5.7 * columns, 4.8 * rows, rows)
-    places = dict(zip([*views, "differences"], axes.flat, strict=False))
+    figure, places = _panels(list(views), with_differences=bool(saved))
     baseline = baseline_of(sweep, fitted_curves)
     for view, column in views.items():
         _draw_view(places[view], styled, view, column, baseline, widest(saved))
@@ -62,6 +49,18 @@ def draw_scaling(
     bars = "; error bars: 95% intervals" if _has_bars(saved) else ""
     save(figure, path, f"{sweep.stamp()}{bars}", sweep.experiment.title)
     return _notes(sweep, shown, saved, baseline)
+
+
+def _panels(views: Sequence[str], with_differences: bool) -> tuple[Any, dict[str, Any]]:
+    """Return a figure and its panels by name: the differences large, with the views in a column beside them."""
+    from matplotlib.figure import Figure
+
+    if not with_differences:
+        figure = Figure(figsize=(5.7 * len(views), 4.8), layout="constrained")
+        return figure, figure.subplot_mosaic([list(views)])
+    height = max(6.4, 3.1 * len(views))
+    figure = Figure(figsize=(12.5, height), layout="constrained")
+    return figure, figure.subplot_mosaic([["differences", view] for view in views], width_ratios=[1.8, 1])
 
 
 def _has_bars(saved: Sequence[Saving]) -> bool:
@@ -81,7 +80,7 @@ def _notes(sweep: Sweep, shown: Sequence[Curve], saved: Sequence[Saving], baseli
             f"Black dashed segments: what {baseline.name} needs, by the slope of its fit, for the loss of "
             f"{entry.size.row.label}."
         )
-    notes.append(f"The last panel compares runs of one size, protocol and seed with {baseline.name}.")
+    notes.append(f"The large panel compares runs of one size, protocol and seed with {baseline.name}.")
     if _has_bars(saved):
         notes.append("Its bars are 95% intervals, from the variance between seeds pooled over the sizes.")
     return notes
@@ -134,7 +133,7 @@ def _draw_segment(axes: Any, start: float, needs: Needed, loss: float, text: str
     # there is space below and to the left of falling curves
     label = f"{text}, extrapolated" if needs.extrapolated else text
     axes.annotate(
-        label, (max(start, end), loss), xytext=(0, -9), textcoords="offset points", size=9, ha="right", va="top"
+        label, (max(start, end), loss), xytext=(0, -9), textcoords="offset points", size=8, ha="right", va="top"
     )
 
 
@@ -170,7 +169,7 @@ def _limit(axes: Any, losses: Sequence[float], counts: bool) -> None:
     low, high = min(losses), max(losses)
     room = (high / low) ** 0.08 if high > low else 1.02
     # below, there is space for the two lines of a label
-    axes.set(xscale="log", yscale="log", ylim=(low / room**1.8, high * room))
+    axes.set(xscale="log", yscale="log", ylim=(low / room**3.4, high * room))
     axes.margins(x=0.08)
     log_ticks(axes.xaxis, axes.get_xlim(), counts=counts)
     log_ticks(axes.yaxis, axes.get_ylim())
