@@ -365,13 +365,22 @@ def test_a_matrix_with_derivatives_of_weights_is_reported(build: Build) -> None:
     assert "Highway defines no weights(state)" in warning
 
 
+def test_the_weights_of_a_residual_sum_are_white() -> None:
+    axes = mixing_picture([("vanilla, micro", np.tril(np.ones((5, 5))))]).draw().axes[0]
+    image = axes.images[0]
+    assert image.cmap(image.norm(1.0))[:3] == pytest.approx((1, 1, 1), abs=0.04)
+    below, above = (image.cmap(image.norm(weight)) for weight in (0.5, 1.5))
+    assert below[2] > below[0]
+    assert above[0] > above[2]
+
+
 def test_matrices_share_one_scale_and_name_their_sublayers() -> None:
     small, large = np.tril(np.full((5, 5), 0.2)), np.tril(np.full((7, 7), -3.0))
     picture = mixing_picture([("one, micro", small), ("other, micro", large)])
     assert list(picture.arrays) == ["depth_mixing", "depth_mixing_2"]
     panels = [axes for axes in picture.draw().axes if axes.images]
     assert [axes.get_title() for axes in panels] == ["one, micro", "other, micro"]
-    assert {axes.images[0].norm.vmax for axes in panels} == {3.0}
+    assert {(axes.images[0].norm.vmin, axes.images[0].norm.vmax) for axes in panels} == {(-3.0, 2.0)}
     outputs, inputs = (
         [label.get_text() for label in labels] for labels in (panels[0].get_xticklabels(), panels[0].get_yticklabels())
     )

@@ -47,8 +47,8 @@ def test_the_mean_loss_of_the_interval_is_plotted(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.extend(figure.axes[0].lines))
     plot_loss(tmp_path)
     training, validation = drawn
-    assert training.get_xydata().tolist() == [[4.0, 4.5], [8.0, 3.5]]
-    assert validation.get_xydata().tolist() == [[8.0, 3.0]]
+    assert training.get_xydata().tolist() == [[2_000_000, 4.5], [6_000_000, 3.5]]
+    assert validation.get_xydata().tolist() == [[8_000_000, 3.0]]
 
 
 @pytest.mark.parametrize(

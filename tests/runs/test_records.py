@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, read_run
+from depthlm.runs.records import COMPLETE, FAILED, RUNNING, STOPPED, WAITING, interval_losses, read_run
 from depthlm.sweeps import Point
 from depthlm.sweeps.points import print_points
 
@@ -78,3 +78,32 @@ def test_damaged_files_affect_only_their_own_numbers(
     assert (record.step, record.number("validation_loss")) == (None, None)
     print_points([Point([f"output_dir={path}"], parts={"label": path.name}) for path in (broken, valid)])
     assert "2.5000" in capsys.readouterr().out
+
+
+def logged(*rows: tuple[int, float | None]) -> list[dict[str, Any]]:
+    return [{"step": step, "tokens": 100 * step, "mean_loss": loss} for step, loss in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "points"),
+    [
+        ([], []),
+        (logged((10, 5.0), (20, 4.0)), [(500, 5.0), (1500, 4.0)]),
+        # the first step alone, and a stop by Ctrl-C: each joins the interval beside it, weighted by its steps
+        (logged((1, 9.0), (10, 4.0), (20, 4.0)), [(500, 4.5), (1500, 4.0)]),
+        (
+            logged((10, 5.0), (20, 4.0), (22, 7.0), (30, 2.0), (40, 2.0)),
+            [(500, 5.0), (1500, 4.0), (2500, 3.0), (3500, 2.0)],
+        ),
+        (logged((10, 5.0), (20, 4.0), (30, 3.0), (31, 14.0)), [(500, 5.0), (1500, 4.0), (2550, 4.0)]),
+        # no update in an interval
+        (logged((10, 5.0), (20, None), (30, 3.0)), [(500, 5.0), (1500, None), (2500, 3.0)]),
+        # a fork at step 1000
+        (logged((1010, 5.0), (1020, 4.0)), [(100_500, 5.0), (101_500, 4.0)]),
+        (logged((7, 5.0)), [(650, 5.0)]),
+    ],
+)
+def test_every_point_of_a_loss_curve_is_a_mean_over_a_whole_interval(
+    rows: list[dict[str, Any]], points: list[tuple[float, float | None]]
+) -> None:
+    assert interval_losses(rows) == [(pytest.approx(tokens), loss) for tokens, loss in points]
