@@ -166,25 +166,34 @@ def training_loss(row: Mapping[str, Any]) -> float | None:
 def interval_losses(rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, float | None]]:
     """Return the mean training loss of each logging interval with the tokens at its middle; None for a gap.
 
-    An interval that a start, a stop or a resume has cut short joins the next one, so that all points are means over
-    about as many steps.
+    So that all points are means over about as many steps, the first step joins the interval after it, and a last
+    interval that is shorter than the others joins the one before it. A row inside an interval, from a stop by a signal
+    or the clock, is left out: the mean of the interval contains its steps.
     """
     logged = [row for row in rows if finite(row.get("tokens")) is not None and row["step"] > 0]
-    between = [max(1, row["step"] - last["step"]) for last, row in pairwise(logged)]
-    usual = sorted(between)[len(between) // 2] if between else 1
-    # a fork has no rows of the steps before it
-    between = [min(logged[0]["step"], usual) if logged else 0, *between]
+    lengths = sorted(row["step"] - last["step"] for last, row in pairwise(logged))
+    usual = max(1, lengths[len(lengths) // 2]) if lengths else 1
     points: list[_Interval] = []
-    for row, steps in zip(logged, between, strict=False):
-        loss, last = training_loss(row), points[-1] if points else None
-        start = row["tokens"] * (1 - steps / row["step"])
-        is_last = row is logged[-1] and steps < usual
-        if loss is None or last is None or last.loss is None or (last.steps >= usual and not is_last):
-            points.append(_Interval(start, row["tokens"], steps, loss))
+    # a fork has no rows of the steps before it
+    end = logged[0]["step"] - min(logged[0]["step"], usual) if logged else 0
+    first: Mapping[str, Any] | None = None
+    for row in logged:
+        steps, loss = row["step"] - end, training_loss(row)
+        per_step = row["tokens"] / row["step"]
+        if 0 < steps < usual and row is not logged[-1]:
+            first = row if row is logged[0] else first
+            continue
+        alone = None if first is None else training_loss(first)
+        if loss is not None and first is not None and alone is not None:
+            before = first["step"] - end
+            loss = (alone * before + loss * (steps - before)) / steps
+        first, last = None, points[-1] if points else None
+        if steps < usual and loss is not None and last is not None and last.loss is not None:
+            loss = (last.loss * last.steps + loss * steps) / (last.steps + steps)
+            points[-1] = _Interval(last.start, row["tokens"], last.steps + steps, loss)
         else:
-            together = last.steps + steps
-            mean = (last.loss * last.steps + loss * steps) / together
-            points[-1] = _Interval(last.start, row["tokens"], together, mean)
+            points.append(_Interval(per_step * end, row["tokens"], steps, loss))
+        end = row["step"]
     return [((point.start + point.end) / 2, point.loss) for point in points]
 
 

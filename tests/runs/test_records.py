@@ -89,12 +89,14 @@ def logged(*rows: tuple[int, float | None]) -> list[dict[str, Any]]:
     [
         ([], []),
         (logged((10, 5.0), (20, 4.0)), [(500, 5.0), (1500, 4.0)]),
-        # the first step alone, and a stop by Ctrl-C: each joins the interval beside it, weighted by its steps
-        (logged((1, 9.0), (10, 4.0), (20, 4.0)), [(500, 4.5), (1500, 4.0)]),
+        # the first step joins the interval after it, weighted by its steps
+        (logged((1, 9.0), (10, 4.0), (20, 4.0), (30, 4.0)), [(500, 4.5), (1500, 4.0), (2500, 4.0)]),
+        # the mean at step 30 is over ten steps, those before a stop at step 22 included
         (
             logged((10, 5.0), (20, 4.0), (22, 7.0), (30, 2.0), (40, 2.0)),
-            [(500, 5.0), (1500, 4.0), (2500, 3.0), (3500, 2.0)],
+            [(500, 5.0), (1500, 4.0), (2500, 2.0), (3500, 2.0)],
         ),
+        # a run that stopped, and one whose length is no multiple of the interval
         (logged((10, 5.0), (20, 4.0), (30, 3.0), (31, 14.0)), [(500, 5.0), (1500, 4.0), (2550, 4.0)]),
         # no update in an interval
         (logged((10, 5.0), (20, None), (30, 3.0)), [(500, 5.0), (1500, None), (2500, 3.0)]),
