@@ -7,7 +7,6 @@ from typing import Any
 
 from benchmarks.study.archive import Difference, gaps_to_vanilla, paired_difference, rate_changes, values_of
 from depthlm.config.experiment import Column
-from depthlm.plots import grid, legend_below, save, subplots
 from depthlm.report.figures.loss_curves import draw_loss_curves, panels_of
 from depthlm.report.figures.scaling import draw_scaling
 from depthlm.report.figures.style import mechanism_of
@@ -15,6 +14,7 @@ from depthlm.report.rows import measured, over_seeds
 from depthlm.report.scaling_laws import curves, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import number_text
+from depthlm.runs.plots import grid, legend_below, save, subplots
 from depthlm.runs.records import COMPLETE
 from depthlm.sweeps.points import Point
 

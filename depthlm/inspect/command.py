@@ -25,8 +25,8 @@ from depthlm.inspect.depth_mixing import depth_mixing, mixing_picture
 from depthlm.inspect.picture import TOKENS, Array, Picture, token_names
 from depthlm.machine import environment
 from depthlm.model import Decoder
-from depthlm.plots import grid, save, subplots
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.plots import grid, save, subplots
 from depthlm.runs.records import read_metrics
 
 ARRAYS = "arrays.npz"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from depthlm.inspect.picture import NOTHING, Array, Grid, Means, Picture, draw_grid, write_labels
 from depthlm.model import Connection, Decoder, Observer, SublayerSpec
 from depthlm.model.connection import Inputs, State
-from depthlm.plots import subplots
+from depthlm.runs.plots import subplots
 
 # panels side by side, and labels of an axis
 ACROSS, LABELS = 3, 14

@@ -25,7 +25,7 @@ from depthlm.inspect.picture import (
     write_labels,
 )
 from depthlm.model.figures import Figure
-from depthlm.plots import subplots
+from depthlm.runs.plots import subplots
 
 # evenly spaced layers and heads, as in the paper of MoDA (arXiv 2603.15619)
 LAYERS, HEADS = 4, 4

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from depthlm.data import Tokenizer
 from depthlm.model.figures import Figure
-from depthlm.plots import DASHES, HUES, MARKERS, grid, ink, log_ticks, subplots
+from depthlm.runs.plots import DASHES, HUES, MARKERS, grid, ink, log_ticks, subplots
 
 Array = NDArray[np.floating]
 NOTHING = "#DADADA"

@@ -15,7 +15,7 @@ from depthlm.locations import command
 from depthlm.report.comparison import comparison_tables
 from depthlm.report.experiment_report import experiment_report, state_line, warnings
 from depthlm.report.figures.loss_curves import panels_of
-from depthlm.report.runs_report import find_runs, holds_run, runs_report
+from depthlm.report.runs_report import NO_DIFFERENCE, SETTINGS, find_runs, holds_run, runs_report
 from depthlm.report.sweep import read_sweep, with_baseline
 from depthlm.report.sweep_report import results_table, sweep_report
 from depthlm.report.tables import DASH, MISSING, Table, show
@@ -90,7 +90,9 @@ def report_runs(
     """
     folder = Path(to)
     path, tables = _write(folder, lambda: runs_report(runs, folder, baseline), option)
-    _show(path, tables, [f"{state_line(runs)}."], project)
+    differ = any(table.title == SETTINGS for table in tables)
+    notes = [f"{NO_DIFFERENCE}."] if len(runs) > 1 and not differ else []
+    _show(path, tables, [*notes, f"{state_line(runs)}."], project)
     return path
 
 

@@ -26,6 +26,9 @@ from depthlm.sweeps.points import Point
 BESIDE = 4
 # in place of the value of a setting that a run does not have
 ABSENT = object()
+# the title of the table of settings, and what replaces it
+SETTINGS = "Settings that differ"
+NO_DIFFERENCE = "No setting but the seed differs that affects the result"
 
 
 def find_runs(names: Sequence[str], option: str = "runs=") -> list[RunRecord]:
@@ -197,7 +200,7 @@ def difference_tables(configs: Mapping[str, dict[str, Any]]) -> list[Table]:
     for start in range(0, len(names), BESIDE):
         beside = slice(start, start + BESIDE)
         rows = [cells([key, *map(_value_text, values[beside])]) for key, values in different.items()]
-        title = "Settings that differ" if start == 0 else ""
+        title = SETTINGS if start == 0 else ""
         tables.append(Table(["setting", *names[beside]], rows, title, words=True))
     return tables
 

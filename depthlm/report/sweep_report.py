@@ -11,7 +11,7 @@ from depthlm.report.rows import Measured, Row, measured, number, pooled, separat
 from depthlm.report.scaling_laws import NEEDS, curves, needed_text, savings
 from depthlm.report.sweep import Sweep
 from depthlm.report.tables import DASH, MISSING, Cell, Table, cells, duration, markdown, number_text, plain
-from depthlm.runs.records import FAILED
+from depthlm.runs.records import COMPLETE, FAILED
 
 LEGEND = (
     "Loss: mean over the complete seeds ± half of its 95% interval. Difference: between runs with the same seed, with "
@@ -23,7 +23,7 @@ LEGEND = (
 def sweep_report(
     sweep: Sweep, folder: Path, panels: Sequence[Panel], settings: Sequence[Table] = ()
 ) -> tuple[str, list[Table]]:
-    """Draw the loss curves into a folder; return the Markdown report, and its tables of results and of `settings`.
+    """Draw the loss curves into a folder; return the Markdown report, and its tables for the terminal.
 
     Raises OSError.
     """
@@ -36,7 +36,8 @@ def sweep_report(
             "Loss curves", folder, name, draw_loss_curves(panels, folder / name, sweep.stamp(), sweep.experiment.title)
         )
     )
-    parts.append(f"## Every run\n\n{markdown(runs_table(sweep))}")
+    every_run = runs_table(sweep)
+    parts.append(markdown(every_run))
     failed = [
         f"- {plain(run_label(sweep, row, seed))} failed: {plain(first_line(run.failure))}"
         for row in sweep.rows
@@ -46,7 +47,9 @@ def sweep_report(
     parts += ["\n".join(failed)] if failed else []
     if sweep.configs:
         parts += protocol_parts(sweep)
-    return "\n\n".join(parts) + "\n", [results, *settings]
+    # of incomplete runs, the terminal shows how far they are
+    is_complete = all(run.state == COMPLETE for run in sweep.runs)
+    return "\n\n".join(parts) + "\n", [results, *settings, *([] if is_complete else [every_run])]
 
 
 def results_table(sweep: Sweep) -> Table:
@@ -97,7 +100,7 @@ def runs_table(sweep: Sweep) -> Table:
                 str(run.directory),
             ]
             table.append(cells([run_label(sweep, row, seed), *texts]))
-    return Table(head, table)
+    return Table(head, table, "Every run")
 
 
 def run_label(sweep: Sweep, row: Row, seed: str) -> str:

@@ -5,8 +5,8 @@ from pathlib import Path
 import depthlm
 from depthlm.counts import count_text
 from depthlm.files import read_yaml
-from depthlm.plots import HUES, grid, save, short, subplots
 from depthlm.run_directory import RunDirectory
+from depthlm.runs.plots import HUES, grid, save, short, subplots
 from depthlm.runs.records import ValidationLosses, finite, interval_losses, loss_key, read_metrics
 
 # with more validation sets, the legend is beside the axes, and the numbers at the ends of the curves would overlap

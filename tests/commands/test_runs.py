@@ -83,7 +83,7 @@ def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curve
 ) -> None:
     main(["--compare", "outputs/default/base", "outputs/default/broken", "--to", "to/here"], "depthlm runs")
     printed = capsys.readouterr().out
-    for line in (["model.name", "vanilla", "mhc"], ["base", "complete", "20"], ["broken", "failed", "10"]):
+    for line in (["model.name", "vanilla", "mhc"], ["vanilla", "complete", "20"], ["mhc", "failed", "10"]):
         assert any(text.split()[: len(line)] == line for text in printed.splitlines()), printed
     assert Path("to/here/loss_curves.png").exists()
     assert "model.name" in Path("to/here/report.md").read_text()
@@ -91,7 +91,7 @@ def test_a_comparison_prints_results_and_differing_settings_and_draws_both_curve
 
 def test_runs_with_the_same_configuration_are_said_to_have_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--compare", "outputs/default/base", "outputs/sweep/new"], "depthlm runs")
-    assert "No setting that affects the result differs." in capsys.readouterr().out
+    assert "No setting but the seed differs that affects the result." in capsys.readouterr().out
     assert Path("outputs/report/report.md").exists()
 
 

@@ -8,8 +8,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 
-from depthlm.plots import subplots
 from depthlm.runs.loss_curve import plot_loss, title_of
+from depthlm.runs.plots import subplots
 
 
 def test_the_loss_is_plotted_with_gaps_for_missing_values(tmp_path: Path, rendered: None) -> None:

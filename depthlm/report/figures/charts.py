@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from depthlm.config.experiment import Column
-from depthlm.plots import grid, legend_below, log_ticks, save, short, subplots
 from depthlm.report.figures.style import Style, mechanism_of, style_of
 from depthlm.report.rows import Row, as_number, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Difference, Sweep, references_text, title_of
 from depthlm.report.tables import signed_text
+from depthlm.runs.plots import grid, legend_below, log_ticks, save, short, subplots
 
 # a numeric axis that spans more than this factor becomes logarithmic, and so does one with a constant factor between
 # its numbers

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from depthlm.config.experiment import Column
-from depthlm.plots import ink, save, short, subplots
 from depthlm.report.rows import Row, measured, ordered, paper, setting, setting_title
 from depthlm.report.sweep import Sweep, title_of
 from depthlm.report.tables import number_text, signed_text
+from depthlm.runs.plots import ink, save, short, subplots
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from depthlm.counts import count_text
-from depthlm.plots import grid, save, short, subplots
 from depthlm.report.figures.style import Mechanism, Style, mechanism_of, style_of
 from depthlm.report.rows import Row, number, setting_title
 from depthlm.report.sweep import Sweep, range_text
+from depthlm.runs.plots import grid, save, short, subplots
 from depthlm.runs.records import COMPLETE, RunRecord, interval_losses
 
 # SMOOTHED: the share of a run's logged steps in the running mean. START: the share of a panel's longest run whose

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from depthlm.config.experiment import Column
-from depthlm.plots import grid, legend_below, log_ticks, save, short
 from depthlm.report.figures.style import Style, mechanism_of, style_of
 from depthlm.report.scaling_laws import NEEDS, VIEWS, Curve, Needed, Saving, baseline_of, paper_fit
 from depthlm.report.sweep import Sweep, title_of
+from depthlm.runs.plots import grid, legend_below, log_ticks, save, short
 
 # the smallest factor that is drawn as a segment, which is then longer than a marker
 VISIBLE = 1.1
