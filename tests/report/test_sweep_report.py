@@ -1,0 +1,56 @@
+"""The table of results of a sweep without an experiment."""
+
+import math
+
+import pytest
+
+from depthlm.report.sweep import read_sweep, with_baseline
+from depthlm.report.sweep_report import results_table, runs_table
+from depthlm.report.tables import Table
+from depthlm.sweeps import sweep_points
+
+from .made_up import write_run
+
+SIZES = ("nano_60k", "nano_160k", "nano_330k", "nano_630k")
+
+
+def lines(table: Table) -> dict[str, list[str]]:
+    """Return the cells of each row by the first one."""
+    return {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+
+
+def test_a_factor_of_compute_stands_where_the_sizes_of_the_baseline_give_a_law() -> None:
+    overrides = ["model=vanilla,mhc", f"size={','.join(SIZES)}", "seed=1,2"]
+    for point in sweep_points(overrides):
+        flops = 1e15 * 4 ** SIZES.index(point.settings["size"])
+        # mhc needs half the compute; each seed shifts both mechanisms alike, and mhc by another 0.01%
+        gain = 2**-0.1 * (1 + 1e-4 * int(point.settings["seed"])) if point.mechanism == "mhc" else 1.0
+        loss = 3.0 * (flops / 1e15) ** -0.1 * gain * (1 + 0.01 * int(point.settings["seed"]))
+        write_run(point.directory, loss, training_flops=flops, parameters=round(math.sqrt(flops)))
+    table = results_table(read_sweep(overrides))
+    assert table.head[3:5] == ["against vanilla", "times the compute"]
+    factors = {label: cells[3] for label, cells in lines(table).items()}
+    assert factors["vanilla, nano_60k"] == "–"
+    assert factors["mhc, nano_60k"].startswith("2.00 [")
+    assert next(iter(lines(table))) == "mhc, nano_630k"
+
+
+def test_the_seeds_are_counted_and_their_interval_is_pooled() -> None:
+    overrides = ["optimizer.lr=1e-3,3e-3", "seed=1,2,3"]
+    for point, loss in zip(sweep_points(overrides), (3.0, 3.1, 3.2, 2.9, 3.0, 3.1), strict=True):
+        write_run(point.directory, loss, done=0.5 if loss == 3.2 else 1)
+    sweep = read_sweep(overrides)
+    assert lines(results_table(sweep)) == {
+        # of the deviations 0.0707 and 0.1 with one and two degrees of freedom; Student's t of three is 3.182
+        "lr 3e-3": ["3", "3.0000 ± 0.1677", "1M", "40K"],
+        "lr 1e-3": ["2 of 3", "3.0500 ± 0.2054", "1M", "40K"],
+    }
+    assert lines(runs_table(sweep))["lr 1e-3, seed 3"][:2] == ["stopped", "20"]
+    table = results_table(with_baseline(sweep, "optimizer.lr=0.001"))
+    assert table.head[3] == "against lr 1e-3"
+    assert lines(table)["lr 3e-3"][2] == "-0.1000 [-0.1000, -0.1000]"
+
+
+@pytest.mark.parametrize("overrides", [["model=vanilla,mhc"], ["seed=1,2"]])
+def test_a_sweep_that_has_not_begun_has_a_table(overrides: list[str]) -> None:
+    assert {cells[1] for cells in lines(results_table(read_sweep(overrides))).values()} == {"missing"}
