@@ -63,6 +63,14 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert "class Connection" in re.sub("<[^>]+>", "", page.read_text())
 
 
+def test_a_link_to_a_page_has_its_title(site: Path) -> None:
+    pages = [page for page in site.rglob("*.html") if "source" not in page.relative_to(site).parts]
+    assert not [page for page in pages if re.search(r"<a [^>]*>[\w./-]+\.md</a>", page.read_text())]
+    page = (site / "mechanisms/index.html").read_text()
+    assert '<a href="../evaluation/#the-depth-mixing-matrix">The depth mixing matrix</a>' in page
+    assert '<a href="../kernels/">Kernels</a>' in page
+
+
 def test_blocks_of_code_inside_of_lists_stay_inside(site: Path) -> None:
     page = (site / "contributing/index.html").read_text()
     (numbered,) = re.findall(r"<ol>.*?</ol>", page, re.DOTALL)
