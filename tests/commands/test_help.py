@@ -8,9 +8,10 @@ import pytest
 
 import depthlm
 from depthlm.__main__ import main
-from depthlm.commands.help import print_help, setting_meanings
+from depthlm.commands.help import meaning, print_help, setting_meanings
 from depthlm.commands.train import read_command_line
 from depthlm.config import mechanisms
+from depthlm.config.hydra_context import available_groups
 from depthlm.errors import UserError
 from depthlm.locations import REPOSITORY
 
@@ -34,6 +35,18 @@ def test_help_on_a_group_shows_only_its_options_and_keys(capsys: pytest.CaptureF
     assert "(the default)" in text.split("cosine")[1].splitlines()[0]
     assert "schedule.warmup_ratio" in text
     assert "optimizer.lr" not in text
+
+
+def test_help_on_a_group_describes_each_of_its_options() -> None:
+    for group, options in available_groups(None).items():
+        assert not [option for option in options if not meaning(group, option, None)], group
+
+
+def test_help_on_experiments_says_what_each_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(printed(capsys, "experiment").split())
+    assert "dca/ablation From the residual connection to DeepCrossAttention. DeepCrossAttention (arXiv" in text
+    assert "depth_width Depth and width under a fixed compute. Attention Residuals (arXiv" in text
+    assert "depthlm/rates The learning rate of each mechanism at the smallest size depthlm/scaling" in text
 
 
 def test_help_on_an_option_shows_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
