@@ -14,7 +14,7 @@ from rendering import github_slug
 REPOSITORY = Path(__file__).parents[2]
 # Markdown outside of docs/ that has a place in the navigation
 PAGES = {
-    "README.md": "start.md",
+    "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",

@@ -63,6 +63,14 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
     assert "class Connection" in re.sub("<[^>]+>", "", page.read_text())
 
 
+def test_the_first_page_is_the_readme_and_fits_into_80_lines(site: Path) -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < 80
+    page = (site / "index.html").read_text()
+    headings = re.findall(r'<h2 id="([\w-]+)"', page)
+    assert headings[:4] == ["try", "add-your-own", "reproduce-a-table", "scale-out"]
+    assert 'src="images/inspect_depth_mixing.png"' in page
+
+
 def test_a_link_to_a_page_has_its_title(site: Path) -> None:
     pages = [page for page in site.rglob("*.html") if "source" not in page.relative_to(site).parts]
     assert not [page for page in pages if re.search(r"<a [^>]*>[\w./-]+\.md</a>", page.read_text())]
